@@ -123,7 +123,9 @@ The default backend. A target without a module is a member of
 layers.attention.base_attn_backend:AttentionBackend, which all backends inherit:
 
 class      __class__
-           attach: decode through pat; prefill stays as it is
+           backend: decode through pat; prefill stays as it is
+attribute  __class__ = _pat
+           backend: keep the planner, and the plans of the last step
 value      needs_cpu_seq_lens
            attach: have SGLang give the lengths on the host, which plans are made of
 override   init_forward_metadata
@@ -131,32 +133,30 @@ override   init_forward_metadata
 override   init_forward_metadata_out_graph
            backend: plan a step before its graph is captured or replayed
 override   init_forward_metadata_in_graph
-           backend: let a graph write what the rows of a verify step read
+           backend: keep the default backend out of graphs in which it has no layers
 override   init_cuda_graph_state
            backend: allocate the buffers that graphs read
 override   forward_decode
            backend: attend in a decode step
-override   forward_extend
-           backend: attend in a verify step
 override   get_fused_kv_write_buffers (not in 0.5.17)
            backend: keep models from storing KV by metadata that is not prepared
 override   shared_read_ends (not in 0.5.17)
            backend: tell the scheduler when it may write to what a step reads
-override   verify_mask
-           backend: take the masks of drafts over the drafts alone
-override   update_verify_buffers_to_fill_after_draft
-           backend: skip what only the default backend prepares
-override   draft_extend_metadata_captured_in_graph
-           backend: be asked before each replay of draft extend
-override   supports_draft_extend_metadata_staging (not in 0.5.17)
-           backend: the same
 
 Speculative decoding only:
 
-class      __class__
-           speculative.attach: let the backends of a draft model decode through pat
+override   verify_mask
+           speculative.backends: take the masks of drafts over the drafts alone
+override   update_verify_buffers_to_fill_after_draft
+           speculative.backends: skip what only the default backend prepares
+override   draft_extend_metadata_captured_in_graph
+           speculative.backends: be asked before each replay of draft extend
+override   supports_draft_extend_metadata_staging (not in 0.5.17)
+           speculative.backends: the same
+override   forward_extend
+           speculative.backends: attend in a verify step
 hook       model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner.load_batch
-           tree.request_tracker: know the requests of a verify step that is prepared early
+           speculative.draft_requests: know the requests of a verify step that is prepared early
 hook       speculative.draft_utils:DraftBackendFactory.create_decode_backend
            speculative.attach: let a draft model decode through pat
 hook       speculative.draft_utils:DraftBackendFactory.create_draft_extend_backend
@@ -177,9 +177,9 @@ hook       speculative.dflash_worker_v2:DFlashWorkerV2.init_attention_backends
 hook       speculative.dspark_components.dspark_worker_v2:DSparkWorkerV2.init_attention_backends
            speculative.attach: the same
 hook       speculative.dflash_worker_v2:DFlashWorkerV2.forward_batch_generation
-           tree.request_tracker: know the requests whose blocks are drafted
+           speculative.draft_requests: know the requests whose blocks are drafted
 hook       speculative.dspark_components.dspark_worker_v2:DSparkWorkerV2.forward_batch_generation
-           tree.request_tracker: the same
+           speculative.draft_requests: the same
 value      speculative.ngram_worker:USE_FULL_MASK
            speculative.tree_attention: have SGLang make masks over the drafts alone
 value      speculative.ngram_info:NgramVerifyInput = custom_mask

@@ -1,9 +1,8 @@
-"""Mixins over the classes of SGLang's backends: what these do otherwise with pat.
+"""The mixin that gives a default backend of SGLang the decode attention of pat.
 
-`attach.py` puts these classes before the class of a backend, in the order of methods: `PatMixin`
-over the backend of the served model and over the one with which a draft model reads verified
-drafts or gives blocks, `PatDraftSteps` over the container of a draft model's steps, and
-`PatDraftStep` over each.
+A backend that SGLang has built becomes an instance of a subclass of its own class, with the mixin
+first in the method resolution order. What the mixin does not override stays as it was: prefill, and
+everything else that SGLang asks of a backend.
 """
 
 from __future__ import annotations
@@ -13,156 +12,121 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 from sglang_pat.sglang.layer.attention import LayerAttention
 from sglang_pat.sglang.layer.step_plans import StepPlans
-from sglang_pat.sglang.speculative.tree_attention import undo_square_masks
 from sglang_pat.sglang.start.layer_support import Routes
 from sglang_pat.sglang.step.planner import Decoder
 from sglang_pat.sglang.step.step_type import StepKind
-from sglang_pat.sglang.tree.request_tracker import CHANNEL
 from sglang_pat.support import Unsupported
 
-_VERIFY = ForwardMode.TARGET_VERIFY
 
+class BackendState:
+    """What pat keeps on a backend of SGLang, in its only field `_pat`.
 
-class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
-    """A default backend's steps by pat. Before its class in the order of methods.
-
-    Where the default backend decodes no layer, it is not prepared for decode steps: neither its
-    metadata nor its tables for CUDA graphs are made.
+    Attributes
+    ----------
+    planner
+        Plans the steps.
+    layers
+        Attends in the layers.
+    routes
+        Which layers pat decodes.
+    kinds
+        The types of steps that pat plans, by SGLang's mode.
+    report
+        Called with `routes` each time that a layer falls back.
+    is_strict
+        Whether a layer that falls back is an error instead.
+    plans, kind
+        The plans and the type of the last step.
+    is_captured
+        Whether the last step was prepared for a CUDA graph.
+    in_default
+        Whether the default backend is preparing an eager step. It may call methods that pat
+        overrides then.
+    graph_sizes
+        Arguments of init_cuda_graph_state(), if the default backend has not been given them.
     """
 
-    _pat: Decoder  # plans
-    _pat_layers: LayerAttention  # attends
-    _pat_routes: Routes  # of these layers
-    _pat_kinds: dict[ForwardMode, StepKind]  # the steps that pat plans
-    _pat_plans: StepPlans | None  # of the last step
-    _pat_kind: StepKind  # of the last step
-    _pat_report: Callable[[Routes], None]
-    _pat_is_strict: bool
-    # True if steps speculate: SGLang then writes into the default backend's CUDA graph tables, even
-    # if pat has all layers.
-    _pat_speculates: bool
-    # True while the default backend prepares an eager step. It may call the methods below then.
-    _pat_in_default: bool
-    # Arguments of init_cuda_graph_state(), if the default backend has not been given them.
-    _pat_graph_sizes: tuple[int, int] | None
-    _pat_is_captured: bool  # whether the last step was prepared for a CUDA graph
-
-    def take(
+    def __init__(
         self,
-        decoder: Decoder,
+        planner: Decoder,
         layers: LayerAttention,
         kinds: Sequence[StepKind],
         *,
         report: Callable[[Routes], None],
-        strict: bool,
+        is_strict: bool = False,
     ) -> None:
-        """Decode by pat from now on.
+        self.planner = planner
+        self.layers = layers
+        self.routes = layers.routes
+        self.kinds = {kind.mode: kind for kind in kinds}
+        self.report = report
+        self.is_strict = is_strict
+        self.plans: StepPlans | None = None
+        self.kind: Any = kinds[0]
+        self.is_captured = False
+        self.in_default = False
+        self.graph_sizes: tuple[int, int] | None = None
 
-        Parameters
-        ----------
-        decoder
-            Plans the steps.
-        layers
-            The layers that this backend attends in.
-        kinds
-            The steps of pat.
-        report
-            Called with the routes each time that a layer goes to the default backend.
-        strict
-            Whether that is an error instead.
-        """
-        self._pat = decoder
-        self._pat_layers = layers
-        self._pat_routes = layers.routes
-        self._pat_kinds = {kind.mode: kind for kind in kinds}
-        self._pat_plans = None
-        self._pat_kind = kinds[0]
-        self._pat_report = report
-        self._pat_is_strict = strict
-        self._pat_speculates = any(kind.shape.speculates for kind in kinds)
-        self._pat_in_default = False
-        self._pat_graph_sizes = None
-        self._pat_is_captured = False
+
+class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
+    """Plans decode steps and attends in the layers that pat decodes.
+
+    Where no layer falls back, the default backend is not prepared for decode steps: neither its
+    metadata nor its tables for CUDA graphs are made.
+    """
+
+    _pat: BackendState
 
     @property
     def needs_default(self) -> bool:
         """True if the default backend has layers to do in steps that pat plans."""
-        return bool(self._pat_routes.delegated)
+        return bool(self._pat.routes.delegated)
 
     # --- once per step ---
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Prepare an eager step."""
-        kind = self._pat_kinds.get(forward_batch.forward_mode)
+        pat = self._pat
+        kind = pat.kinds.get(forward_batch.forward_mode)
         if kind is None:
             super().init_forward_metadata(forward_batch)
             return
-        self._pat_kind = kind
-        self._pat_is_captured = False
-        routes = self._pat_routes
-        if routes.delegated:
+        pat.kind, pat.is_captured = kind, False
+        if pat.routes.delegated:
             self._prepare_default(forward_batch)
-        if routes.shapes:
-            self._pat_plans = self._pat.plan_eager(kind, forward_batch)
+        if pat.routes.shapes:
+            pat.plans = pat.planner.plan_eager(kind, forward_batch)
 
     def _prepare_default(self, forward_batch: Any) -> None:
-        self._pat_in_default = True
+        self._pat.in_default = True
         try:
             super().init_forward_metadata(forward_batch)
         finally:
-            self._pat_in_default = False
+            self._pat.in_default = False
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Prepare a step whose CUDA graph is captured or replayed next."""
-        kind = self._pat_kinds.get(forward_batch.forward_mode)
-        if kind is None or self._pat_in_default:
+        pat = self._pat
+        kind = pat.kinds.get(forward_batch.forward_mode)
+        if kind is None or pat.in_default:
             super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
             return
-        self._pat_kind = kind
-        self._pat_is_captured = True
-        routes = self._pat_routes
-        if routes.delegated:
+        pat.kind, pat.is_captured = kind, True
+        if pat.routes.delegated:
             super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
-        if routes.shapes:
-            self._pat_plans = self._pat.plan_captured(kind, forward_batch, in_capture)
+        if pat.routes.shapes:
+            pat.plans = pat.planner.plan_captured(kind, forward_batch, in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Record what a CUDA graph does before its layers. pat has planned before its replay."""
-        kind = self._pat_kinds.get(forward_batch.forward_mode)
-        is_pats = kind is not None and not self._pat_in_default
-        if not is_pats or self._pat_routes.delegated:
+        pat = self._pat
+        if forward_batch.forward_mode not in pat.kinds or pat.in_default or pat.routes.delegated:
             super().init_forward_metadata_in_graph(forward_batch)
-        if kind is not None and is_pats and self._pat_routes.shapes:
-            kind.record_in_graph(forward_batch)
-
-    @property
-    def verify_mask(self) -> VerifyMask | None:
-        """Return where SGLang writes what drafts read of each other. None: it allocates that.
-
-        Masks are over the drafts alone where the default backend has no layer that reads them.
-        """
-        kind = self._pat_kinds.get(_VERIFY)
-        if kind is None or kind.masks is None or self._pat_routes.delegated:
-            return super().verify_mask
-        count = len(kind.masks) // kind.shape.per_request**2
-        return VerifyMask(kind.masks, TreeMaskMode.QLEN_ONLY, count)
-
-    def update_verify_buffers_to_fill_after_draft(
-        self, spec_info: Any, cuda_graph_bs: int | None
-    ) -> None:
-        """Prepare again what depends on drafts, in a step that was prepared on a plan stream.
-
-        All that pat prepares was after the drafts. Some default backends cannot.
-        """
-        if self._pat_routes.delegated:
-            super().update_verify_buffers_to_fill_after_draft(spec_info, cuda_graph_bs)
 
     def shared_read_ends(self, mode: ForwardMode) -> Any:
         """Return when a step has read what the scheduler may write next.
@@ -171,37 +135,17 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         not ask: it may write after `init_forward_metadata_out_graph`.
         """
         ends = super().shared_read_ends(mode)
-        if mode not in self._pat_kinds:
-            return ends
-        if mode is ForwardMode.DRAFT_EXTEND_V2 and not self.needs_default:
-            return type(ends).PRE_REPLAY
-        return type(ends).max_of((ends, type(ends).IN_REPLAY))
+        return type(ends).max_of((ends, type(ends).IN_REPLAY)) if mode in self._pat.kinds else ends
 
     # --- CUDA graphs ---
 
-    def draft_extend_metadata_captured_in_graph(self) -> bool:
-        """Return whether draft extend is replayed without `init_forward_metadata_out_graph`.
-
-        pat looks there whether the last plan serves.
-        """
-        is_pats = ForwardMode.DRAFT_EXTEND_V2 in self._pat_kinds and self._pat_routes.shapes
-        return False if is_pats else super().draft_extend_metadata_captured_in_graph()
-
-    @property
-    def supports_draft_extend_metadata_staging(self) -> bool:
-        """Same answer as `draft_extend_metadata_captured_in_graph`."""
-        is_pats = ForwardMode.DRAFT_EXTEND_V2 in self._pat_kinds and self._pat_routes.shapes
-        return False if is_pats else super().supports_draft_extend_metadata_staging
-
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what graphs capture: before the first one, and before all are captured again."""
-        if self._pat_routes.delegated or self._pat_speculates:
+        if self._pat.routes.delegated:
             super().init_cuda_graph_state(max_bs, max_num_tokens)
         else:
-            self._pat_graph_sizes = (max_bs, max_num_tokens)
-        if all(kind.follows is None for kind in self._pat_kinds.values()):
-            # Otherwise graphs are as large as those that they follow.
-            self._pat.reserve(max_bs, self._pat_kinds.values())
+            self._pat.graph_sizes = (max_bs, max_num_tokens)
+        self._pat.planner.reserve(max_bs)
 
     # --- once per layer ---
 
@@ -211,7 +155,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         The default backend looks it up in its metadata, which a step may do without. 0.5.17 does
         not ask.
         """
-        if forward_batch.forward_mode in self._pat_kinds and not self._pat_routes.delegated:
+        if forward_batch.forward_mode in self._pat.kinds and not self._pat.routes.delegated:
             return None
         return super().get_fused_kv_write_buffers(layer, forward_batch)
 
@@ -225,87 +169,97 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """Attend by pat or by the default backend.
+        """Attend through pat or the default backend.
 
-        Of the arguments in `kwargs` pat knows `sinks`, `q_rope` and `k_rope`.
+        pat understands three extra arguments: `sinks`, `q_rope`, `k_rope`. With any other one the
+        layer falls back.
         """
-        if self._pat_attends(layer, forward_batch, kwargs):
-            return self._pat_layers.attend(
-                self._pat_plans,
-                self._pat_kind.apart_of(layer),
-                q,
-                k,
-                v,
-                layer,
-                forward_batch,
-                save_kv_cache,
-                **kwargs,
-            )
-        return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        if not self._attends(layer, forward_batch, kwargs):
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: RadixAttention,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> Any:
-        """Run a prefill by the default backend, or a verify step: as `forward_decode`."""
-        if forward_batch.forward_mode in self._pat_kinds and self._pat_attends(
-            layer, forward_batch, kwargs
-        ):
-            return self._pat_layers.attend(
-                self._pat_plans,
-                self._pat_kind.apart_of(layer),
-                q,
-                k,
-                v,
-                layer,
-                forward_batch,
-                save_kv_cache,
-                **kwargs,
-            )
-        return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+    def _attend(
+        self, q: torch.Tensor, k: Any, v: Any, layer: RadixAttention, *rest: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        return self._pat.layers.attend(self._pat.plans, q, k, v, layer, *rest, **kwargs)
 
-    def _pat_attends(
+    def _attends(
         self, layer: RadixAttention, forward_batch: Any, arguments: dict[str, Any]
     ) -> bool:
         """Return True if pat attends in a layer of this step."""
-        routes, layer_id = self._pat_routes, layer.layer_id
+        routes, layer_id = self._pat.routes, layer.layer_id
         reason = routes.reason_to_leave(layer, arguments)
         if reason is not None:
             self._leave(layer_id, reason, forward_batch)
         return layer_id in routes.shapes
 
     def _leave(self, layer_id: int, reason: Unsupported, forward_batch: Any) -> None:
-        """Delegate a layer for a reason that only a step shows: the first, a warm-up."""
-        if self._pat_is_strict:
+        """Let a layer fall back for a reason that only a step shows: the first, a warm-up."""
+        pat = self._pat
+        if pat.is_strict:
             raise reason.refusal(f" (layer {layer_id})")
-        routes = self._pat_routes
-        if not routes.delegated:  # the default backend is not prepared for this step
-            kind = self._pat_kinds.get(_VERIFY)  # None: of what a draft model reads of such a step
-            if kind is not None and self._pat.verifies_trees:
-                has_mask = forward_batch.forward_mode is _VERIFY and not self._pat_is_captured
-                # In a warm-up it is a large buffer.
-                has_mask = has_mask and CHANNEL.is_within_step
-                undo_square_masks(forward_batch if has_mask else None, kind.masks)
+        if not pat.routes.delegated:  # the default backend is not prepared for this step
             self._catch_up(forward_batch)
-        routes.delegate(layer_id, reason)
-        self._pat_report(routes)
+        pat.routes.delegate(layer_id, reason)
+        pat.report(pat.routes)
 
     def _catch_up(self, forward_batch: Any) -> None:
         """Prepare the default backend for a step that pat has been prepared for."""
-        if self._pat_graph_sizes is not None:
-            super().init_cuda_graph_state(*self._pat_graph_sizes)
-            self._pat_graph_sizes = None
-        if self._pat_is_captured:
+        pat = self._pat
+        if pat.graph_sizes is not None:
+            super().init_cuda_graph_state(*pat.graph_sizes)
+            pat.graph_sizes = None
+        if pat.is_captured:
             super().init_forward_metadata_out_graph(forward_batch, in_capture=True)
             super().init_forward_metadata_in_graph(forward_batch)
         else:
             self._prepare_default(forward_batch)
+
+
+def attach(
+    parts: Sequence[tuple[Any, type]],
+    routes: Routes,
+    new_states: Callable[[], Sequence[Any]],
+    *,
+    reason: Unsupported | None = None,
+    is_strict: bool = False,
+) -> None:
+    """Give objects of SGLang the methods of pat, all of them or none.
+
+    Parameters
+    ----------
+    parts
+        Each object, and the mixin whose methods it gets.
+    routes
+        Which layers pat decodes. If there are none, nothing changes.
+    new_states
+        Called if something changes: makes what each object keeps as `_pat`.
+    reason
+        Why all layers fall back; None: no such reason is known.
+    is_strict
+        Whether a layer that falls back is an error.
+
+    Raises
+    ------
+    ValueError
+        In strict mode, if a layer falls back. Names the reason.
+    """
+    kinds = [with_mixin(mixin, type(part)) for part, mixin in parts]
+    closed = [
+        type(part).__name__
+        for (part, _), kind in zip(parts, kinds, strict=True)
+        if not can_become(part, kind)
+    ]
+    if reason is None and closed:
+        reason = Unsupported("default backend", f"{closed[0]}, which is closed")
+    if reason is not None and routes.shapes:
+        routes.delegate_all(reason)
+    if is_strict:
+        routes.check_strict()
+    if routes.shapes:
+        for (part, _), kind, state in zip(parts, kinds, new_states(), strict=True):
+            part.__class__ = kind
+            part._pat = state
 
 
 def with_mixin(mixin: type, kind: type) -> type:

@@ -32,7 +32,6 @@ from sglang_fakes import (
 from sglang_trees import late_lengths, place
 
 from sglang_pat.executors.reference import ReferenceExecutor
-from sglang_pat.sglang import attach, backend
 from sglang_pat.sglang.report import layer_report
 from sglang_pat.sglang.speculative import attach as speculative_attach
 from sglang_pat.sglang.start.server_options import drafts_now, drafts_of, server_reason
@@ -77,7 +76,9 @@ class Adaptive(DraftScene):
         self.runner = self.new_runner(token_to_kv_pool=kv_pool(1), is_draft_worker=True)
         self.states = {}
         for steps in STEPS:
-            monkeypatch.setattr(attach, "drafts_now", partial(drafts_of_state, steps + 1))
+            monkeypatch.setattr(
+                speculative_attach, "drafts_now", partial(drafts_of_state, steps + 1)
+            )
             monkeypatch.setattr(
                 speculative_attach, "drafts_now", partial(drafts_of_state, steps + 1)
             )
@@ -183,8 +184,8 @@ def adaptive(
     """Torch passes for something that can be captured; nothing is left of other tests."""
     server_context.observability.decode_log_interval = 1000
     monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
-    for name, value in (("_last_drafting", []), ("_last_reqs", []), ("_step", None)):
-        monkeypatch.setattr(CHANNEL, name, value)
+    inside.forget_requests()
+    monkeypatch.setattr(CHANNEL, "_step", None)
     monkeypatch.setattr(speculative_attach._Served, "decoder", None)
     return Adaptive(tmp_path, monkeypatch)
 
@@ -195,7 +196,7 @@ def test_one_decoder_plans_for_all_numbers_of_drafts(adaptive: Adaptive) -> None
     assert drafts is not None
     assert drafts.counts == (1, 2, 4)
     backends = [each for state in adaptive.states.values() for each in (state.served, state.extend)]
-    assert {type(each).__mro__[1] for each in backends} == {backend.PatMixin}
+    assert {type(each).__mro__[1] for each in backends} == {backends.PatSpeculativeMixin}
     assert {id(inside.planner(each)) for each in backends} == {id(inside.planner(adaptive.served))}
     for steps, state in adaptive.states.items():
         assert inside.kinds(state.served)[ForwardMode.TARGET_VERIFY].shape.per_request == steps + 1

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_trees import TREE_KINDS, Tree
 
 from sglang_pat.sglang.step.debug_checks import StepChecker
@@ -56,12 +57,9 @@ class Batch:
 
     def step(self, lens: list[int], *, has_beams: bool = True) -> list[list[tuple[int, int]]]:
         """(kv_begin, kv_end) of the nodes of each row's path, after all checks."""
-        mode = SimpleNamespace(
-            is_decode=lambda: True, is_extend=lambda: False, is_idle=lambda: False
-        )
         seq_lens = torch.tensor(lens)
         forward = SimpleNamespace(
-            forward_mode=mode,
+            forward_mode=ForwardMode.DECODE,
             batch_size=len(lens),
             req_pool_indices=seq_lens,
             seq_lens=seq_lens,

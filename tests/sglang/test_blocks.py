@@ -33,11 +33,13 @@ from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.sglang import backend
 from sglang_pat.sglang.report import layer_report
 from sglang_pat.sglang.speculative import attach as speculative_attach
+from sglang_pat.sglang.speculative import draft_requests
+from sglang_pat.sglang.speculative.draft_requests import block_hook
 from sglang_pat.sglang.start import argument_rewrite
 from sglang_pat.sglang.start.hooks import check_hooks
 from sglang_pat.sglang.step.plan_reuse import Reason
 from sglang_pat.sglang.tree import request_tracker
-from sglang_pat.sglang.tree.request_tracker import CHANNEL, block_hook
+from sglang_pat.sglang.tree.request_tracker import CHANNEL
 
 BLOCK, GRAPH = 4, 4
 # The draft model's first layer reads whole blocks, the second one is causal.
@@ -143,7 +145,7 @@ class Blocks(DraftScene):
 
     def draft(self, view: Any, size: int) -> None:
         """Prepare the step of the draft model, as its worker does within its own method."""
-        request_tracker._around_blocks(
+        draft_requests._around_blocks(
             lambda worker, batch: self.prepare(self.backend, view, size),
             self.worker,
             self.scheduled,
@@ -181,8 +183,8 @@ def alone(monkeypatch: pytest.MonkeyPatch, server_context: SimpleNamespace) -> N
     """Torch passes for something that can be captured; nothing is left of other tests."""
     server_context.observability.decode_log_interval = 1000
     monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
-    for name, value in (("_last_drafting", []), ("_last_reqs", []), ("_step", None)):
-        monkeypatch.setattr(CHANNEL, name, value)
+    inside.forget_requests()
+    monkeypatch.setattr(CHANNEL, "_step", None)
     monkeypatch.setattr(speculative_attach._Served, "decoder", None)
 
 
@@ -217,7 +219,7 @@ def test_blocks_are_verified_as_chains(algorithm: str, size: int, bound: int | N
         request_tracker._after_init_new(view, object, scene.scheduled, scene.target)
         if size:
             graphs = SimpleNamespace(model_runner=scene.target)
-            request_tracker._around_load_batch(
+            draft_requests._around_load_batch(
                 lambda _, batch: scene.prepare(scene.served, batch, size),
                 graphs,
                 view,
@@ -239,7 +241,7 @@ def test_blocks_are_repeated_without_a_plan() -> None:
     """They answer and count as those that are planned."""
     counts = []
     for is_checked in (True, False):
-        CHANNEL._last_drafting = []
+        inside.forget_requests()
         scene = Blocks(is_checked=is_checked)
         captured = scene.capture(scene.backend, 2)
         for lens in late_lengths(scene.reqs):
@@ -268,7 +270,7 @@ def test_a_graph_reads_a_block_where_it_was_captured() -> None:
     scene = Blocks()
     captured = scene.capture(scene.backend, 4)
     before = [
-        each.apart_of(layer)
+        each.extra_kv_of(layer)
         for each in inside.planner(scene.backend).kinds
         for layer in scene.runner.model
     ]
@@ -289,7 +291,7 @@ def test_outside_of_its_worker_a_draft_model_knows_no_requests() -> None:
     scene.assert_block(view, [25, 31], scene.backend, scene.runner, READS)
     assert scene.counters["draft"]["steps"] == 0
     idle = SimpleNamespace(reqs=[], tree_cache=scene.scheduled.tree_cache)
-    request_tracker._around_blocks(
+    draft_requests._around_blocks(
         lambda worker, batch: scene.backend.init_forward_metadata(view), scene.worker, idle
     )
     assert scene.counters["draft"]["steps"] == 0

@@ -30,7 +30,7 @@ from sglang_trees import TREE_KINDS, late_lengths
 from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.sglang import backend
 from sglang_pat.sglang.speculative import attach as speculative_attach
-from sglang_pat.sglang.speculative import draft_backends
+from sglang_pat.sglang.speculative import backends
 from sglang_pat.sglang.speculative.steps import BranchRound
 from sglang_pat.sglang.step.plan_reuse import Reason
 from sglang_pat.sglang.tree import request_tracker
@@ -76,7 +76,7 @@ class Branching(DraftScene):
         factory = SimpleNamespace(draft_model_runner=self.runner)
         speculative_attach._after_create_decode_backend(self.steps, factory)
         speculative_attach._after_create_extend_backend(self.extend, factory)
-        assert isinstance(self.steps, draft_backends.PatDraftSteps)
+        assert isinstance(self.steps, backends.PatDraftSteps)
         assert isinstance(self.extend, backend.PatMixin)
         if is_checked:
             for each in (inside.planner(self.served), inside.planner(self.steps)):
@@ -127,7 +127,7 @@ class Branching(DraftScene):
 
     def graph_reads(self, size: int) -> None:
         """Let rows read the slots that the graph of `size` requests has captured, and no others."""
-        round_of(self.steps).apart.take(self.slots[: size * TOPK * WIDTH], size * TOPK)
+        round_of(self.steps).extra_kv.take(self.slots[: size * TOPK * WIDTH], size * TOPK)
 
     def attend(self, view: Any, step: int, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         q = torch.randn(view.batch_size * TOPK, QO_HEADS, HEAD_DIM)
@@ -162,8 +162,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, server_context: SimpleNamespace) -> N
     """Torch passes for something that can be captured; nothing is left of other tests."""
     server_context.observability.decode_log_interval = 1000
     monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
-    monkeypatch.setattr(CHANNEL, "_last_drafting", [])
-    monkeypatch.setattr(CHANNEL, "_last_reqs", [])
+    inside.forget_requests()
     monkeypatch.setattr(speculative_attach._Served, "decoder", None)
 
 
@@ -195,12 +194,12 @@ def test_a_larger_round_without_a_graph_leaves_graphs_what_they_read() -> None:
     scene = Branching()
     scene.steps.init_cuda_graph_state(1, TOPK)
     scene.capture(1)
-    _, captured = round_of(scene.steps).apart.keys(None, TOPK)
+    _, captured = round_of(scene.steps).extra_kv.keys(None, TOPK)
     view = scene.view([25, 31])
     scene.prepare(view, 0)
     scene.assert_round(view, [25, 31])
     scene.capture(1)
-    _, biases = round_of(scene.steps).apart.keys(None, TOPK)
+    _, biases = round_of(scene.steps).extra_kv.keys(None, TOPK)
     assert biases.data_ptr() == captured.data_ptr()
 
 
@@ -209,7 +208,7 @@ def test_graphs_of_all_sizes_read_biases_that_stay() -> None:
     places = []
     for size in (1, 2, 4):  # those of 1 stay those of 4, in whatever order they are captured
         scene.capture(size)
-        places.append(round_of(scene.steps).apart.keys(None, size * TOPK)[1].data_ptr())
+        places.append(round_of(scene.steps).extra_kv.keys(None, size * TOPK)[1].data_ptr())
     assert len({*places}) == 1
 
 
@@ -217,7 +216,7 @@ def test_rounds_are_repeated_without_a_plan() -> None:
     """They answer and count as those that are planned."""
     counts = []
     for is_checked in (True, False):
-        CHANNEL._last_drafting = []
+        inside.forget_requests()
         scene = Branching(is_checked=is_checked)
         scene.capture(2)
         for lens in ([25, 31], [26, 33], [29, 34], [55, 58], [56, 60]):

@@ -174,7 +174,7 @@ class Extending(DraftScene):
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, server_context: Any) -> None:
     monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
-    monkeypatch.setattr(CHANNEL, "_last_reqs", [])
+    inside.forget_requests()
     monkeypatch.setattr(speculative_attach._Served, "decoder", None)
 
 

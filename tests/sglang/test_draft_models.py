@@ -36,7 +36,7 @@ from sglang_trees import TREE_KINDS, late_lengths
 from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.sglang.report import layer_report
 from sglang_pat.sglang.speculative import attach as speculative_attach
-from sglang_pat.sglang.speculative import draft_backends
+from sglang_pat.sglang.speculative import backends
 from sglang_pat.sglang.start import hooks
 from sglang_pat.sglang.tree import request_tracker
 from sglang_pat.sglang.tree.request_tracker import CHANNEL
@@ -83,7 +83,7 @@ class Drafting(DraftScene):
         self.steps: Any = DefaultSteps() if steps is None else steps
         factory = SimpleNamespace(draft_model_runner=self.runner)
         assert speculative_attach._after_create_decode_backend(self.steps, factory) is self.steps
-        if isinstance(self.steps, draft_backends.PatDraftSteps):
+        if isinstance(self.steps, backends.PatDraftSteps):
             inside.check_steps(self.decoder)
 
     @property
@@ -155,7 +155,7 @@ class Drafting(DraftScene):
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, server_context: Any) -> None:
     monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
-    monkeypatch.setattr(CHANNEL, "_last_drafting", [])
+    inside.forget_requests()
     monkeypatch.setattr(speculative_attach._Served, "decoder", None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from sglang_pat import PackAttention
 from sglang_pat.plan import Shape
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.step.microbatches import Microbatches
-from sglang_pat.sglang.tree.batch_builder import StepView
+from sglang_pat.sglang.tree.batch_builder import BatchReader, StepView
 from sglang_pat.sglang.tree.request_tracker import StepRequests
 
 SHAPE = Shape(4, 2, 64, 64)
@@ -45,7 +46,7 @@ def view_of(reqs: list[Any]) -> Any:
 
 
 def test_batches_that_take_turns_find_what_they_left(tree: Tree) -> None:
-    microbatches = Microbatches(2, new_plans, strict=True)
+    microbatches = Microbatches(2, new_plans, partial(BatchReader, strict=True))
     odd, even = requests(tree, "a", "b", "c"), requests(tree, "d", "e")
     used = []
     for reqs in (odd, even, odd, even, odd[1:], even[:1], odd[1:]):
@@ -73,7 +74,7 @@ def test_batches_that_take_turns_find_what_they_left(tree: Tree) -> None:
 
 
 def test_a_new_batch_takes_the_place_of_the_one_unused_the_longest(tree: Tree) -> None:
-    microbatches = Microbatches(2, new_plans, strict=True)
+    microbatches = Microbatches(2, new_plans, partial(BatchReader, strict=True))
     batches = [requests(tree, name) for name in "abc"]
     used = []
     for reqs in batches:
@@ -86,7 +87,7 @@ def test_a_new_batch_takes_the_place_of_the_one_unused_the_longest(tree: Tree) -
 
 
 def test_another_thread_counts_all_of_them_at_any_time(tree: Tree) -> None:
-    microbatches = Microbatches(2, new_plans, strict=True)
+    microbatches = Microbatches(2, new_plans, partial(BatchReader, strict=True))
     seen = [iter(microbatches), microbatches._recent]
     before = list(microbatches)
     for name in "ab":
@@ -97,13 +98,13 @@ def test_another_thread_counts_all_of_them_at_any_time(tree: Tree) -> None:
 
 
 def test_a_step_without_requests_is_the_current_one(tree: Tree) -> None:
-    microbatches = Microbatches(2, new_plans, strict=True)
+    microbatches = Microbatches(2, new_plans, partial(BatchReader, strict=True))
     current = microbatches.of(step_of(tree, requests(tree, "a")))
     assert microbatches.of(None) is current
 
 
 def test_graphs_are_captured_once_for_all() -> None:
-    microbatches = Microbatches(2, new_plans, strict=True)
+    microbatches = Microbatches(2, new_plans, partial(BatchReader, strict=True))
     microbatches.reserve(max_requests=4, max_shared_slots=100)
     first, second = (each.captured for each in microbatches)
     assert first is not None

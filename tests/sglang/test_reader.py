@@ -14,11 +14,11 @@ from sglang_trees import TREE_KINDS, Tree, place, request
 
 from sglang_pat._scheduler import row_lengths
 from sglang_pat.batch import DecodeBatch
+from sglang_pat.sglang.speculative.rows import DraftReader, RowShape, SpeculativeView
 from sglang_pat.sglang.step.plan_reuse import Reason, Reuse
 from sglang_pat.sglang.tree import batch_builder, request_tracker
 from sglang_pat.sglang.tree.batch_builder import CUT, NO_REQUESTS, OVERFLOW, BatchReader, StepView
 from sglang_pat.sglang.tree.request_tracker import CHANNEL, StepRequests
-from sglang_pat.sglang.tree.row_groups import RowShape
 
 RUNNER = SimpleNamespace(is_draft_worker=False)
 
@@ -310,14 +310,15 @@ def test_a_split_by_a_newcomer_reads_those_on_the_split_node(kind: str) -> None:
 @pytest.mark.parametrize("kind", TREE_KINDS)
 def test_a_newcomer_with_drafts_shares_what_it_has_split(kind: str) -> None:
     """Its drafts hang below the node that was split, beside the rest of that node."""
-    tree, reader, chains = Tree(kind), BatchReader(), RowShape.of_drafts(2, are_chains=True)
+    tree, reader, chains = Tree(kind), DraftReader(), RowShape.of_drafts(2, are_chains=True)
     tree.cache.req_to_token_pool = None  # the slots are not read
     tree.insert([1, 2, 3, 4], range(4))
     a = tree.request("a", [1, 2, 3, 4], 4)
-    reader.read(StepView.of(batch_of([6]), StepRequests([a], tree.cache, has_beams=False), chains))
+    step = StepRequests([a], tree.cache, has_beams=False)
+    reader.read(SpeculativeView.of(batch_of([6]), step, shape=chains))
     b = tree.request("b", [1, 2], 2)
     step = StepRequests([a, b], tree.cache, has_beams=False)
-    paths = reader.read(StepView.of(batch_of([6, 5]), step, chains)).read_paths()
+    paths = reader.read(SpeculativeView.of(batch_of([6, 5]), step, shape=chains)).read_paths()
     assert paths.kv_end.tolist() == [2, 4, 6] * 2 + [2, 5] * 2
     assert len({paths.node_id[row] for row in paths.path_begin[:-1]}) == 1
 
@@ -423,11 +424,17 @@ def test_lengths_that_are_not_on_the_host_are_those_that_requests_have_committed
         place(req).kv_committed_len = length
     step = StepRequests(reqs[:2], tree.cache, has_beams=False)
     chains, ahead = RowShape.of_drafts(2, are_chains=True), RowShape(first=1)
-    assert BatchReader().read(StepView.of(view, step, chains)).seq_lens.tolist() == [7, 8, 6, 7]
-    assert BatchReader().read(StepView.of(view, step, ahead)).seq_lens.tolist() == [7, 6]
+
+    def lengths(step: StepRequests, shape: RowShape) -> list[int]:
+        batch = DraftReader().read(SpeculativeView.of(view, step, shape=shape))
+        lens: list[int] = batch.seq_lens.tolist()
+        return lens
+
+    assert lengths(step, chains) == [7, 8, 6, 7]
+    assert lengths(step, ahead) == [7, 6]
     # So where nothing can be shared.
     alone = step._replace(tree=SimpleNamespace())
-    assert BatchReader().read(StepView.of(view, alone, ahead)).seq_lens.tolist() == [7, 6]
+    assert lengths(alone, ahead) == [7, 6]
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from sglang_pat._scheduler import growth_of
+from sglang_pat.sglang.speculative.steps import SpeculativeStep
 from sglang_pat.sglang.step.plan_reuse import Reason, Reuse
-from sglang_pat.sglang.tree.request_tracker import StepChannel
+from sglang_pat.sglang.tree.request_tracker import StepChannel, StepRequests
 
 DECODE: Any = SimpleNamespace(name="decode")
 VERIFY: Any = SimpleNamespace(name="verify")
@@ -142,12 +144,9 @@ def test_the_plan_of_a_verify_step_serves_what_follows_it(reuse: Reuse) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_requests_that_speculate_repeat_until_one_has_outgrown_the_plan(
-    reuse: Reuse, dtype: type
-) -> None:
-    least, room = np.array([7, 5], dtype=np.int32), np.array([3, 9], dtype=np.int32)
-    reuse.hold(VERIFY, REQS, GRAPHS, ROWS, Reason.PRIVATE)
-    reuse.allow(100, least, room)
+def test_requests_that_speculate_repeat_until_one_has_outgrown_the_plan(dtype: type) -> None:
+    step, requests = SpeculativeStep(), StepRequests([], None, has_beams=False)
+    step._lens, step._room = np.array([7, 5], np.int32), np.array([3, 9], np.int32)
     for lengths, growth in (
         ([7, 5], 0),
         ([10, 14], 12),
@@ -157,7 +156,8 @@ def test_requests_that_speculate_repeat_until_one_has_outgrown_the_plan(
         ([6, 5], None),
         ([7], None),
     ):
-        assert reuse.grown(np.array(lengths, dtype=dtype)) == growth
+        batch = SimpleNamespace(seq_lens_cpu=torch.from_numpy(np.array(lengths, dtype=dtype)))
+        assert step.repeat(batch, requests) == growth
 
 
 def test_growth_of_lengths_that_lie_apart_or_are_huge() -> None:

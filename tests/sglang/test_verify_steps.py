@@ -33,12 +33,13 @@ from sglang_fakes import (
 from sglang_trees import TREE_KINDS, Tree, late_lengths, place
 
 from sglang_pat.executors.reference import ReferenceExecutor
+from sglang_pat.sglang.speculative import draft_requests
+from sglang_pat.sglang.speculative.rows import MAX_READ_APART, RowShape
 from sglang_pat.sglang.speculative.tree_attention import DraftTrees, square_masks
-from sglang_pat.sglang.start import layer_support
+from sglang_pat.sglang.start import layer_rules
 from sglang_pat.sglang.step.plan_reuse import Reason
 from sglang_pat.sglang.tree import request_tracker
 from sglang_pat.sglang.tree.request_tracker import CHANNEL, StepRequests
-from sglang_pat.sglang.tree.row_groups import MAX_READ_APART, RowShape
 from sglang_pat.support import Unsupported
 
 DRAFTS = 3
@@ -657,7 +658,7 @@ def test_full_masks_are_made_for_other_readers_alone(
     monkeypatch: pytest.MonkeyPatch,
     server_context: Any,
 ) -> None:
-    monkeypatch.setattr(layer_support, "_device_reason", lambda *_: None)
+    monkeypatch.setattr(layer_rules, "_device_reason", lambda *_: None)
     made = server_arguments(speculative_num_draft_tokens=DRAFTS, **arguments)
     backend = pat_backend(runner(server_args=made, **({"device": "cuda"} | changes)))
     assert inside.planner(backend).verifies_trees is (arguments["speculative_algorithm"] == "NGRAM")
@@ -748,7 +749,7 @@ def test_a_batch_that_is_planned_before_its_forward_is_one_step(
 ) -> None:
     """SGLang's graph runner loads a verify batch first, and runs it later."""
     monkeypatch.setattr(CHANNEL, "_step", None)
-    monkeypatch.setattr(CHANNEL, "_last_reqs", [])
+    inside.forget_requests()
     target = SimpleNamespace(is_draft_worker=False)
     graphs = SimpleNamespace(model_runner=target)
     scheduled = SimpleNamespace(reqs=server.reqs, tree_cache=server.step.tree)
@@ -761,7 +762,7 @@ def test_a_batch_that_is_planned_before_its_forward_is_one_step(
         request_tracker._after_init_new(
             draft, object, scheduled, SimpleNamespace(is_draft_worker=True)
         )
-        request_tracker._around_load_batch(
+        draft_requests._around_load_batch(
             lambda runner, batch: seen.append(CHANNEL.acknowledge()), graphs, batch
         )
         request_tracker._around_forward(lambda runner, batch: None, target, batch)

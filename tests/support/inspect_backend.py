@@ -4,36 +4,38 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_pat.sglang.speculative.draft_requests import DRAFT_REQUESTS
 from sglang_pat.sglang.step.debug_checks import DebugChecks, RankChecker
+from sglang_pat.sglang.tree.request_tracker import CHANNEL
 
 
 def planner(backend: Any) -> Any:
     """Return the planner of a backend, or of the container of a draft model's steps."""
-    return backend._pat
+    return backend._pat.planner
 
 
 def _planner(owner: Any) -> Any:
-    return getattr(owner, "_pat", owner)
+    return owner._pat.planner if hasattr(owner, "_pat") else owner
 
 
 def plans(backend: Any) -> Any:
     """Return the plans of the last step of a backend."""
-    return backend._pat_plans
+    return backend._pat.plans
 
 
 def routes(backend: Any) -> Any:
     """Return which layers pat decodes in a backend."""
-    return backend._pat_layers.routes
+    return backend._pat.routes
 
 
 def kinds(backend: Any) -> Any:
     """Return the steps that pat plans for a backend, by SGLang's mode."""
-    return backend._pat_kinds
+    return backend._pat.kinds
 
 
 def draft_round(steps: Any) -> Any:
     """Return the kind of step of a draft model's container."""
-    return steps._pat_round
+    return steps._pat.round
 
 
 def microbatch(owner: Any) -> Any:
@@ -73,3 +75,9 @@ def do_not_check_steps(owner: Any) -> None:
 def log_every(owner: Any, num_steps: int) -> None:
     """Let a planner log after that many steps."""
     _planner(owner)._reports._log._interval = num_steps
+
+
+def forget_requests() -> None:
+    """Forget the requests of the last steps, of the served model and of draft models."""
+    CHANNEL.last_reqs = []
+    DRAFT_REQUESTS.last_reqs = []

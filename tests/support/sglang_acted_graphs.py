@@ -109,8 +109,9 @@ def register() -> None:
     """Act out graphs in this process, and in those that are forked from it."""
     from sglang_pat.sglang.backend import PatMixin
     from sglang_pat.sglang.layer.attention import LayerAttention
-    from sglang_pat.sglang.speculative.draft_backends import PatDraftSteps
-    from sglang_pat.sglang.speculative.steps import BranchRound
+    from sglang_pat.sglang.speculative.backends import PatDraftSteps
+    from sglang_pat.sglang.speculative.planners import SpeculativePlanner
+    from sglang_pat.sglang.speculative.steps import BranchRound, DraftExtend, SpeculativeStep
     from sglang_pat.sglang.speculative.tree_attention import DraftTrees
     from sglang_pat.sglang.tree.request_tracker import CHANNEL, requests_of
 
@@ -130,27 +131,32 @@ def register() -> None:
 
     def prepare(backend: Any, batch: Any) -> None:
         spoiler.spoil()
-        kind = backend._pat_kinds.get(batch.forward_mode)
-        if kind is None or not backend._pat_routes.shapes:
+        pat = backend._pat
+        kind = pat.kinds.get(batch.forward_mode)
+        if kind is None or not pat.routes.shapes:
             eager(backend, batch)
             return
         place, is_new = place_of(backend)
-        if is_new and kind.follows is None:
-            backend._pat.reserve(MAX_REQUESTS, backend._pat_kinds.values())
+        if is_new and isinstance(pat.planner, SpeculativePlanner):
+            if not isinstance(kind, DraftExtend):
+                pat.planner.reserve(MAX_REQUESTS, pat.kinds.values())
+        elif is_new:
+            pat.planner.reserve(MAX_REQUESTS)
         size = place.size(batch.batch_size)
         if size == 0:
             eager(backend, batch)
             return
-        if backend._pat_routes.delegated:
+        if pat.routes.delegated:
             backend._prepare_default(batch)
         view = place.view(batch, size)
         # SGLang loads verify steps into graphs before their forward.
         is_first = not CHANNEL.is_within_step and requests_of(batch) is not None
         outer = CHANNEL.enter(batch) if is_first else None
-        backend._pat_kind, backend._pat_is_captured = kind, False
-        backend._pat_plans = backend._pat.plan_captured(kind, view)
-        kind.record_in_graph(view)
-        read_again(backend._pat_plans)
+        pat.kind, pat.is_captured = kind, False
+        pat.plans = pat.planner.plan_captured(kind, view)
+        if isinstance(kind, SpeculativeStep):
+            kind.record_in_graph(view)
+        read_again(pat.plans)
         if is_first:
             CHANNEL.leave(outer)
 
@@ -158,21 +164,21 @@ def register() -> None:
         spoiler.spoil()
         place, is_new = place_of(steps)
         if is_new:
-            steps._pat.reserve(MAX_REQUESTS)
-        size = place.size(batch.batch_size) if steps._pat_layers.routes.shapes else 0
+            steps._pat.planner.reserve(MAX_REQUESTS)
+        size = place.size(batch.batch_size) if steps._pat.routes.shapes else 0
         if size == 0:
             eager_round(steps, batch)
             return
         if steps._takes_default():
             super(PatDraftSteps, steps).init_forward_metadata(batch)
-        view, kind = place.view(batch, size), steps._pat_round
-        steps._pat_plans = steps._pat.plan_captured(kind, view)
+        view, kind = place.view(batch, size), steps._pat.round
+        steps._pat.plans = steps._pat.planner.plan_captured(kind, view)
         kind.record_in_graph(view)
         if isinstance(kind, BranchRound):
-            kind.apart.take(place.slots(batch, size), size * kind.shape.per_request)
+            kind.extra_kv.take(place.slots(batch, size), size * kind.shape.per_request)
         else:
             kind._at = -1  # each step has captured its own lengths
-        read_again(steps._pat_plans)
+        read_again(steps._pat.plans)
 
     def read_again(plans: Any) -> None:
         """Let plans read lengths and slots, as kernels do in each replay."""

@@ -30,11 +30,10 @@ from sglang_pat.sglang import attach
 from sglang_pat.sglang.attach import with_pat
 from sglang_pat.sglang.speculative import attach as speculative_attach
 from sglang_pat.sglang.speculative.attach import with_pat_drafts, with_pat_extend
+from sglang_pat.sglang.speculative.planners import VerifyPlanner
 from sglang_pat.sglang.start.environment import Environment
 from sglang_pat.sglang.start.layer_rules import layers_of_runner
 from sglang_pat.sglang.start.server_options import Drafts
-from sglang_pat.sglang.step import planner
-from sglang_pat.sglang.step.planner import ServedDecoder
 
 # The kit's cases that decode; others prefill, which stays with SGLang's backend.
 NO_WINDOW = -1
@@ -155,7 +154,9 @@ def extending_by_pat(
             model = getattr(runner, "model", None)
             runner.model = torch.nn.ModuleList([_layer_of(runner, head_dim)])
             routes = layers_of_runner(runner, runner.server_args.attention_backend)
-            planner = ServedDecoder(runner, Environment.read(), routes)
+            planner = VerifyPlanner(
+                runner, Environment.read(), routes, speculative_attach.verify_steps(runner)
+            )
             planner.reserve(requests)
             with_pat_extend(backend, runner, planner)
             runner.model = model
@@ -171,8 +172,8 @@ def extending_by_pat(
 def _verify(patch: pytest.MonkeyPatch, drafts: tuple[int, bool] | None) -> None:
     """The kit has no server arguments. drafts: see `pat_over`."""
     made = None if drafts is None else Drafts((drafts[0],), drafts[1])
-    patch.setattr(planner, "drafts_of", lambda arguments: made)
-    patch.setattr(attach, "drafts_now", lambda arguments: made and made.counts[0])
+    patch.setattr(attach, "drafts_of", lambda arguments: made)
+    patch.setattr(speculative_attach, "drafts_of", lambda arguments: made)
     patch.setattr(speculative_attach, "drafts_now", lambda arguments: made and made.counts[0])
 
 

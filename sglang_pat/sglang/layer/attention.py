@@ -4,16 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_pat.executors.layer import Scale
 from sglang_pat.sglang.layer.kv_writes import KvWrites
-from sglang_pat.sglang.layer.step_plans import ReadApart, StepPlans
-from sglang_pat.sglang.speculative.tree_attention import merge_drafts
+from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.start.layer_support import Routes, read_scales
+
+
+class ExtraKv(Protocol):
+    """KV that rows read besides what the plan covers."""
+
+    def merge(
+        self,
+        forward_batch: Any,
+        q: torch.Tensor,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        layer: RadixAttention,
+        planned: tuple[torch.Tensor, torch.Tensor],
+        scales: tuple[Scale, Scale],
+    ) -> torch.Tensor:
+        """Attend to this KV, and merge the result with that of the plan: an output and its LSE.
+
+        KV is read from the caches: the pool may have rounded it to a smaller type.
+        """
 
 
 class LayerAttention:
@@ -28,7 +45,6 @@ class LayerAttention:
     def attend(
         self,
         plans: StepPlans | None,
-        apart: ReadApart | None,
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
@@ -36,6 +52,7 @@ class LayerAttention:
         forward_batch: Any,
         save_kv_cache: bool,
         *,
+        extra_kv: ExtraKv | None = None,
         sinks: torch.Tensor | None = None,
         q_rope: torch.Tensor | None = None,
         k_rope: torch.Tensor | None = None,
@@ -47,8 +64,6 @@ class LayerAttention:
         ----------
         plans : StepPlans or None
             The plans of the step. None: an idle rank's, which has no rows.
-        apart : ReadApart or None
-            What its rows read beside the plans.
         q : torch.Tensor
             `[rows, heads * head_dim]` or `[rows, heads, head_dim]`; beside `q_rope` the columns
             before those.
@@ -59,6 +74,8 @@ class LayerAttention:
         forward_batch : ForwardBatch
         save_kv_cache : bool
             Whether to write `k` and `v` to the pool.
+        extra_kv : ExtraKv or None
+            What the rows read besides the plans.
         sinks : torch.Tensor or None
             Attention sinks: see `PackAttention.run`.
         q_rope, k_rope : torch.Tensor or None
@@ -95,12 +112,12 @@ class LayerAttention:
             k_scale=scales[0],
             v_scale=scales[1],
         )
-        if apart is not None:
-            keys_apart = partial(apart.keys, forward_batch)
-            run = partial(_merged, run, keys_apart, (keys, values), layer, scales)
+        if extra_kv is not None:
+            merge = partial(extra_kv.merge, forward_batch)
+            run = partial(_merged, run, merge, (keys, values), layer, scales)
         if q_rope is not None:
             q_rope = q_rope.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim - q_dim)
-            if apart is None and len(q) == plans.num_rows:
+            if extra_kv is None and len(q) == plans.num_rows:
                 run = partial(run, q_rope=q_rope)
             else:
                 q = torch.cat((q, q_rope), dim=-1)
@@ -116,18 +133,14 @@ def _dense(q: torch.Tensor) -> torch.Tensor:
 
 def _merged(
     run: Callable[..., Any],
-    keys_apart: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    merge: Callable[..., torch.Tensor],
     caches: tuple[torch.Tensor, torch.Tensor],
     layer: RadixAttention,
     scales: tuple[Scale, Scale],
     q: torch.Tensor,
 ) -> torch.Tensor:
-    """Attend under the plans, and to the keys that each row reads beside them.
-
-    Drafts are read from the caches: the pool may have rounded them to a smaller type.
-    """
-    before = run(q, return_lse=True)
-    return merge_drafts(q, caches, *keys_apart(len(q)), layer, before, scales)
+    """Attend under the plans, and to the extra KV of each row."""
+    return merge(q, caches, layer, run(q, return_lse=True), scales)
 
 
 def _run_planned(

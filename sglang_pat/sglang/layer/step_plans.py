@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
 
 import torch
 
@@ -79,13 +78,3 @@ class StepPlans:
     @stats.setter
     def stats(self, stats: PlanStats) -> None:
         self._last.stats = stats
-
-
-class ReadApart(Protocol):
-    """Keys that rows read beside their plan."""
-
-    def keys(self, forward_batch: Any, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `slots` and `biases` of a step with so many rows: see `merge_drafts`.
-
-        forward_batch: SGLang's, with the slot of each draft token.
-        """

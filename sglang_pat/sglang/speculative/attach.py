@@ -1,4 +1,9 @@
-"""Gives draft models the attention of pat: hooks, with_pat for drafts."""
+"""Gives the decode attention of pat to a model that verifies drafts, and to its draft model.
+
+A draft model has an attention backend for each step of a round, a container that prepares them all
+together, and one with which it reads verified drafts and its prompts: these fall back. SGLang
+builds them after the backend of the served model; hooks see them then.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,31 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_pat.sglang.backend import PatMixin, can_become, with_mixin
+from sglang_pat.sglang.backend import BackendState, PatMixin, attach
 from sglang_pat.sglang.compat import draft_backend, resolved
 from sglang_pat.sglang.layer.attention import LayerAttention
-from sglang_pat.sglang.report.layer_report import report_draft_routes, report_extend_routes
-from sglang_pat.sglang.speculative.draft_backends import PatDraftStep, PatDraftSteps
-from sglang_pat.sglang.speculative.steps import BranchRound, DraftBlock, DraftRound
+from sglang_pat.sglang.report.layer_report import (
+    report_draft_routes,
+    report_extend_routes,
+    report_routes,
+)
+from sglang_pat.sglang.speculative.backends import (
+    DraftStepsState,
+    DraftStepState,
+    PatDraftStep,
+    PatDraftSteps,
+    PatSpeculativeMixin,
+)
+from sglang_pat.sglang.speculative.draft_requests import (
+    BLOCK_WORKERS,
+    block_hook,
+    note_same_step,
+    watch_draft_batches,
+)
+from sglang_pat.sglang.speculative.planners import SpeculativePlanner, VerifyPlanner
+from sglang_pat.sglang.speculative.rows import RowShape
+from sglang_pat.sglang.speculative.steps import BranchRound, DraftBlock, DraftRound, Verify
+from sglang_pat.sglang.speculative.tree_attention import choose_masks
 from sglang_pat.sglang.start.argument_rewrite import is_asked_for, named_draft_backend
 from sglang_pat.sglang.start.environment import Environment
 from sglang_pat.sglang.start.hooks import Hook, install_hooks
@@ -23,12 +47,15 @@ from sglang_pat.sglang.start.layer_rules import layers_of_runner
 from sglang_pat.sglang.start.layer_support import Routes
 from sglang_pat.sglang.start.server_options import (
     BLOCKS,
+    TREES,
     attention_backends,
     branches_of,
     drafts_now,
+    drafts_of,
 )
-from sglang_pat.sglang.step.planner import Decoder, ServedDecoder
-from sglang_pat.sglang.tree.request_tracker import BLOCK_WORKERS, block_hook, note_same_step
+from sglang_pat.sglang.step.step_type import Decode
+from sglang_pat.sglang.tree.request_tracker import CHANNEL_HOOKS
+from sglang_pat.sglang.tree.self_test import check_version
 from sglang_pat.support import Unsupported
 
 _NAMED = "speculative_draft_attention_backend"
@@ -37,18 +64,84 @@ _NAMED = "speculative_draft_attention_backend"
 class _Served:
     """The decoder of the model that this process serves, if pat verifies drafts of another one."""
 
-    decoder: ServedDecoder | None = None
+    decoder: VerifyPlanner | None = None
     model_runner: Any = None
 
     @classmethod
-    def of(cls, model_runner: Any) -> ServedDecoder | None:
+    def of(cls, model_runner: Any) -> VerifyPlanner | None:
         """Return a model's decoder if SGLang builds one more backend, for another draft number."""
         if cls.model_runner is not model_runner:
             return None
         return cls.decoder if resolved(model_runner.server_args, "speculative_adaptive") else None
 
 
-def await_draft_model(decoder: ServedDecoder | None, model_runner: Any) -> None:
+def attach_verification(
+    default: Any, model_runner: Any, environment: Environment, routes: Routes
+) -> None:
+    """Let a served model verify drafts through pat where it can, and await its draft model.
+
+    Parameters
+    ----------
+    default
+        The backend that SGLang has built. Its class is changed.
+    model_runner
+        SGLang's ModelRunner for the served model.
+    environment
+        The SGLANG_PAT_* variables.
+    routes
+        Which layers pat decodes.
+    """
+    arguments = model_runner.server_args
+    planner: VerifyPlanner | None = None
+
+    def new_state() -> BackendState:
+        nonlocal planner
+        planner = _Served.of(model_runner) or _new_planner(model_runner, environment, routes)
+        return BackendState(
+            planner,
+            LayerAttention(model_runner, routes),
+            [Decode(), planner.verifies[drafts_now(arguments)]],
+            report=report_routes,
+            is_strict=environment.strict,
+        )
+
+    attach(
+        [(default, PatSpeculativeMixin)],
+        routes,
+        lambda: [new_state()],
+        is_strict=environment.strict,
+    )
+    if planner is not None and resolved(arguments, "speculative_algorithm") in TREES:
+        # SGLang's watermark reads the n-gram worker's masks as full ones.
+        others_read = routes.delegated or resolved(arguments, "enable_watermark")
+        choose_masks(square=model_runner.device == "cuda" and not others_read)
+    await_draft_model(planner, model_runner)
+
+
+def _new_planner(model_runner: Any, environment: Environment, routes: Routes) -> VerifyPlanner:
+    install_hooks(CHANNEL_HOOKS)
+    watch_draft_batches()
+    check_version()
+    return VerifyPlanner(model_runner, environment, routes, verify_steps(model_runner))
+
+
+def verify_steps(model_runner: Any) -> dict[int, Verify]:
+    """Return the types of verify steps of a model, by the draft tokens of a request."""
+    drafts = drafts_of(model_runner.server_args)
+    if drafts is None:
+        return {}
+    device = model_runner.req_to_token_pool.req_to_token.device
+    return {
+        count: Verify(
+            RowShape.of_drafts(count, are_chains=drafts.are_chains),
+            device,
+            lengths_are_bounds=drafts.lengths_are_bounds,
+        )
+        for count in drafts.counts
+    }
+
+
+def await_draft_model(decoder: VerifyPlanner | None, model_runner: Any) -> None:
     """Let the draft model that SGLang builds next decode by pat where it can.
 
     Parameters
@@ -177,7 +270,7 @@ _LAYERS_HOOK = Hook(
 )
 
 
-def with_pat_drafts(steps: Any, model_runner: Any, decoder: ServedDecoder) -> None:
+def with_pat_drafts(steps: Any, model_runner: Any, decoder: VerifyPlanner) -> None:
     """Let the steps of a draft model attend by pat where it can.
 
     Parameters
@@ -191,13 +284,8 @@ def with_pat_drafts(steps: Any, model_runner: Any, decoder: ServedDecoder) -> No
     """
     routes = _routes(model_runner)
     backends = list(getattr(steps, "attn_backends", ()))
-    kinds = [(each, with_mixin(PatDraftStep, type(each))) for each in backends]
-    kinds.append((steps, with_mixin(PatDraftSteps, type(steps))))
-    closed = [type(each).__name__ for each, kind in kinds if not can_become(each, kind)]
-    if routes.shapes and (closed or not backends):
-        name = closed[0] if closed else type(steps).__name__
-        routes.delegate_all(Unsupported("default backend", f"{name}, which is closed"))
-    if routes.shapes:
+
+    def new_states() -> list[Any]:
         device = model_runner.req_to_token_pool.req_to_token.device
         topk = branches_of(model_runner.server_args)
         drafting = (
@@ -205,18 +293,22 @@ def with_pat_drafts(steps: Any, model_runner: Any, decoder: ServedDecoder) -> No
             if topk == 1
             else BranchRound(len(backends), topk, device)
         )
-        planner = Decoder(model_runner, Environment.read(), routes, (drafting,))
-        layers = LayerAttention(model_runner, routes)
-        for step, (backend, kind) in enumerate(kinds[:-1]):
-            backend.__class__ = kind
-            backend.take(steps, step)
-        steps.__class__ = kinds[-1][1]
-        steps.take(planner, drafting, layers)
+        planner = SpeculativePlanner(model_runner, Environment.read(), routes, (drafting,))
         decoder.report(planner)
+        state = DraftStepsState(planner, drafting, LayerAttention(model_runner, routes))
+        return [*(DraftStepState(steps, step) for step in range(len(backends))), state]
+
+    name = type(steps).__name__
+    attach(
+        [*((each, PatDraftStep) for each in backends), (steps, PatDraftSteps)],
+        routes,
+        new_states,
+        reason=None if backends else Unsupported("default backend", f"{name}, which is closed"),
+    )
     report_draft_routes(routes)
 
 
-def with_pat_blocks(worker: Any, model_runner: Any, decoder: ServedDecoder) -> None:
+def with_pat_blocks(worker: Any, model_runner: Any, decoder: VerifyPlanner) -> None:
     """Let a draft model that gives blocks of drafts attend by pat where it can.
 
     Parameters
@@ -232,20 +324,21 @@ def with_pat_blocks(worker: Any, model_runner: Any, decoder: ServedDecoder) -> N
     types = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
     name = draft_backend(model_runner) or attention_backends(arguments)[1]
     routes = layers_of_runner(model_runner, name, types)
-    kind = with_mixin(PatMixin, type(backend))
-    reason = _block_reason(worker, arguments)
-    if reason is None and not can_become(backend, kind):
-        reason = Unsupported("default backend", f"{type(backend).__name__}, which is closed")
-    if routes.shapes and reason is not None:
-        routes.delegate_all(reason)
-    if routes.shapes:
+
+    def new_state() -> BackendState:
         device = model_runner.req_to_token_pool.req_to_token.device
         drafting = DraftBlock(worker._draft_block_spec_info.draft_token_num, device)
-        planner = Decoder(model_runner, Environment.read(), routes, (drafting,))
-        layers = LayerAttention(model_runner, routes)
-        backend.__class__ = kind
-        backend.take(planner, layers, [drafting], report=report_draft_routes, strict=False)
+        planner = SpeculativePlanner(model_runner, Environment.read(), routes, (drafting,))
         decoder.report(planner)
+        layers = LayerAttention(model_runner, routes)
+        return BackendState(planner, layers, [drafting], report=report_draft_routes)
+
+    attach(
+        [(backend, PatSpeculativeMixin)],
+        routes,
+        lambda: [new_state()],
+        reason=_block_reason(worker, arguments),
+    )
     report_draft_routes(routes)
 
 
@@ -260,7 +353,7 @@ def _block_reason(worker: Any, arguments: Any) -> Unsupported | None:
     return None
 
 
-def with_pat_extend(backend: Any, model_runner: Any, decoder: ServedDecoder) -> None:
+def with_pat_extend(backend: Any, model_runner: Any, decoder: VerifyPlanner) -> None:
     """Let a draft model attend by pat where it can, when it reads what was accepted.
 
     Parameters
@@ -273,25 +366,22 @@ def with_pat_extend(backend: Any, model_runner: Any, decoder: ServedDecoder) -> 
         Of the model that is served, whose plans are used.
     """
     routes = _routes(model_runner)
-    kind = with_mixin(PatMixin, type(backend))
-    reason = _extend_reason(model_runner, decoder)
-    if reason is None and not can_become(backend, kind):
-        reason = Unsupported("default backend", f"{type(backend).__name__}, which is closed")
-    if routes.shapes and reason is not None:
-        routes.delegate_all(reason)
-    if routes.shapes:
-        backend.__class__ = kind
-        backend.take(
-            decoder,
-            LayerAttention(model_runner, routes),
-            [decoder.new_extend(routes, drafts_now(model_runner.server_args))],
-            report=report_extend_routes,
-            strict=False,
-        )
+
+    def new_state() -> BackendState:
+        extend = decoder.new_extend(routes, drafts_now(model_runner.server_args))
+        layers = LayerAttention(model_runner, routes)
+        return BackendState(decoder, layers, [extend], report=report_extend_routes)
+
+    attach(
+        [(backend, PatSpeculativeMixin)],
+        routes,
+        lambda: [new_state()],
+        reason=_extend_reason(model_runner, decoder),
+    )
     report_extend_routes(routes)
 
 
-def _extend_reason(model_runner: Any, decoder: ServedDecoder) -> Unsupported | None:
+def _extend_reason(model_runner: Any, decoder: VerifyPlanner) -> Unsupported | None:
     """Why the plans of the model that is served do not serve a draft model."""
     has_layers = resolved(model_runner.server_args, "enable_multi_layer_eagle")
     if has_layers and isinstance(model_runner.req_to_token_pool, HybridReqToTokenPool):

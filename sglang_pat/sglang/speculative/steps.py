@@ -1,20 +1,20 @@
-"""The kinds of steps that pat plans, as a table of classes.
+"""The types of steps of speculative decoding.
 
-| kind | rows per request | each row reads | requests grow by | counted as |
+| type | rows per request | each row reads | requests grow by | counted as |
 |---|---|---|---|---|
-| Decode | 1 | the KV with the new token | 1 | - |
-| Verify | draft tokens | and the drafts before it | what was accepted | verify |
+| Verify | draft tokens | the KV, and the drafts before it | what was accepted | verify |
 | DraftExtend | as Verify, in its plan | as Verify, of the draft model | - | draft_extend |
 | DraftRound | 1, in each of its steps | one token more in each | what was accepted | draft |
-| BranchRound | 1 per branch | the KV, and its branch apart | what was accepted | draft |
-| DraftBlock | draft tokens | the KV, and the block apart | what was accepted | draft |
-
-`Decoder` plans them all alike. What differs is a class attribute or a method here.
+| BranchRound | 1 per branch | the KV, and its branch | what was accepted | draft |
+| DraftBlock | draft tokens | the KV, and the block | what was accepted | draft |
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,22 +23,95 @@ import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_pat.batch import DecodeBatch
+from sglang_pat._scheduler import growth_of
+from sglang_pat.batch import DecodeBatch, IntArray
 from sglang_pat.plan import KvTokens
-from sglang_pat.sglang.layer.step_plans import ReadApart, StepPlans
+from sglang_pat.sglang.layer.attention import ExtraKv
+from sglang_pat.sglang.layer.step_plans import StepPlans
+from sglang_pat.sglang.speculative.draft_requests import DRAFT_REQUESTS, step_of_extend
+from sglang_pat.sglang.speculative.rows import (
+    DraftReader,
+    RowShape,
+    RowTensors,
+    SpeculativeView,
+    committed_lengths,
+)
 from sglang_pat.sglang.speculative.tree_attention import DraftBlocks, DraftBranches, DraftTrees
 from sglang_pat.sglang.step.step_type import Place, StepKind
-from sglang_pat.sglang.tree.batch_builder import StepView
-from sglang_pat.sglang.tree.request_tracker import (
-    CHANNEL,
-    StepRequests,
-    requests_of,
-    step_of_extend,
-)
-from sglang_pat.sglang.tree.row_groups import RowShape, RowTensors
+from sglang_pat.sglang.tree.batch_builder import BatchReader, StepView
+from sglang_pat.sglang.tree.request_tracker import StepRequests, requests_of
 
 
-class Verify(StepKind):
+class SpeculativeStep(StepKind):
+    """A step in which requests grow by what is accepted, and may have several rows.
+
+    Attributes
+    ----------
+    shape
+        The rows of each request.
+    extra_kv
+        What the rows of the last step read besides their plan: drafts that branch.
+    lengths_are_bounds
+        Whether the lengths that SGLang gives on the host may be longer than the requests are.
+    has_masks
+        Whether SGLang makes masks that say what the rows read of each other.
+    masks
+        Where it may write them, over the drafts alone, for as many requests as graphs have.
+    """
+
+    shape: RowShape
+    extra_kv: ExtraKv | None = None
+    lengths_are_bounds = False
+    has_masks = False
+    masks: torch.Tensor | None = None
+    graphs_are_complete = False  # until one has been captured
+    # The lengths of the requests of the last step that was planned, and by how much each may grow.
+    _lens: IntArray
+    _room: IntArray
+
+    def view(self, forward_batch: Any, requests: StepRequests | None) -> SpeculativeView:
+        view = SpeculativeView.of(forward_batch, requests, shape=self.shape)
+        if self.lengths_are_bounds:
+            view.seq_lens_cpu = None
+        return view
+
+    def extra_kv_of(self, layer: RadixAttention) -> ExtraKv | None:
+        """Return what the rows of the last step read besides their plan in a layer."""
+        return self.extra_kv
+
+    def record_in_graph(self, forward_batch: Any) -> None:
+        """Let a graph that is being captured write what its rows read.
+
+        It writes them from the lengths that SGLang puts in place before each replay.
+        """
+
+    def reserve(self, max_requests: int) -> None:
+        """Allocate what graphs of up to so many requests capture."""
+
+    def steps_to_repeat(self, reader: BatchReader, growth: int) -> int:
+        assert isinstance(reader, DraftReader)
+        self._lens, self._room = reader.lens, reader.room(growth)
+        return sys.maxsize
+
+    def repeat(self, forward_batch: Any, requests: StepRequests) -> int | None:
+        on_host = None if self.lengths_are_bounds else forward_batch.seq_lens_cpu
+        lens = committed_lengths(requests.reqs) if on_host is None else on_host.numpy()
+        growth: int | None = growth_of(lens, self._lens, self._room)
+        return None if growth is None else self.repeated(forward_batch, requests, growth)
+
+    def repeated(self, forward_batch: Any, requests: StepRequests, growth: int) -> int:
+        """Go to a step that repeats the last one, and count it.
+
+        growth: tokens by which the requests have grown. Returns by how many the rows read more.
+        """
+        return growth
+
+    def counters(self) -> dict[str, Counter[str]]:
+        """Return the numbers for log, metrics and stats file, by name."""
+        return {}
+
+
+class Verify(SpeculativeStep):
     """A step of speculative decoding in which the served model verifies draft tokens."""
 
     mode = ForwardMode.TARGET_VERIFY
@@ -54,7 +127,6 @@ class Verify(StepKind):
         self._device = device
         self._eager = self._new_place(None)
         self._captured, self._reserved_for = self._eager, 0
-        self.graphs_are_complete = False  # until one has been captured
         self.paths = DraftBlocks(shape.per_request, device)
 
     def _new_place(self, max_requests: int | None) -> tuple[RowTensors, DraftTrees]:
@@ -65,7 +137,7 @@ class Verify(StepKind):
             DraftTrees(count, device, max_requests),
         )
 
-    def reserve(self, max_requests: int) -> int:
+    def reserve(self, max_requests: int) -> None:
         if max_requests != self._reserved_for:  # what is reserved stays, as in `Microbatches`
             self._captured = self._new_place(max_requests)
             self._reserved_for = max_requests
@@ -74,21 +146,28 @@ class Verify(StepKind):
                 size = max_requests * self.shape.per_request**2
                 self.masks = torch.zeros(size, dtype=torch.bool, device=self._device)
         self.graphs_are_complete = False
-        return super().reserve(max_requests)
 
     def record_in_graph(self, forward_batch: Any) -> None:
         self._captured[0].of(forward_batch.req_pool_indices, forward_batch.seq_lens)
         self.graphs_are_complete = True
 
-    def rows(self, view: StepView, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+    def rows(
+        self, view: StepView, forward_batch: Any, place: Place
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._read_drafts(forward_batch, view.num_known, place)
+        return self.request_rows(view, place)
+
+    def request_rows(self, view: StepView, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `req_pool_indices` and `seq_lens` of the rows of these requests."""
         rows, _ = self._eager if place is Place.EAGER else self._captured
         return rows.of(view.req_pool_indices, view.seq_lens)
 
-    def take_apart(self, forward_batch: Any, num_known: int, place: Place) -> None:
+    def _read_drafts(self, forward_batch: Any, num_known: int, place: Place) -> None:
+        """Let `extra_kv` be that of a step with so many known requests."""
         if self.shape.is_tree:
             _, trees = self._eager if place is Place.EAGER else self._captured
             trees.take(forward_batch, num_known, self.masks, in_capture=place is Place.CAPTURE)
-            self.apart = trees
+            self.extra_kv = trees
 
     def count_planned(self, forward_batch: Any, batch: DecodeBatch, plans: StepPlans) -> None:
         # SGLang 0.5.23 has an eager step of a block planned when it is made, and when it runs.
@@ -96,9 +175,9 @@ class Verify(StepKind):
             self._count(int(np.count_nonzero(batch.seq_lens)))
         self._counted = forward_batch.spec_info if self.lengths_are_bounds else None
 
-    def repeat(self, forward_batch: Any, requests: StepRequests, growth: int) -> int:
+    def repeated(self, forward_batch: Any, requests: StepRequests, growth: int) -> int:
         num_requests, count = len(requests.reqs), self.shape.per_request
-        self.take_apart(forward_batch, num_requests, Place.REPLAY)
+        self._read_drafts(forward_batch, num_requests, Place.REPLAY)
         self._count(num_requests * count)
         return growth * count
 
@@ -117,7 +196,7 @@ class DraftBlock(Verify):
     block apart: in some layers all of it, in others what is before its own token.
     """
 
-    requests = CHANNEL.drafting
+    requests = DRAFT_REQUESTS.of_blocks
 
     def __init__(self, count: int, device: torch.device) -> None:
         """count: tokens of a block."""
@@ -126,25 +205,25 @@ class DraftBlock(Verify):
         self.has_masks = False
         self._whole = DraftBlocks(count, device, are_chains=False)
 
-    def reserve(self, max_requests: int) -> int:
+    def reserve(self, max_requests: int) -> None:
         if max_requests != self._reserved_for:
             self._whole.reserve(max_requests)
-        return super().reserve(max_requests)
+        super().reserve(max_requests)
 
-    def take_apart(self, forward_batch: Any, num_known: int, place: Place) -> None:
+    def _read_drafts(self, forward_batch: Any, num_known: int, place: Place) -> None:
         """Do nothing: all blocks are alike."""
 
     def count_planned(self, forward_batch: Any, batch: DecodeBatch, plans: StepPlans) -> None:
         self._count(int(np.count_nonzero(batch.seq_lens)))
 
-    def apart_of(self, layer: RadixAttention) -> ReadApart | None:
+    def extra_kv_of(self, layer: RadixAttention) -> ExtraKv | None:
         return self.paths if layer.attn_type == AttentionType.DECODER else self._whole
 
     def counters(self) -> dict[str, Counter[str]]:
         return {"draft": self._counts}
 
 
-class DraftExtend(StepKind):
+class DraftExtend(SpeculativeStep):
     """A step in which a draft model reads the tokens of the last verify step, in the same rows.
 
     Each row reads as much as in that step, of the draft model's KV, which lies in the same slots.
@@ -152,18 +231,17 @@ class DraftExtend(StepKind):
     """
 
     mode = ForwardMode.DRAFT_EXTEND_V2
-    graphs_are_complete = False
-    requests = staticmethod(step_of_extend)
+    requests: Callable[[Any], StepRequests | None] = staticmethod(step_of_extend)
 
     def __init__(self, verify: Verify) -> None:
         self.shape = verify.shape
         self.follows = verify
-        self.apart = verify.paths if verify.shape.is_tree else None
+        self.extra_kv = verify.paths if verify.shape.is_tree else None
         self._verify = verify
         self._counts = Counter({"steps": 0, "rows": 0})
         self._counted: Any = None  # SGLang's drafts of the last step
 
-    def view(self, forward_batch: Any, requests: StepRequests | None) -> StepView:
+    def view(self, forward_batch: Any, requests: StepRequests | None) -> SpeculativeView:
         """Read the step as the verify step before it.
 
         Requests are longer by all draft tokens now, accepted or not. SGLang may show buffers of the
@@ -172,7 +250,8 @@ class DraftExtend(StepKind):
         size, count = forward_batch.batch_size, self.shape.per_request
         view = super().view(forward_batch, requests)
         on_host = view.seq_lens_cpu
-        return view._replace(
+        return replace(
+            view,
             num_known=size if requests is None else min(len(requests.reqs), size),
             req_pool_indices=view.req_pool_indices[:size],
             # Padding is shorter.
@@ -180,8 +259,10 @@ class DraftExtend(StepKind):
             seq_lens_cpu=None if on_host is None else (on_host[:size] - count).clamp_(min=1),
         )
 
-    def rows(self, view: StepView, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._verify.rows(view, place)
+    def rows(
+        self, view: StepView, forward_batch: Any, place: Place
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._verify.request_rows(view, place)
 
     def count_planned(self, forward_batch: Any, batch: DecodeBatch, plans: StepPlans) -> None:
         self.follow(forward_batch)
@@ -197,7 +278,7 @@ class DraftExtend(StepKind):
         return {"draft_extend": self._counts}
 
 
-class DraftRound(StepKind):
+class DraftRound(SpeculativeStep):
     """The steps in which a draft model decodes, one token of each request after the other.
 
     SGLang prepares all steps of a round at once, and captures them in one graph
@@ -207,25 +288,23 @@ class DraftRound(StepKind):
 
     mode = ForwardMode.DECODE
     shape = RowShape(first=1)
-    requests = staticmethod(requests_of)
+    requests: Callable[[Any], StepRequests | None] = staticmethod(requests_of)
 
     def __init__(self, num_steps: int, device: torch.device) -> None:
         """num_steps: decode steps per round."""
         self._num_steps = num_steps
         self._offsets = torch.arange(1, num_steps + 1, dtype=torch.int64, device=device)[:, None]
         self._reserved = self._offsets[:, :0]  # lengths that captured graphs read: [steps, rows]
-        self._lens = self._reserved  # of the round
+        self._round_lens = self._reserved  # of the round
         self._at = 0  # the step whose lengths the layers read
         self._tokens = KvTokens(0, 0, 0)  # of the first step of the last round that was planned
         self._num_rows = 0  # of its known requests
         self._counts: Counter[str] = Counter({"steps": 0, "rows": 0})
         self._kv_tokens = Counter(dict.fromkeys(KvTokens._fields, 0))
-        self.graphs_are_complete = False  # until one has been captured
 
-    def reserve(self, max_requests: int) -> int:
+    def reserve(self, max_requests: int) -> None:
         self._reserved = self._offsets.expand(-1, max_requests).clone()
         self.graphs_are_complete = False
-        return super().reserve(max_requests)
 
     def record_in_graph(self, forward_batch: Any) -> None:
         self._write_lengths(forward_batch)
@@ -235,27 +314,29 @@ class DraftRound(StepKind):
         lens = self._reserved[:, : len(batch.seq_lens)]
         return torch.add(batch.seq_lens, self._offsets, out=lens)
 
-    def rows(self, view: StepView, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+    def rows(
+        self, view: StepView, forward_batch: Any, place: Place
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if place is Place.EAGER:
-            self._lens = view.seq_lens + self._offsets
+            self._round_lens = view.seq_lens + self._offsets
         elif place is Place.CAPTURE or not self.graphs_are_complete:
-            self._lens = self._write_lengths(view)
+            self._round_lens = self._write_lengths(view)
         else:
-            self._lens = self._reserved[:, : view.size]
+            self._round_lens = self._reserved[:, : view.size]
         self._at = 0
-        return view.req_pool_indices, self._lens[0]
+        return view.req_pool_indices, self._round_lens[0]
 
     def go_to(self, step: int, plans: StepPlans) -> None:
         """Let the plans serve a step of the round, counted from 0, whose layers come next."""
         if step != self._at:
-            plans.advance(self._lens[step], step)
+            plans.advance(self._round_lens[step], step)
             self._at = step
 
     def count_planned(self, forward_batch: Any, batch: DecodeBatch, plans: StepPlans) -> None:
         self._num_rows, self._tokens = int(np.count_nonzero(batch.seq_lens)), plans.step_tokens
         self._count(0)
 
-    def repeat(self, forward_batch: Any, requests: StepRequests, growth: int) -> int:
+    def repeated(self, forward_batch: Any, requests: StepRequests, growth: int) -> int:
         self._count(growth)
         return growth
 
@@ -265,7 +346,7 @@ class DraftRound(StepKind):
         self._counts["steps"] += steps
         self._counts["rows"] += steps * num_rows
         more = steps * growth
-        if self.apart is None:  # each step reads one token more
+        if self.extra_kv is None:  # each step reads one token more
             more += num_rows * steps * (steps - 1) // 2
         for name, tokens in self._tokens._asdict().items():
             self._kv_tokens[name] += steps * tokens + more
@@ -288,30 +369,28 @@ class BranchRound(DraftRound):
         self._rows = partial(RowTensors, RowShape(topk, are_drafts=True), device)
         self._branches = partial(DraftBranches, num_steps, device)
         self._eager = self._captured = self._rows(), self._branches()
-        self.apart: DraftBranches = self._eager[1]
+        self.extra_kv: DraftBranches = self._eager[1]
 
-    def reserve(self, max_requests: int) -> int:
+    def reserve(self, max_requests: int) -> None:
         self.graphs_are_complete = False
-        num_rows = StepKind.reserve(self, max_requests)
+        num_rows = max_requests * self.shape.per_request
         self._captured = self._rows(num_rows), self._branches(num_rows)
-        return num_rows
 
     def record_in_graph(self, forward_batch: Any) -> None:
         self._captured[0].of(forward_batch.req_pool_indices, forward_batch.seq_lens)
         self.graphs_are_complete = True
 
-    def rows(self, view: StepView, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, _ = self._eager if place is Place.EAGER else self._captured
-        return rows.of(view.req_pool_indices, view.seq_lens)
-
-    def take_apart(self, forward_batch: Any, num_known: int, place: Place) -> None:
-        _, self.apart = self._eager if place is Place.EAGER else self._captured
+    def rows(
+        self, view: StepView, forward_batch: Any, place: Place
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, self.extra_kv = self._eager if place is Place.EAGER else self._captured
         if place is not Place.REPLAY:  # a graph reads SGLang's buffer, where padding has slot 0
             num_rows = forward_batch.batch_size * self.shape.per_request
-            self.apart.take(forward_batch.out_cache_loc, num_rows)
+            self.extra_kv.take(forward_batch.out_cache_loc, num_rows)
+        return rows.of(view.req_pool_indices, view.seq_lens)
 
     def go_to(self, step: int, plans: StepPlans) -> None:
-        self.apart.go_to(step)
+        self.extra_kv.go_to(step)
 
-    def repeat(self, forward_batch: Any, requests: StepRequests, growth: int) -> int:
-        return super().repeat(forward_batch, requests, growth * self.shape.per_request)
+    def repeated(self, forward_batch: Any, requests: StepRequests, growth: int) -> int:
+        return super().repeated(forward_batch, requests, growth * self.shape.per_request)

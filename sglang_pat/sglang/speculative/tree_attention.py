@@ -19,7 +19,31 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang_pat.executors.layer import Scale
 
 
-class DraftTrees:
+class _DraftKv:
+    """The KV of draft tokens that rows read besides their plan (`layer.attention.ExtraKv`)."""
+
+    def keys(self, forward_batch: Any, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `slots` and `biases` of a step with so many rows: see `merge_drafts`.
+
+        forward_batch: SGLang's ForwardBatch, with the slot of each draft token.
+        """
+        raise NotImplementedError
+
+    def merge(
+        self,
+        forward_batch: Any,
+        q: torch.Tensor,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        layer: RadixAttention,
+        planned: tuple[torch.Tensor, torch.Tensor],
+        scales: tuple[Scale, Scale],
+    ) -> torch.Tensor:
+        """Attend to the draft tokens, and merge the result with that of the plan."""
+        slots, biases = self.keys(forward_batch, len(q))
+        return merge_drafts(q, caches, slots, biases, layer, planned, scales)
+
+
+class DraftTrees(_DraftKv):
     """The trees of a step: which draft tokens each one reads.
 
     A captured graph reads them where they lay when it was captured: `reserved` requests. Without,
@@ -66,7 +90,7 @@ class DraftTrees:
         return forward_batch.out_cache_loc[:num_rows], self._biases
 
 
-class DraftBlocks:
+class DraftBlocks(_DraftKv):
     """Draft tokens of a step in which all requests read theirs alike.
 
     Each token reads those before it, or all of them. The plan has the first one.
@@ -97,7 +121,7 @@ class DraftBlocks:
         return slots, biases
 
 
-class DraftBranches:
+class DraftBranches(_DraftKv):
     """The draft tokens of a draft model that branches: each row reads those of its own branch.
 
     SGLang does not move them when branches change parents: row `i` reads its own slots. Captured

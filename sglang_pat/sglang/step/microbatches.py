@@ -32,7 +32,12 @@ class Microbatch:
 class Microbatches:
     """Finds the microbatch of a step by its requests."""
 
-    def __init__(self, count: int, new_plans: Callable[..., StepPlans], *, strict: bool) -> None:
+    def __init__(
+        self,
+        count: int,
+        new_plans: Callable[..., StepPlans],
+        new_reader: Callable[[], BatchReader] = BatchReader,
+    ) -> None:
         """Make the plans of the batches that take turns.
 
         Parameters
@@ -41,13 +46,13 @@ class Microbatches:
             How many batches take turns.
         new_plans : callable
             Makes a StepPlans; takes the arguments of `reserve()`.
-        strict : bool
-            Whether a path that does not match its request is an error (`BatchReader`).
+        new_reader : callable
+            Makes what reads the steps of one batch.
         """
         self._kinds = [new_plans]
         self._reservation: dict[str, int] | None = None
         # The one that was used last comes first.
-        self._recent = [Microbatch(BatchReader(strict=strict), new_plans()) for _ in range(count)]
+        self._recent = [Microbatch(new_reader(), new_plans()) for _ in range(count)]
 
     @property
     def current(self) -> Microbatch:

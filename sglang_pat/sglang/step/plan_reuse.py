@@ -22,8 +22,6 @@ from collections.abc import Callable, Collection
 from enum import StrEnum
 from typing import Any
 
-from sglang_pat._scheduler import growth_of
-from sglang_pat.batch import IntArray
 from sglang_pat.plan import KvTokens
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.tree.radix_paths import Request
@@ -46,14 +44,14 @@ class Reason(StrEnum):
     CHECKED = "checked"  # debug mode checks every step
     GRAPH = "graph"  # the graph does not write its rows
     DUE = "due"  # the log wants a line, or the plan is outgrown
-    # This is asked last, where requests speculate:
+    # This is asked last, by `StepKind.repeat`:
     LENGTHS = "lengths"  # a request has grown by more than the plan serves
 
 
 class Held:
     """The last step that was planned: who it was, and what may repeat it."""
 
-    __slots__ = ("kind", "least", "num_rows", "plans", "reqs", "room", "steps_left", "why")
+    __slots__ = ("kind", "num_rows", "plans", "reqs", "steps_left", "why")
 
     def __init__(self, kind: Any, reqs: list[Request], plans: StepPlans, num_rows: int) -> None:
         self.kind = kind
@@ -62,9 +60,6 @@ class Held:
         self.num_rows = num_rows
         self.steps_left = 0
         self.why = Reason.PRIVATE  # the reason once no steps are left
-        # Requests that speculate: their lengths, and how much they may have grown since.
-        self.least: IntArray
-        self.room: IntArray
 
 
 class Reuse:
@@ -97,7 +92,7 @@ class Reuse:
         Returns
         -------
         Reason or None
-            None: the step repeats the last one. Where requests speculate, if `grown` agrees.
+            None: the step repeats the last one, if `StepKind.repeat` agrees.
         """
         held = self._held
         if held is None:
@@ -111,17 +106,6 @@ class Reuse:
         if num_rows != held.num_rows:
             return Reason.ROWS
         return None if held.steps_left > 0 else held.why
-
-    def grown(self, lengths: Any) -> int | None:
-        """Return how many tokens the requests have grown by in all, after `reason` was None.
-
-        lengths: int64 or int32, of the requests, maybe with padding behind. None is returned if one
-        has outgrown the plan, or became shorter: `Reason.LENGTHS`.
-        """
-        held = self._held
-        assert held is not None
-        growth: int | None = growth_of(lengths, held.least, held.room)
-        return growth
 
     def count(self) -> None:
         """Count a step that repeats the last one."""
@@ -151,24 +135,11 @@ class Reuse:
         self._held = Held(kind, reqs, plans, num_rows)
         self._held.why = why
 
-    def allow(
-        self, steps: int, least: IntArray | None = None, room: IntArray | None = None
-    ) -> None:
-        """Let steps repeat the one that was planned.
-
-        Parameters
-        ----------
-        steps : int
-            How many, at most.
-        least, room : int32 array, optional
-            Lengths of requests that speculate, and by how many tokens each may grow. Omitted where
-            each request grows by one token per step.
-        """
+    def allow(self, steps: int) -> None:
+        """Let steps repeat the one that was planned: at most so many."""
         held = self._held
         if held is None or held.why is Reason.MOVED:
             return
-        if least is not None and room is not None:
-            held.least, held.room = least, room
         held.steps_left, held.why = steps, Reason.DUE
 
     def stop(self, why: Reason) -> None:

@@ -1,40 +1,36 @@
-"""Decoder: plans the steps of one model, before its layers attend.
+"""Plans the steps of one model, before its layers attend.
 
-`plan_eager` or `plan_captured` is called once per step. The walk is: does the step repeat the last
-one (`step/plan_reuse.py`)? If not, what does it show (`tree/batch_builder.py`), which paths have
-its requests (`tree/batch_builder.py`), and what is the plan (`step/microbatches.py`,
-`attention.py`)? What differs between decode steps and those of speculative decoding is a row of the
-table in `speculative/steps.py`.
+SGLang's backend calls `plan_eager` or `plan_captured` once per step. If the step repeats the last
+one (`plan_reuse.py`), it is counted, and that is all. Otherwise the planner reads the step and its
+paths (`tree/batch_builder.py`), and plans it (`layer/step_plans.py`). A `StepKind` says what is
+special about a type of step.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_pat.attention import PackAttention
 from sglang_pat.executors.cuda import PlanOverflowError
 from sglang_pat.plan import Shape
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.report.reports import StepReports
-from sglang_pat.sglang.speculative.steps import DraftExtend, Verify
-from sglang_pat.sglang.start.environment import Environment
-from sglang_pat.sglang.start.hooks import install_hooks
 from sglang_pat.sglang.start.layer_support import Routes
-from sglang_pat.sglang.start.server_options import batch_invariant, drafts_of
 from sglang_pat.sglang.step.debug_checks import DebugChecks, check_host_lengths
 from sglang_pat.sglang.step.microbatches import Microbatch, Microbatches
 from sglang_pat.sglang.step.plan_reuse import Reason, RepeatedSteps, Reuse
-from sglang_pat.sglang.step.step_type import Decode, Place, StepKind
-from sglang_pat.sglang.tree.batch_builder import OVERFLOW, BatchReader, host_lengths
-from sglang_pat.sglang.tree.request_tracker import CHANNEL_HOOKS, VERIFY_HOOKS, StepRequests
-from sglang_pat.sglang.tree.row_groups import RowShape
-from sglang_pat.sglang.tree.self_test import check_version
+from sglang_pat.sglang.step.step_type import Place, StepKind
+from sglang_pat.sglang.tree.batch_builder import OVERFLOW, BatchReader
+from sglang_pat.sglang.tree.request_tracker import StepRequests
 from sglang_pat.stats import Counters, PlanStats, read_counters
+
+if TYPE_CHECKING:
+    from sglang_pat.sglang.start.environment import Environment
 
 # A step that is planned for one of these repeats the last one all the same.
 _WOULD_REPEAT = (Reason.CHECKED, Reason.DUE, Reason.EAGER)
@@ -51,41 +47,39 @@ class Decoder:
         The layers. Plans are made for their shapes.
     dtypes
         Of queries and of the KV cache.
-    kinds
-        The kinds of steps whose graphs reserve buffers here.
+    new_reader
+        Makes what reads the steps of one batch.
     """
 
-    def __init__(
-        self,
-        model_runner: Any,
-        environment: Environment,
-        routes: Routes,
-        kinds: Sequence[StepKind],
-    ) -> None:
-        """Make the decoder of a model.
+    new_reader: Callable[..., BatchReader] = BatchReader
+
+    def __init__(self, model_runner: Any, environment: Environment, routes: Routes) -> None:
+        """Make the planner of a model.
 
         Parameters
         ----------
         model_runner
-            SGLang's, of this model.
+            SGLang's ModelRunner for this model.
         environment
-            The variables.
+            The SGLANG_PAT_* variables.
         routes
-            The model's.
-        kinds
-            See the attribute.
+            Which layers pat decodes.
         """
         self.routes = routes
         self.dtypes = (model_runner.dtype, model_runner.kv_cache_dtype)
-        self.kinds = tuple(kinds)
         self._req_to_token_pool = model_runner.req_to_token_pool
         self._token_to_kv_pool = model_runner.token_to_kv_pool
         self._layer_id = min(routes.shapes)
-        self._new_plans = partial(_new_plans, model_runner=model_runner, environment=environment)
+        self._new_plans = partial(
+            _new_plans,
+            model_runner=model_runner,
+            environment=environment,
+            batch_invariant=routes.batch_invariant,
+        )
         self._microbatches = Microbatches(
             _num_microbatches(model_runner.server_args),
             partial(self._new_plans, {*routes.shapes.values()}),
-            strict=environment.debug,
+            partial(self.new_reader, strict=environment.debug),
         )
         self._checks = DebugChecks.of_sglang() if environment.debug else None
         self._max_requests = 0  # of the largest graph
@@ -93,11 +87,6 @@ class Decoder:
         self._reasons: Counter[str] = Counter()  # why steps were planned
         self._reports: StepReports | None = None
         self._repeats = RepeatedSteps(lambda planning: None)
-
-    @property
-    def verifies_trees(self) -> bool:
-        """True if steps verify drafts that may branch."""
-        return any(kind.has_masks for kind in self.kinds)
 
     # --- once per step ---
 
@@ -107,9 +96,6 @@ class Decoder:
             return None
         requests = kind.requests(forward_batch)
         microbatch = self._microbatches.of(requests)
-        plans = self._followed(kind, microbatch, requests, forward_batch, Place.EAGER)
-        if plans is not None:
-            return plans
         return self._plan(kind, microbatch, requests, forward_batch, Place.EAGER, Reason.EAGER)
 
     def plan_captured(
@@ -127,14 +113,9 @@ class Decoder:
         if requests is not None and not in_capture:
             reuse, growth = self._reuse, None  # None: each request has one token more
             why = reuse.reason(kind, requests.reqs, plans, forward_batch.batch_size)
-            if why is None and kind.shape.speculates:
-                are_bounds = kind.lengths_are_bounds
-                lens = host_lengths(forward_batch, requests.reqs, are_bounds=are_bounds)
-                growth = reuse.grown(lens)
-                if growth is None:
-                    why = Reason.LENGTHS
-                else:
-                    growth = kind.repeat(forward_batch, requests, growth)
+            if why is None and kind.repeat is not None:
+                growth = kind.repeat(forward_batch, requests)
+                why = Reason.LENGTHS if growth is None else None
             if why is None:
                 reuse.count()
                 self._repeats.add(begun_ns, growth)
@@ -142,31 +123,7 @@ class Decoder:
         if forward_batch.batch_size == 0:
             return None
         place = Place.CAPTURE if in_capture else Place.REPLAY
-        plans = self._followed(kind, microbatch, requests, forward_batch, place)
-        if plans is not None:
-            return plans
         return self._plan(kind, microbatch, requests, forward_batch, place, why)
-
-    def _followed(
-        self,
-        kind: StepKind,
-        microbatch: Microbatch,
-        requests: StepRequests | None,
-        forward_batch: Any,
-        place: Place,
-    ) -> StepPlans | None:
-        """Return the plans of the step before, if they serve this one and lie where it reads."""
-        if kind.follows is None or requests is None:
-            return None
-        plans = self._reuse.in_place(kind.follows, requests.reqs)
-        if plans is None:
-            return None
-        if place is not Place.EAGER:
-            num_rows = forward_batch.batch_size * kind.shape.per_request
-            if plans is not microbatch.captured or plans.num_rows != num_rows:
-                return None
-        kind.follow(forward_batch)
-        return plans
 
     def _plan(
         self,
@@ -184,14 +141,13 @@ class Decoder:
         reqs = None if requests is None else requests.reqs
         num_requests: int = forward_batch.batch_size
         would_repeat = False
-        if self._checks is not None and not kind.shape.speculates:
+        if self._checks is not None and kind.repeat is None:
             last = self._reuse.reason(kind, reqs, plans, num_requests)
             would_repeat = last in _WOULD_REPEAT
         first = Reason.EAGER if place is Place.EAGER else Reason.PRIVATE
         self._reuse.hold(kind, reqs, plans, num_requests, first)
         view = kind.view(forward_batch, requests)
-        req_pool_indices, seq_lens = kind.rows(view, place)
-        kind.take_apart(forward_batch, view.num_known, place)
+        req_pool_indices, seq_lens = kind.rows(view, forward_batch, place)
         batch = reader.read(view)
         table = self._req_to_token_pool.req_to_token
         tensors = {
@@ -229,42 +185,24 @@ class Decoder:
             self._reuse.stop(Reason.GRAPH)
         else:
             steps = sys.maxsize if self._reports is None else self._reports.steps_left
-            left, tokens = plans.steps_left(), plans.step_tokens
-            if kind.shape.speculates:
-                self._reuse.allow(steps, reader.lens, reader.room(left))
-                self._repeats.begin(tokens, 0)
-            else:
-                self._reuse.allow(min(left, steps))
-                self._repeats.begin(tokens, len(shared.reqs))
+            self._reuse.allow(min(kind.steps_to_repeat(reader, plans.steps_left()), steps))
+            self._repeats.begin(plans.step_tokens, len(shared.reqs))
 
     # --- CUDA graphs ---
 
-    def reserve(self, max_requests: int, kinds: Collection[StepKind] | None = None) -> None:
+    def reserve(self, max_requests: int) -> None:
         """Allocate what graphs of up to so many requests capture.
 
         Called before the first capture, and each time that all graphs are captured again (after an
-        update of the weights). Graphs of fewer requests, which SGLang captures for other numbers of
-        drafts, lie in the same buffers. kinds: whose graphs are captured next; None: all.
-
-        Raises
-        ------
-        RuntimeError
-            If graphs of other kinds have been captured for fewer requests.
+        update of the weights).
         """
-        if max_requests > self._max_requests:
-            others = [] if kinds is None else [each for each in self.kinds if each not in kinds]
-            if any(each.shape.speculates and each.graphs_are_complete for each in others):
-                raise RuntimeError(
-                    f"pat reserved for graphs of {self._max_requests} requests, with which others "
-                    f"were captured; SGLang then asked for graphs of {max_requests}: give "
-                    "--cuda-graph-bs-decode sizes that fit any number of drafts"
-                )
-            self._max_requests, kinds = max_requests, self.kinds
-        for kind in self.kinds if kinds is None else kinds:
-            kind.reserve(self._max_requests)
+        self._max_requests = max(max_requests, self._max_requests)
+        self._reserve_rows(self._max_requests)
+
+    def _reserve_rows(self, max_rows: int) -> None:
         num_slots = len(self._token_to_kv_pool.get_key_buffer(self._layer_id))
         self._microbatches.reserve(
-            max_requests=self._max_requests * max(kind.shape.per_request for kind in self.kinds),
+            max_requests=max_rows,
             # A slot may be in several shared ranges, where packs read their parents' ranges too.
             max_shared_slots=2 * num_slots,
             # No request is longer than the pool: a model's context may be.
@@ -287,67 +225,18 @@ class Decoder:
 
 
 class ServedDecoder(Decoder):
-    """The decoder of the model that a server serves: it reports what is counted.
-
-    Attributes
-    ----------
-    decode
-        Its kind of decode steps.
-    verifies
-        Its kinds of verify steps, by the draft tokens of a request. Empty without speculative
-        decoding.
-    """
+    """The planner of the model that a server serves: it reports what is counted."""
 
     def __init__(self, model_runner: Any, environment: Environment, routes: Routes) -> None:
-        install_hooks(CHANNEL_HOOKS)
-        self.decode = Decode()
-        self.verifies: dict[int, Verify] = {}
-        drafts = drafts_of(model_runner.server_args)
-        if drafts is not None:
-            install_hooks(VERIFY_HOOKS)
-            device = model_runner.req_to_token_pool.req_to_token.device
-            for count in drafts.counts:
-                shape = RowShape.of_drafts(count, are_chains=drafts.are_chains)
-                are_bounds = drafts.lengths_are_bounds
-                self.verifies[count] = Verify(shape, device, lengths_are_bounds=are_bounds)
-        kinds: list[StepKind] = [self.decode, *self.verifies.values()]
-        super().__init__(model_runner, environment, routes, kinds)
-        check_version()
-        self._reported = list(kinds)
-        self._drafting: list[Decoder] = []
+        super().__init__(model_runner, environment, routes)
         self._reports = StepReports(environment, model_runner, self.counters)
         self._repeats = RepeatedSteps(self._reports.add_repeated, self._reports.on_step)
         self._reports.start()
-
-    def new_extend(self, routes: Routes, count: int) -> DraftExtend:
-        """Return draft extend for a draft model with these layers and `count` tokens per request.
-
-        Plans are made for the shapes of its layers, too.
-        """
-        more = {*routes.shapes.values()} - self._microbatches.current.eager.of_shape.keys()
-        if more:
-            self._microbatches.add(partial(self._new_plans, more))
-        extend = DraftExtend(self.verifies[count])
-        self._reported.append(extend)
-        return extend
-
-    def report(self, drafting: Decoder) -> None:
-        """Report what is counted by the decoder of a draft model, too."""
-        self._drafting.append(drafting)
-        self._reported += drafting.kinds
 
     def counters(self) -> Counters:
         """Return the numbers of all steps so far. May be called by any thread."""
         microbatches = list(self._microbatches)
         readers = [each.reader for each in microbatches]
-        more: defaultdict[str, list[Counter[str]]] = defaultdict(list)
-        for kind in list(self._reported):
-            for name, counts in kind.counters().items():
-                more[name].append(counts)
-        for drafting in list(self._drafting):
-            more["draft"].append(drafting.plan_counts())
-        if self._checks is not None:
-            more |= {name: [counts] for name, counts in self._checks.counters().items()}
         # One tree, whose events all readers see. None until a step has shown it.
         events = [each.events.counts for each in readers if each.events is not None][:1]
         return read_counters(
@@ -356,12 +245,21 @@ class ServedDecoder(Decoder):
             steps_planned=[self._reasons],
             tree_events=events,
             batch_changes=[each.changes for each in readers],
-            **more,
+            **self._more_counters(),
         )
+
+    def _more_counters(self) -> dict[str, list[Counter[str]]]:
+        """Return the counters that not all servers have."""
+        checks = {} if self._checks is None else self._checks.counters()
+        return {name: [counts] for name, counts in checks.items()}
 
 
 def _new_plans(
-    shapes: Iterable[Shape], model_runner: Any, environment: Environment, **reservation: Any
+    shapes: Iterable[Shape],
+    model_runner: Any,
+    environment: Environment,
+    batch_invariant: bool,
+    **reservation: Any,
 ) -> StepPlans:
     """Make a PackAttention for each shape of layers."""
     attentions = {
@@ -375,7 +273,7 @@ def _new_plans(
             device=model_runner.req_to_token_pool.req_to_token.device,
             policy=environment.policy,
             growth_tokens=environment.growth_tokens,
-            batch_invariant=batch_invariant(model_runner.server_args, environment),
+            batch_invariant=batch_invariant,
             **reservation,
         )
         for shape in sorted(set(shapes))

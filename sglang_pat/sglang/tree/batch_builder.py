@@ -1,12 +1,7 @@
-"""BatchReader: turns the step that SGLang runs into a DecodeBatch.
+"""Builds the DecodeBatch of the step that SGLang runs.
 
-It reads the paths of requests that are new or have moved (`tree/radix_paths.py`). A forest keeps
-those of the others.
-
-StepView: what a step that SGLang shows has to tell, read once.
-
-SGLang shows a step in several shapes: a batch, a namespace before a replay, a batch whose buffers
-belong to the largest graph. Behind the view nothing looks at these.
+`StepView` has the fields of the step. `BatchReader` reads the paths of requests that are new or
+whose path may have changed (`radix_paths.py`); a forest keeps those of the others.
 """
 
 from __future__ import annotations
@@ -14,8 +9,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +28,7 @@ from sglang_pat.sglang.tree.radix_paths import (
     radix_source,
 )
 from sglang_pat.sglang.tree.request_tracker import CHANNEL, StepChannel, StepRequests
-from sglang_pat.sglang.tree.row_groups import DECODE_ROWS, DraftGroups, GroupSource, RowShape
+from sglang_pat.sglang.tree.row_groups import GroupSource
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +92,7 @@ class BatchReader:
         self._forest = PrefixForest()
         self._version = 0  # of the requests and their paths
         self._moved: set[int] = set()  # id() of requests since the last step that may share
-        self._drafts: DraftGroups | None = None  # of the last step, if it was a verify step
         self.lens: IntArray = np.zeros(0, dtype=np.int32)  # of its requests, as SGLang gives them
-        self._committed = self.lens  # how far a node below the tree's may reach
         self._shares = False
         channel.subscribe(self)
 
@@ -111,18 +105,7 @@ class BatchReader:
 
     def knows(self, step: StepRequests) -> bool:
         """True if the step's first request was in the last step that this reader has read."""
-        reqs = self._reqs if self._drafts is None else self._drafts.reqs
-        return step.reqs is reqs or any(req is step.reqs[0] for req in reqs)
-
-    def room(self, tokens: int) -> IntArray:
-        """Return by how many tokens each request of the last step may grow.
-
-        tokens: growth that the plan serves, where requests speculate.
-        """
-        room = np.full(len(self.lens), tokens, dtype=np.int32)
-        if self._drafts is not None:
-            room = np.minimum(room, self._drafts.longest - self._committed)
-        return np.maximum(room, 0)
+        return step.reqs is self._reqs or any(req is step.reqs[0] for req in self._reqs)
 
     def read(self, view: StepView) -> DecodeBatch:
         """Read a step as host data.
@@ -140,11 +123,10 @@ class BatchReader:
             In strict mode, if a path does not end where its request's shared KV ends.
         """
         begun_ns = time.perf_counter_ns()
-        step, shape = view.requests, view.shape
+        step = view.requests
         reason = self._private_reason(step, view.size)
-        knows = step is not None and reason != CUT
-        given = view.lengths(step.reqs if step is not None and knows and shape.speculates else None)
-        lens = given if shape is DECODE_ROWS else shape.lengths(given)
+        given = self._request_lengths(view, reason)
+        lens = self._row_lengths(view, given)
         if reason is not None or step is None:
             if step is not None:
                 self.forget()
@@ -153,15 +135,31 @@ class BatchReader:
             batch = DecodeBatch(lens, PrefixPaths.private(len(lens)), begun_ns=begun_ns)
             return self.without_sharing(batch, reason)
         self.lens = given[: len(step.reqs)]
-        if shape.are_drafts:
-            # Each row has at least one token behind, which it reads live.
-            self._committed = self.lens + np.int32(shape.first - 1)
-            self._update_rows(step.reqs, shape.per_request)
-        else:
-            self._drafts = None
-            self._update(step.reqs)
+        self._update(self._rows(view, step.reqs))
         self._shares = True
         return DecodeBatch(lens, self._forest, self._version, begun_ns)
+
+    # --- how requests become rows: one row each, where nothing speculates ---
+
+    def _request_lengths(self, view: StepView, reason: str | None) -> IntArray:
+        """Return the lengths of the requests on the host, 0 for padding.
+
+        reason: why nothing is shared.
+        """
+        return view.lengths(view.host_lengths())
+
+    def _row_lengths(self, view: StepView, lens: IntArray) -> IntArray:
+        """Return the lengths of the rows, for requests of these lengths."""
+        return lens
+
+    def _rows(self, view: StepView, reqs: list[Request]) -> list[Request]:
+        """Return the rows of the requests."""
+        return reqs
+
+    def _source_of_rows(self) -> RadixSource:
+        """Return the source of the paths of the last step's rows."""
+        assert self._source is not None
+        return self._source
 
     def without_sharing(self, batch: DecodeBatch, reason: str | None) -> DecodeBatch:
         """Return the batch that was just read, as one in which nothing is shared.
@@ -209,20 +207,6 @@ class BatchReader:
         self._reqs = []
         self._moved.clear()
 
-    def _source_of_rows(self) -> RadixSource:
-        """Return the source of the paths of the last step's rows."""
-        assert self._source is not None
-        if self._drafts is None:
-            return self._source
-        return GroupSource(self._source, compat.unwrapped(self._tree).req_to_token_pool)
-
-    def _update_rows(self, reqs: list[Request], count: int) -> None:
-        """Bring the forest to the rows of draft tokens, `count` of each request."""
-        batch = self._drafts or DraftGroups()
-        self._moved = batch.take(reqs, count, self._committed, self._moved)
-        self._drafts = batch
-        self._update(batch.rows)
-
     def _update(self, reqs: list[Request]) -> None:
         """Bring the forest from the requests of the last step to these."""
         if reqs is self._reqs and not self._moved:
@@ -251,8 +235,12 @@ class BatchReader:
         self.private_steps[reason] += 1
 
 
-class StepView(NamedTuple):
-    """A step, as far as it is read.
+@dataclass(slots=True)
+class StepView:
+    """The fields that pat reads of a step, in one form.
+
+    SGLang shows a step in several shapes: a batch, a namespace before a replay, a batch whose
+    buffers belong to the largest graph.
 
     Attributes
     ----------
@@ -261,13 +249,11 @@ class StepView(NamedTuple):
     size : int
         Requests of the batch, padding of a graph or of data parallelism included.
     num_known : int
-        Requests without padding, which lies behind them.
+        Requests without padding, which follows them.
     is_idle : bool
         Whether the batch only keeps a rank of data parallelism in step with the others.
-    shape : RowShape
-        The rows of each request.
     req_pool_indices, seq_lens : torch.Tensor
-        On the device, as SGLang gives them: `[size]`.
+        SGLang's tensors on the device: `[size]`.
     seq_lens_cpu : torch.Tensor or None
         The lengths on the host. None: SGLang does not give them.
     """
@@ -276,36 +262,36 @@ class StepView(NamedTuple):
     size: int
     num_known: int
     is_idle: bool
-    shape: RowShape
     req_pool_indices: torch.Tensor
     seq_lens: torch.Tensor
     seq_lens_cpu: torch.Tensor | None
 
     @classmethod
-    def of(
-        cls, forward_batch: Any, requests: StepRequests | None, shape: RowShape = DECODE_ROWS
-    ) -> StepView:
-        """Read a decode batch of SGLang's, in any of its shapes."""
+    def of(cls, forward_batch: Any, requests: StepRequests | None, **more: Any) -> Self:
+        """Read a decode batch of SGLang's, in any of its shapes. more: fields of a subclass."""
         is_idle = compat.is_idle(forward_batch)
         return cls(
             requests,
             forward_batch.batch_size,
             0 if is_idle else num_known(forward_batch, requests),
             is_idle,
-            shape,
             forward_batch.req_pool_indices,
             forward_batch.seq_lens,
             forward_batch.seq_lens_cpu,
+            **more,
         )
 
-    def lengths(self, reqs: Sequence[Request] | None) -> IntArray:
-        """Return the lengths of the requests on the host, 0 behind them.
+    def host_lengths(self) -> npt.NDArray[np.int64]:
+        """Return the lengths on the host. Where SGLang does not give them, wait for the device."""
+        on_host = self.seq_lens.cpu() if self.seq_lens_cpu is None else self.seq_lens_cpu
+        lens: npt.NDArray[np.int64] = on_host.numpy()
+        return lens
+
+    def lengths(self, given: npt.NDArray[np.int64]) -> IntArray:
+        """Return these lengths of the requests, and 0 for padding.
 
         A copy, because SGLang may write to its own.
-
-        reqs: see `host_lengths`.
         """
-        given = host_lengths(self, reqs)
         lens: IntArray = row_lengths(given, self.num_known, self.size)
         return lens
 
@@ -318,30 +304,3 @@ def num_known(forward_batch: Any, requests: StepRequests | None) -> int:
     """
     most: int = forward_batch.batch_size - compat.num_padding(forward_batch)
     return most if requests is None else min(len(requests.reqs), most)
-
-
-def host_lengths(
-    batch: Any, reqs: Sequence[Request] | None, *, are_bounds: bool = False
-) -> npt.NDArray[np.int64]:
-    """Return the lengths of requests on the host.
-
-    Where SGLang does not give them, they are those after the last results that it has processed: in
-    speculative decoding a request may be longer by what has been accepted since, never shorter.
-
-    Parameters
-    ----------
-    batch : ForwardBatch or StepView
-        Shows `seq_lens_cpu` and `seq_lens`.
-    reqs : sequence of Req or None
-        The requests, if they speculate. None: if SGLang does not give lengths, wait for the device.
-    are_bounds : bool
-        Whether what SGLang gives may be longer than the requests are: as if it gave nothing.
-    """
-    on_host = None if are_bounds else batch.seq_lens_cpu
-    if on_host is None and reqs is not None:
-        committed = map(compat.RequestFields.of(reqs[0]).committed_len, reqs)
-        return np.fromiter(committed, dtype=np.int64, count=len(reqs))
-    if on_host is None:
-        on_host = batch.seq_lens.cpu()
-    lens: npt.NDArray[np.int64] = on_host.numpy()
-    return lens

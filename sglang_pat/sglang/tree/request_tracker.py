@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_pat._scheduler import same_objects
@@ -49,14 +50,16 @@ class StepChannel:
     next equal list of requests is not taken for the same step.
     """
 
+    # SGLang runs a draft model, if there is one, by the same methods. Called with its batches.
+    on_draft_batch: Callable[[Any, Any], None] | None = None
+
     def __init__(self) -> None:
+        self.modes = {ForwardMode.DECODE}  # of the steps that are known
         self._step: StepRequests | None = None  # None in a warm-up or a capture
         self._is_acknowledged = False
         self._acknowledged: StepRequests | None = None  # the last one
         # Requests of the last batch, if pat decoded it: equal lists of later steps become this one.
-        self._last_reqs: list[Request] = []
-        self._last_drafting: list[Request] = []  # of the last batch that a draft model decodes
-        self._blocks: StepRequests | None = None  # whose blocks of drafts a draft model gives now
+        self.last_reqs: list[Request] = []
         self._keepers: WeakSet[PathKeeper] = WeakSet()
 
     @property
@@ -73,49 +76,20 @@ class StepChannel:
         if not batch.reqs:
             return
         mode = forward_batch.forward_mode
-        if mode.is_decode() or mode.is_target_verify():
+        if mode in self.modes:
             reqs, beam_tail = batch.reqs, compat.beam_tail(batch)
             if beam_tail is not None:
                 reqs = batch_with_beams(reqs, beam_tail, self.note_moved)
             # One list for all microbatches: where they take turns no step repeats, as it must not
             # while another one's plan is in the buffers of the graphs.
-            if not same_objects(self._last_reqs, reqs):
-                self._last_reqs = list(reqs)
-            step = StepRequests(self._last_reqs, batch.tree_cache, beam_tail is not None)
-            setattr(forward_batch, _NOTE, step)
+            if not same_objects(self.last_reqs, reqs):
+                self.last_reqs = list(reqs)
+            step = StepRequests(self.last_reqs, batch.tree_cache, beam_tail is not None)
+            note_requests(forward_batch, step)
         elif mode.is_extend():
             # Rows that decode in a mixed batch stay where they are.
             decoding = set(map(id, compat.decoding_requests(batch)))
             self.note_moved(req for req in batch.reqs if id(req) not in decoding)
-
-    def note_drafting(self, forward_batch: Any, batch: Any) -> None:
-        """SGLang has made `forward_batch` of the scheduler's `batch` for its draft model."""
-        if not batch.reqs:
-            return
-        mode = forward_batch.forward_mode
-        if mode.is_decode():
-            setattr(forward_batch, _NOTE, self._drafting_step(batch))
-        elif mode.is_draft_extend_v2() and same_objects(self._last_reqs, batch.reqs):
-            # Before a replay the backend is shown another object, with the same input.
-            step = StepRequests(self._last_reqs, batch.tree_cache, has_beams=False)
-            setattr(forward_batch.spec_info, _NOTE, step)
-
-    def _drafting_step(self, batch: Any) -> StepRequests:
-        if not same_objects(self._last_drafting, batch.reqs):
-            self._last_drafting = list(batch.reqs)
-        return StepRequests(self._last_drafting, batch.tree_cache, has_beams=False)
-
-    def note_blocks(self, batch: Any | None) -> None:
-        """Note the scheduler's `batch` for which SGLang's draft model gives blocks of drafts.
-
-        They come in a batch that is not made of it. None: it has given them.
-        """
-        is_known = batch is not None and batch.reqs
-        self._blocks = self._drafting_step(batch) if is_known else None
-
-    def drafting(self, forward_batch: Any) -> StepRequests | None:
-        """Return the requests whose blocks of drafts a draft model gives; see `note_blocks`."""
-        return self._blocks
 
     def enter(self, forward_batch: Any) -> StepRequests | None:
         """The forward of a batch begins. Returns the step outside of it, for `leave()`."""
@@ -129,7 +103,7 @@ class StepChannel:
         """The forward has ended."""
         self._step = outer
         if not self._is_acknowledged:  # requests that decode may have grown all the same
-            self._last_reqs = []
+            self.last_reqs = []
 
     def acknowledge(self, forward_batch: Any = None) -> StepRequests | None:
         """Return the step that is being run, to the backend that decodes it.
@@ -154,24 +128,14 @@ class StepChannel:
 
 
 def requests_of(forward_batch: Any) -> StepRequests | None:
-    """Requests of a batch that was noted when it was made, or of a copy of it."""
+    """Return the requests of a batch that were noted when it was made, or of a copy of it."""
     step: StepRequests | None = getattr(forward_batch, _NOTE, None)
     return step
 
 
-def step_of_extend(forward_batch: Any) -> StepRequests | None:
-    """Requests of a draft-extend batch.
-
-    None unless the batch was noted when it was made and its requests were in the last verify step.
-    """
-    return requests_of(forward_batch.spec_info)
-
-
-def note_same_step(drafts: Any, noted: Any) -> None:
-    """Note that SGLang shows drafts of the same step as before."""
-    step = requests_of(noted)
-    if step is not None:
-        setattr(drafts, _NOTE, step)
+def note_requests(batch: Any, step: StepRequests) -> None:
+    """Note the requests on a batch, or on what SGLang keeps of it in a replay."""
+    setattr(batch, _NOTE, step)
 
 
 CHANNEL = StepChannel()
@@ -181,10 +145,10 @@ def _after_init_new(
     result: Any, cls: type, batch: Any, model_runner: Any, *args: object, **kwargs: object
 ) -> None:
     """AFTER ForwardBatch.init_new."""
-    if model_runner.is_draft_worker:  # runs the same batches, in which nobody moves
-        CHANNEL.note_drafting(result, batch)
-    else:
+    if not model_runner.is_draft_worker:
         CHANNEL.note(result, batch)
+    elif CHANNEL.on_draft_batch is not None:
+        CHANNEL.on_draft_batch(result, batch)
 
 
 def _around_forward(
@@ -193,38 +157,18 @@ def _around_forward(
     """AROUND ModelRunner._forward_raw."""
     if runner.is_draft_worker:
         return original(runner, forward_batch, *args, **kwargs)
-    return _within(original, runner, forward_batch, *args, **kwargs)
+    return within_step(original, runner, forward_batch, *args, **kwargs)
 
 
-def _around_load_batch(
-    original: Callable[..., Any], graphs: Any, forward_batch: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """AROUND DecodeCudaGraphRunner.load_batch, which prepares verify steps before their forward."""
-    if graphs.model_runner.is_draft_worker or CHANNEL.is_within_step:
-        return original(graphs, forward_batch, *args, **kwargs)
-    return _within(original, graphs, forward_batch, *args, **kwargs)
-
-
-def _within(
+def within_step(
     original: Callable[..., Any], owner: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """A call that belongs to a step."""
+    """Make a call that belongs to a step."""
     outer = CHANNEL.enter(forward_batch)
     try:
         return original(owner, forward_batch, *args, **kwargs)
     finally:
         CHANNEL.leave(outer)
-
-
-def _around_blocks(
-    original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """AROUND forward_batch_generation of a worker that drafts blocks and verifies them."""
-    CHANNEL.note_blocks(batch)
-    try:
-        return original(worker, batch, *args, **kwargs)
-    finally:
-        CHANNEL.note_blocks(None)
 
 
 def _after_retraction(result: Any, req: Request, *args: object, **kwargs: object) -> None:
@@ -250,27 +194,5 @@ CHANNEL_HOOKS: tuple[Hook, ...] = (
         "reset_for_retract",
         _after_retraction,
         HookType.AFTER,
-    ),
-)
-# The workers of speculative decoding whose draft models give blocks.
-BLOCK_WORKERS = {
-    "DFLASH": "sglang.srt.speculative.dflash_worker_v2:DFlashWorkerV2",
-    "DSPARK": "sglang.srt.speculative.dspark_components.dspark_worker_v2:DSparkWorkerV2",
-}
-
-
-def block_hook(algorithm: str) -> Hook:
-    """Return the hook that tells whose blocks are drafted."""
-    worker = BLOCK_WORKERS[algorithm]
-    return Hook(worker, "forward_batch_generation", _around_blocks, HookType.AROUND)
-
-
-# The methods in which the target model verifies drafts.
-VERIFY_HOOKS: tuple[Hook, ...] = (
-    Hook(
-        "sglang.srt.model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner",
-        "load_batch",
-        _around_load_batch,
-        HookType.AROUND,
     ),
 )

@@ -1,0 +1,292 @@
+"""Mixins over SGLang's backends in speculative decoding.
+
+`PatSpeculativeMixin` is put over the backend of a served model that verifies drafts, and over those
+with which a draft model reads verified drafts or gives blocks. `PatDraftSteps` is put over the
+container of a draft model's decode steps, and `PatDraftStep` over each of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.verify_mask import VerifyMask
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.eagle_utils import TreeMaskMode
+
+from sglang_pat.sglang.backend import PatMixin
+from sglang_pat.sglang.layer.attention import LayerAttention
+from sglang_pat.sglang.layer.step_plans import StepPlans
+from sglang_pat.sglang.report.layer_report import report_draft_routes
+from sglang_pat.sglang.speculative.planners import SpeculativePlanner
+from sglang_pat.sglang.speculative.steps import DraftRound, SpeculativeStep, Verify
+from sglang_pat.sglang.speculative.tree_attention import undo_square_masks
+from sglang_pat.sglang.tree.request_tracker import CHANNEL
+
+_VERIFY = ForwardMode.TARGET_VERIFY
+
+
+class PatSpeculativeMixin(PatMixin):
+    """Plans verify steps, too, or the steps of a draft model, and attends in them."""
+
+    # --- once per step ---
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Record what a CUDA graph does before its layers: it writes what its rows read."""
+        super().init_forward_metadata_in_graph(forward_batch)
+        kind = self._pat.kinds.get(forward_batch.forward_mode)
+        is_pats = not self._pat.in_default and self._pat.routes.shapes
+        if isinstance(kind, SpeculativeStep) and is_pats:
+            kind.record_in_graph(forward_batch)
+
+    @property
+    def verify_mask(self) -> VerifyMask | None:
+        """Return where SGLang writes what drafts read of each other. None: it allocates that.
+
+        Masks are over the drafts alone where the default backend has no layer that reads them.
+        """
+        kind = self._pat.kinds.get(_VERIFY)
+        if not isinstance(kind, Verify) or kind.masks is None or self._pat.routes.delegated:
+            return super().verify_mask
+        count = len(kind.masks) // kind.shape.per_request**2
+        return VerifyMask(kind.masks, TreeMaskMode.QLEN_ONLY, count)
+
+    def update_verify_buffers_to_fill_after_draft(
+        self, spec_info: Any, cuda_graph_bs: int | None
+    ) -> None:
+        """Prepare again what depends on drafts, in a step that was prepared on a plan stream.
+
+        All that pat prepares was after the drafts. Some default backends cannot.
+        """
+        if self._pat.routes.delegated:
+            super().update_verify_buffers_to_fill_after_draft(spec_info, cuda_graph_bs)
+
+    def shared_read_ends(self, mode: ForwardMode) -> Any:
+        """Return when a step has read what the scheduler may write next.
+
+        Draft extend reads what the verify step before it has read.
+        """
+        ends = super().shared_read_ends(mode)
+        follows = mode is ForwardMode.DRAFT_EXTEND_V2 and mode in self._pat.kinds
+        return type(ends).PRE_REPLAY if follows and not self.needs_default else ends
+
+    # --- CUDA graphs ---
+
+    def draft_extend_metadata_captured_in_graph(self) -> bool:
+        """Return whether draft extend is replayed without `init_forward_metadata_out_graph`.
+
+        pat looks there whether the last plan serves.
+        """
+        return not self._extends() and super().draft_extend_metadata_captured_in_graph()
+
+    @property
+    def supports_draft_extend_metadata_staging(self) -> bool:
+        """Same answer as `draft_extend_metadata_captured_in_graph`."""
+        return not self._extends() and super().supports_draft_extend_metadata_staging
+
+    def _extends(self) -> bool:
+        """Return True if pat plans draft extend."""
+        return ForwardMode.DRAFT_EXTEND_V2 in self._pat.kinds and bool(self._pat.routes.shapes)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate what graphs capture: before the first one, and before all are captured again.
+
+        SGLang writes to the default backend's tables in any case, so they are made in any case.
+        """
+        super(PatMixin, self).init_cuda_graph_state(max_bs, max_num_tokens)
+        kinds = self._pat.kinds.values()
+        if not self._pat.kinds.keys() & {ForwardMode.DRAFT_EXTEND_V2}:
+            # Graphs of draft extend are as large as those that they follow.
+            assert isinstance(self._pat.planner, SpeculativePlanner)
+            self._pat.planner.reserve(max_bs, kinds)
+
+    # --- once per layer ---
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a prefill on the default backend, or a step of pat: see `forward_decode`."""
+        is_pats = forward_batch.forward_mode in self._pat.kinds
+        if not is_pats or not self._attends(layer, forward_batch, kwargs):
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+    def _attend(
+        self, q: torch.Tensor, k: Any, v: Any, layer: RadixAttention, *rest: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        kind = self._pat.kind
+        extra_kv = kind.extra_kv_of(layer) if isinstance(kind, SpeculativeStep) else None
+        return super()._attend(q, k, v, layer, *rest, extra_kv=extra_kv, **kwargs)
+
+    def _catch_up(self, forward_batch: Any) -> None:
+        kind = self._pat.kinds.get(_VERIFY)  # None: of what a draft model reads of such a step
+        planner = self._pat.planner
+        assert isinstance(planner, SpeculativePlanner)
+        if isinstance(kind, Verify) and planner.verifies_trees:
+            has_mask = forward_batch.forward_mode is _VERIFY and not self._pat.is_captured
+            # In a warm-up it is a large buffer.
+            has_mask = has_mask and CHANNEL.is_within_step
+            undo_square_masks(forward_batch if has_mask else None, kind.masks)
+        super()._catch_up(forward_batch)
+
+
+class DraftStepsState:
+    """What pat keeps on the container of a draft model's steps.
+
+    Attributes
+    ----------
+    planner
+        Plans the rounds.
+    round
+        The type of the rounds.
+    layers
+        Attends in the draft model's layers.
+    plans
+        The plans of the last round.
+    seen
+        The layers that have run.
+    has_default
+        Whether the default backend has been prepared for this round.
+    """
+
+    def __init__(
+        self, planner: SpeculativePlanner, kind: DraftRound, layers: LayerAttention
+    ) -> None:
+        self.planner = planner
+        self.round = kind
+        self.layers = layers
+        self.routes = layers.routes
+        self.plans: StepPlans | None = None
+        self.seen: set[int] = set()
+        self.has_default = False
+
+
+class DraftStepState(NamedTuple):
+    """What pat keeps on the backend of one step: the container, and the step, counted from 0."""
+
+    steps: PatDraftSteps
+    step: int
+
+
+class PatDraftSteps:
+    """All steps of a draft model by pat.
+
+    Stands before the class of their container in the order of methods.
+
+    Where pat attends in all layers, the default backend is not prepared for the steps.
+    """
+
+    _pat: DraftStepsState
+
+    def _takes_default(self) -> bool:
+        """Return True if the default backend is prepared for the next round too.
+
+        It is prepared for its layers, and as long as a layer may turn out to be one of them.
+        """
+        routes = self._pat.routes
+        self._pat.has_default = bool(routes.delegated) or not self._pat.seen >= routes.shapes.keys()
+        return self._pat.has_default
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Prepare a round without a graph."""
+        if self._takes_default():
+            super().init_forward_metadata(forward_batch)  # type: ignore[misc]
+        if self._pat.routes.shapes:
+            self._pat.plans = self._pat.planner.plan_eager(self._pat.round, forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Prepare a round whose CUDA graph is captured or replayed next."""
+        if self._takes_default():
+            super().init_forward_metadata_out_graph(  # type: ignore[misc]
+                forward_batch, in_capture=in_capture
+            )
+        if self._pat.routes.shapes:
+            self._pat.plans = self._pat.planner.plan_captured(
+                self._pat.round, forward_batch, in_capture
+            )
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Record what the graph does before its layers."""
+        if self._takes_default():
+            super().init_forward_metadata_in_graph(forward_batch)  # type: ignore[misc]
+        self._pat.round.record_in_graph(forward_batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate what graphs capture, before the first one."""
+        super().init_cuda_graph_state(max_bs, max_num_tokens)  # type: ignore[misc]
+        self._pat.planner.reserve(max_bs)
+
+    def attends(self, layer: RadixAttention, arguments: dict[str, Any]) -> bool:
+        """Return True if pat attends in a layer.
+
+        A layer that it cannot decode goes to the default backend, which is prepared for the round
+        in which each layer runs first.
+        """
+        routes, layer_id = self._pat.routes, layer.layer_id
+        reason = routes.reason_to_leave(layer, arguments)
+        if reason is not None:
+            if not self._pat.has_default:
+                raise RuntimeError(
+                    f"layer {layer_id} of the draft model came too late: {reason}; use "
+                    "--speculative-draft-attention-backend to leave the draft model to another "
+                    "backend"
+                )
+            routes.delegate(layer_id, reason)
+            report_draft_routes(routes)
+        return layer_id in routes.shapes
+
+    def attend(
+        self,
+        step: int,
+        q: torch.Tensor,
+        k: Any,
+        v: Any,
+        layer: RadixAttention,
+        *rest: Any,
+        **arguments: Any,
+    ) -> torch.Tensor:
+        """Attend in a step of the round. See `LayerAttention.attend`."""
+        self._pat.seen.add(layer.layer_id)
+        if self._pat.plans is not None:
+            self._pat.round.go_to(step, self._pat.plans)
+        extra_kv = self._pat.round.extra_kv
+        return self._pat.layers.attend(
+            self._pat.plans, q, k, v, layer, *rest, extra_kv=extra_kv, **arguments
+        )
+
+
+class PatDraftStep(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
+    """One step of a draft model by pat."""
+
+    _pat: DraftStepState
+
+    def get_fused_kv_write_buffers(self, layer: RadixAttention, forward_batch: Any) -> Any:
+        """Return where a model may store a layer's KV itself; None: nowhere. Not in 0.5.17."""
+        if layer.layer_id in self._pat.steps._pat.routes.shapes:
+            return None
+        return super().get_fused_kv_write_buffers(layer, forward_batch)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Attend through pat or the default backend: see `PatMixin.forward_decode`."""
+        steps = self._pat.steps
+        if not steps.attends(layer, kwargs):
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        return steps.attend(self._pat.step, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)

@@ -1,0 +1,128 @@
+"""Which requests a draft model drafts for, and which ones are in a verify step.
+
+A draft model decodes in batches of its own, made of the scheduler's batch or not made of it at all.
+`watch_draft_batches()` lets the request tracker know verify steps, and these batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_pat._scheduler import same_objects
+from sglang_pat.sglang.start.hooks import Hook, install_hooks
+from sglang_pat.sglang.tree.radix_paths import Request
+from sglang_pat.sglang.tree.request_tracker import (
+    CHANNEL,
+    StepRequests,
+    note_requests,
+    requests_of,
+    within_step,
+)
+
+
+class DraftRequests:
+    """The requests for which SGLang's draft model drafts right now in this process."""
+
+    def __init__(self) -> None:
+        self.last_reqs: list[Request] = []  # of the last batch: equal lists become this one
+        self._blocks: StepRequests | None = None  # whose blocks of drafts a draft model gives now
+
+    def note(self, forward_batch: Any, batch: Any) -> None:
+        """SGLang has made `forward_batch` of the scheduler's `batch` for its draft model."""
+        if not batch.reqs:
+            return
+        mode = forward_batch.forward_mode
+        if mode.is_decode():
+            note_requests(forward_batch, self._step(batch))
+        elif mode.is_draft_extend_v2() and same_objects(CHANNEL.last_reqs, batch.reqs):
+            # Before a replay the backend is shown another object, with the same input.
+            step = StepRequests(CHANNEL.last_reqs, batch.tree_cache, has_beams=False)
+            note_requests(forward_batch.spec_info, step)
+
+    def _step(self, batch: Any) -> StepRequests:
+        if not same_objects(self.last_reqs, batch.reqs):
+            self.last_reqs = list(batch.reqs)
+        return StepRequests(self.last_reqs, batch.tree_cache, has_beams=False)
+
+    def note_blocks(self, batch: Any | None) -> None:
+        """Note the scheduler's `batch` for which SGLang's draft model gives blocks of drafts.
+
+        They come in a batch that is not made of it. None: it has given them.
+        """
+        is_known = batch is not None and batch.reqs
+        self._blocks = self._step(batch) if is_known else None
+
+    def of_blocks(self, forward_batch: Any) -> StepRequests | None:
+        """Return the requests whose blocks of drafts a draft model gives; see `note_blocks`."""
+        return self._blocks
+
+
+DRAFT_REQUESTS = DraftRequests()
+
+
+def step_of_extend(forward_batch: Any) -> StepRequests | None:
+    """Return the requests of a draft-extend batch.
+
+    None unless the batch was noted when it was made and its requests were in the last verify step.
+    """
+    return requests_of(forward_batch.spec_info)
+
+
+def note_same_step(drafts: Any, noted: Any) -> None:
+    """Note that SGLang shows drafts of the same step as before."""
+    step = requests_of(noted)
+    if step is not None:
+        note_requests(drafts, step)
+
+
+def watch_draft_batches() -> None:
+    """Let the requests of verify steps and of draft models be known from now on."""
+    CHANNEL.modes.add(ForwardMode.TARGET_VERIFY)
+    CHANNEL.on_draft_batch = DRAFT_REQUESTS.note
+    install_hooks(VERIFY_HOOKS)
+
+
+def _around_load_batch(
+    original: Callable[..., Any], graphs: Any, forward_batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND DecodeCudaGraphRunner.load_batch, which prepares verify steps before their forward."""
+    if graphs.model_runner.is_draft_worker or CHANNEL.is_within_step:
+        return original(graphs, forward_batch, *args, **kwargs)
+    return within_step(original, graphs, forward_batch, *args, **kwargs)
+
+
+def _around_blocks(
+    original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND forward_batch_generation of a worker that drafts blocks and verifies them."""
+    DRAFT_REQUESTS.note_blocks(batch)
+    try:
+        return original(worker, batch, *args, **kwargs)
+    finally:
+        DRAFT_REQUESTS.note_blocks(None)
+
+
+# The method in which the target model's graphs verify drafts.
+VERIFY_HOOKS: tuple[Hook, ...] = (
+    Hook(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner",
+        "load_batch",
+        _around_load_batch,
+        HookType.AROUND,
+    ),
+)
+# The workers of speculative decoding whose draft models give blocks.
+BLOCK_WORKERS = {
+    "DFLASH": "sglang.srt.speculative.dflash_worker_v2:DFlashWorkerV2",
+    "DSPARK": "sglang.srt.speculative.dspark_components.dspark_worker_v2:DSparkWorkerV2",
+}
+
+
+def block_hook(algorithm: str) -> Hook:
+    """Return the hook that tells whose blocks are drafted."""
+    worker = BLOCK_WORKERS[algorithm]
+    return Hook(worker, "forward_batch_generation", _around_blocks, HookType.AROUND)

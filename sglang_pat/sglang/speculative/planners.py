@@ -1,0 +1,144 @@
+"""Planners of models whose steps speculate: the served model, and its draft model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from sglang_pat.sglang.layer.step_plans import StepPlans
+from sglang_pat.sglang.speculative.rows import DraftReader
+from sglang_pat.sglang.speculative.steps import DraftExtend, SpeculativeStep, Verify
+from sglang_pat.sglang.start.layer_support import Routes
+from sglang_pat.sglang.step.microbatches import Microbatch
+from sglang_pat.sglang.step.plan_reuse import Reason
+from sglang_pat.sglang.step.planner import Decoder, ServedDecoder
+from sglang_pat.sglang.step.step_type import Place, StepKind
+from sglang_pat.sglang.tree.request_tracker import StepRequests
+
+if TYPE_CHECKING:
+    from sglang_pat.sglang.start.environment import Environment
+
+
+class SpeculativePlanner(Decoder):
+    """Plans steps of speculative decoding.
+
+    Attributes
+    ----------
+    kinds
+        The types of steps whose graphs reserve buffers here.
+    """
+
+    new_reader = DraftReader
+
+    def __init__(
+        self,
+        model_runner: Any,
+        environment: Environment,
+        routes: Routes,
+        kinds: Sequence[SpeculativeStep],
+    ) -> None:
+        self.kinds = tuple(kinds)
+        super().__init__(model_runner, environment, routes)
+
+    @property
+    def verifies_trees(self) -> bool:
+        """True if steps verify drafts that may branch."""
+        return any(kind.has_masks for kind in self.kinds)
+
+    def _plan(
+        self,
+        kind: StepKind,
+        microbatch: Microbatch,
+        requests: StepRequests | None,
+        forward_batch: Any,
+        place: Place,
+        why: Reason | None,
+    ) -> StepPlans:
+        if isinstance(kind, DraftExtend) and requests is not None:
+            plans = self._reuse.in_place(kind.follows, requests.reqs)
+            if plans is not None and (
+                place is Place.EAGER
+                or (
+                    plans is microbatch.captured
+                    and plans.num_rows == forward_batch.batch_size * kind.shape.per_request
+                )
+            ):  # the plans of the verify step lie where this one reads
+                kind.follow(forward_batch)
+                return plans
+        return super()._plan(kind, microbatch, requests, forward_batch, place, why)
+
+    def reserve(self, max_requests: int, kinds: Collection[StepKind] | None = None) -> None:
+        """Allocate what graphs of up to so many requests capture.
+
+        Graphs of fewer requests, which SGLang captures for other numbers of drafts, lie in the same
+        buffers. kinds: whose graphs are captured next; None: all.
+
+        Raises
+        ------
+        RuntimeError
+            If graphs of other kinds have been captured for fewer requests.
+        """
+        if max_requests > self._max_requests:
+            others = [] if kinds is None else [each for each in self.kinds if each not in kinds]
+            if any(each.graphs_are_complete for each in others):
+                raise RuntimeError(
+                    f"pat reserved for graphs of {self._max_requests} requests, with which others "
+                    f"were captured; SGLang then asked for graphs of {max_requests}: give "
+                    "--cuda-graph-bs-decode sizes that fit any number of drafts"
+                )
+            self._max_requests, kinds = max_requests, None
+        for kind in self.kinds:
+            if kinds is None or kind in kinds:
+                kind.reserve(self._max_requests)
+        most_rows = max(kind.shape.per_request for kind in self.kinds)
+        self._reserve_rows(self._max_requests * most_rows)
+
+
+class VerifyPlanner(SpeculativePlanner, ServedDecoder):
+    """The planner of a served model that verifies drafts: it reports draft models, too.
+
+    Attributes
+    ----------
+    verifies
+        The types of verify steps, by the draft tokens of a request.
+    """
+
+    def __init__(
+        self,
+        model_runner: Any,
+        environment: Environment,
+        routes: Routes,
+        verifies: Mapping[int, Verify],
+    ) -> None:
+        self.verifies = dict(verifies)
+        self._reported: list[SpeculativeStep] = [*self.verifies.values()]
+        self._drafting: list[SpeculativePlanner] = []
+        super().__init__(model_runner, environment, routes, [*self.verifies.values()])
+
+    def new_extend(self, routes: Routes, count: int) -> DraftExtend:
+        """Return draft extend for a draft model with these layers and `count` tokens per request.
+
+        Plans are made for the shapes of its layers, too.
+        """
+        more = {*routes.shapes.values()} - self._microbatches.current.eager.of_shape.keys()
+        if more:
+            self._microbatches.add(partial(self._new_plans, more))
+        extend = DraftExtend(self.verifies[count])
+        self._reported.append(extend)
+        return extend
+
+    def report(self, drafting: SpeculativePlanner) -> None:
+        """Report what is counted by the planner of a draft model, too."""
+        self._drafting.append(drafting)
+        self._reported += drafting.kinds
+
+    def _more_counters(self) -> dict[str, list[Counter[str]]]:
+        more = super()._more_counters()
+        for kind in list(self._reported):
+            for name, counts in kind.counters().items():
+                more.setdefault(name, []).append(counts)
+        for drafting in list(self._drafting):
+            more.setdefault("draft", []).append(drafting.plan_counts())
+        return more
