@@ -26,7 +26,7 @@ SIGN_OF_LIFE := $(PYTHON) -m sglang_pat.cli.progress
 CPP_SOURCES := $(shell find scheduler kernels/contract -type f -not -path 'scheduler/tests/*') kernels/bindings.cpp kernels/decode_params.h
 CPP_FILES := $(shell find scheduler kernels -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help setup demo test test-fast test-sglang test-cpp fuzz mutants lint lint-ruff lint-format lint-mypy lint-imports lint-clang-format lint-words lint-workflows format bench-scheduler results docs wheels clean
+.PHONY: help setup demo test test-fast test-sglang test-cpp fuzz mutants lint lint-ruff lint-format lint-mypy lint-imports lint-clang-format lint-workflows format bench-scheduler results docs wheels clean
 
 help:
 	@echo 'make demo             serve a live workload through pat and through SGLang, compare'
@@ -36,7 +36,7 @@ help:
 	@echo 'make test-cpp         C++ tests of the scheduler, under ASan and UBSan (ARGS="name" runs some)'
 	@echo 'make fuzz             10,000 random plans and a million forest operations'
 	@echo 'make mutants          mistakes in the code, which the tests must notice (ARGS="words" runs some)'
-	@echo 'make lint             ruff, mypy, import-linter, clang-format, the words of docstrings and docs'
+	@echo 'make lint             ruff, mypy, import-linter, clang-format'
 	@echo 'make lint-workflows   workflows and the Kubernetes file against their schemas, releases by zizmor'
 	@echo 'make format           let ruff and clang-format rewrite what they can'
 	@echo 'make bench-scheduler  host time of planning (ARGS="--json FILE" to keep it)'
@@ -81,7 +81,7 @@ $(CPP_TESTS)/scheduler_tests: $(CPP_SOURCES) $(wildcard scheduler/tests/*) $(if 
 	@touch $@
 
 lint:  # all of them, even if one fails
-	@$(MAKE) --keep-going --no-print-directory lint-ruff lint-format lint-mypy lint-imports lint-clang-format lint-words
+	@$(MAKE) --keep-going --no-print-directory lint-ruff lint-format lint-mypy lint-imports lint-clang-format
 
 lint-ruff: setup
 	$(RUN) -m ruff check --quiet
@@ -97,9 +97,6 @@ lint-imports: setup
 
 lint-clang-format: setup
 	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_FILES)
-
-lint-words: setup
-	$(RUN) .ci/check_words.py
 
 # Downloads its tools, so it is no part of `make lint`.
 lint-workflows: | $(UV)
