@@ -188,7 +188,7 @@ class Steps:
 
         def forward(runner: object, forward_batch: Any) -> tuple[float, float]:
             begin = time.thread_time_ns()
-            view = self._view_of(forward_batch, self._channel.CHANNEL.acknowledge())
+            view = self._view_of(forward_batch, self._channel.REQUEST_TRACKER.claim_step())
             step = self.reader.read(view)
             read = time.thread_time_ns()
             self.attention.plan(

@@ -251,10 +251,10 @@ def check_registration() -> Check:
 def check_hooks() -> Check:
     """Check that the hooks find their targets."""
     from sglang_pat.sglang.start.hooks import install_hooks
-    from sglang_pat.sglang.tree.request_tracker import CHANNEL_HOOKS
+    from sglang_pat.sglang.tree.request_tracker import TRACKER_HOOKS
 
     try:
-        install_hooks(CHANNEL_HOOKS)
+        install_hooks(TRACKER_HOOKS)
     except Exception as error:  # an import of SGLang's may raise anything
         advice = "use a supported version of SGLang"
         return Check("hooks", "failed", _describe(error), advice)

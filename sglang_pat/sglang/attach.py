@@ -22,7 +22,7 @@ from sglang_pat.sglang.start.layer_support import Routes
 from sglang_pat.sglang.start.server_options import attention_backends, batch_invariant, drafts_of
 from sglang_pat.sglang.step.planner import ServedDecoder
 from sglang_pat.sglang.step.step_type import Decode
-from sglang_pat.sglang.tree.request_tracker import CHANNEL_HOOKS
+from sglang_pat.sglang.tree.request_tracker import TRACKER_HOOKS
 from sglang_pat.sglang.tree.self_test import check_version
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
 
 
 def _new_state(model_runner: Any, environment: Environment, routes: Routes) -> BackendState:
-    install_hooks(CHANNEL_HOOKS)
+    install_hooks(TRACKER_HOOKS)
     check_version()
     return BackendState(
         ServedDecoder(model_runner, environment, routes),

@@ -37,7 +37,7 @@ from sglang_pat.sglang.speculative import attach as speculative_attach
 from sglang_pat.sglang.start.server_options import drafts_now, drafts_of, server_reason
 from sglang_pat.sglang.step.plan_reuse import Reason
 from sglang_pat.sglang.tree import request_tracker
-from sglang_pat.sglang.tree.request_tracker import CHANNEL
+from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER
 
 STEPS = (3, 0, 1)  # of a round; in the order in which SGLang builds backends for them
 
@@ -128,7 +128,7 @@ class Adaptive(DraftScene):
     def verify(self, state: State, lens: list[int], size: int) -> None:
         view = self.view(state.count, lens, size)
         request_tracker._after_init_new(view, object, self.scheduled, self.target)
-        outer = CHANNEL.enter(view)
+        outer = REQUEST_TRACKER.enter(view)
         if size:
             state.served.init_forward_metadata_out_graph(view)
             state.served.init_forward_metadata_in_graph(view)
@@ -139,7 +139,7 @@ class Adaptive(DraftScene):
         else:
             state.served.init_forward_metadata(view)
         self.assert_chain(state.served, self.target, view, lens, state.count)
-        CHANNEL.leave(outer)
+        REQUEST_TRACKER.leave(outer)
 
     def read(self, state: State, lens: list[int]) -> None:
         """The draft model reads what was verified."""
@@ -185,7 +185,7 @@ def adaptive(
     server_context.observability.decode_log_interval = 1000
     monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
     inside.forget_requests()
-    monkeypatch.setattr(CHANNEL, "_step", None)
+    monkeypatch.setattr(REQUEST_TRACKER, "_step", None)
     monkeypatch.setattr(speculative_attach._Served, "decoder", None)
     return Adaptive(tmp_path, monkeypatch)
 

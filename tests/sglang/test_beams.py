@@ -14,7 +14,7 @@ from sglang_pat.sglang.step.debug_checks import StepChecker
 from sglang_pat.sglang.step.plan_reuse import Reason, Reuse
 from sglang_pat.sglang.tree.batch_builder import BatchReader, StepView
 from sglang_pat.sglang.tree.radix_paths import radix_source
-from sglang_pat.sglang.tree.request_tracker import StepChannel
+from sglang_pat.sglang.tree.request_tracker import RequestTracker
 from sglang_pat.sglang.tree.row_groups import GroupSource, Row, batch_with_beams
 
 SYSTEM, PROMPT = [*range(100, 108)], [*range(100, 108), 1, 2, 3, 4]
@@ -38,7 +38,7 @@ class Batch:
         self.req_to_token[[1, 2, 5, 6], :8] = torch.arange(10, 18, dtype=torch.int32)
         self.req_to_token[[1, 5, 6], 8:12] = torch.arange(20, 24, dtype=torch.int32)
         self.tree.cache.req_to_token_pool = SimpleNamespace(req_to_token=self.req_to_token)
-        self.channel = StepChannel()
+        self.channel = RequestTracker()
         self.reader = BatchReader(self.channel, strict=True)
         self.reuse = Reuse(self.channel)
         self.why: Reason | None = None  # the last step did not repeat the one before
@@ -72,7 +72,7 @@ class Batch:
         )
         self.channel.note(forward, batch)
         outer = self.channel.enter(forward)
-        view = StepView.of(forward, self.channel.acknowledge())
+        view = StepView.of(forward, self.channel.claim_step())
         assert view.requests is not None
         kind: Any = "decode"
         plans: Any = "of the graphs"

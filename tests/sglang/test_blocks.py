@@ -39,7 +39,7 @@ from sglang_pat.sglang.start import argument_rewrite
 from sglang_pat.sglang.start.hooks import check_hooks
 from sglang_pat.sglang.step.plan_reuse import Reason
 from sglang_pat.sglang.tree import request_tracker
-from sglang_pat.sglang.tree.request_tracker import CHANNEL
+from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER
 
 BLOCK, GRAPH = 4, 4
 # The draft model's first layer reads whole blocks, the second one is causal.
@@ -184,7 +184,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, server_context: SimpleNamespace) -> N
     server_context.observability.decode_log_interval = 1000
     monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
     inside.forget_requests()
-    monkeypatch.setattr(CHANNEL, "_step", None)
+    monkeypatch.setattr(REQUEST_TRACKER, "_step", None)
     monkeypatch.setattr(speculative_attach._Served, "decoder", None)
 
 

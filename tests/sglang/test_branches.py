@@ -34,7 +34,7 @@ from sglang_pat.sglang.speculative import backends
 from sglang_pat.sglang.speculative.steps import BranchRound
 from sglang_pat.sglang.step.plan_reuse import Reason
 from sglang_pat.sglang.tree import request_tracker
-from sglang_pat.sglang.tree.request_tracker import CHANNEL
+from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER
 
 STEPS, TOPK, DRAFTS = 3, 2, 5
 WIDTH = STEPS + 1  # slots of a branch: the last draft has one, which no step reads
@@ -259,7 +259,7 @@ def test_verified_trees_are_read_as_paths_by_the_draft_model(size: int) -> None:
             view = decode_batch(list(ROWS), lens, slots, **more)
         view.forward_mode = ForwardMode.TARGET_VERIFY
         request_tracker._after_init_new(view, object, scene.scheduled, scene.target)
-        outer = CHANNEL.enter(view)
+        outer = REQUEST_TRACKER.enter(view)
         prepare = (
             scene.served.init_forward_metadata_out_graph
             if size
@@ -269,7 +269,7 @@ def test_verified_trees_are_read_as_paths_by_the_draft_model(size: int) -> None:
         if size:
             scene.served.init_forward_metadata_in_graph(view)
         assert_drafts(scene, scene.served, scene.target, view, lens, TREE)
-        CHANNEL.leave(outer)
+        REQUEST_TRACKER.leave(outer)
 
         ends = [length + DRAFTS for length in lens]
         more["input_ids"] = torch.zeros(len(slots))

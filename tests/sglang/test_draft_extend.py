@@ -39,7 +39,7 @@ from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.sglang.report import layer_report
 from sglang_pat.sglang.speculative import attach as speculative_attach
 from sglang_pat.sglang.tree import request_tracker
-from sglang_pat.sglang.tree.request_tracker import CHANNEL
+from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER
 from sglang_pat.support import Unsupported
 
 DRAFTS = 3
@@ -94,7 +94,7 @@ class Extending(DraftScene):
             view = decode_batch(list(ROWS), lens, self.slots(lens), **more)
         view.forward_mode = ForwardMode.TARGET_VERIFY
         request_tracker._after_init_new(view, object, self.scheduled, self.target)
-        outer = CHANNEL.enter(view)
+        outer = REQUEST_TRACKER.enter(view)
         if more_rows:
             view = mlp_padded(view, self.served, len(lens) * DRAFTS + more_rows, DRAFTS)
         if size:
@@ -104,7 +104,7 @@ class Extending(DraftScene):
             self.served.init_forward_metadata(view)
         q = torch.randn(num_rows(view, DRAFTS), QO_HEADS, HEAD_DIM)
         self.served.forward_extend(q, None, None, self.target.model[0], view)
-        CHANNEL.leave(outer)
+        REQUEST_TRACKER.leave(outer)
 
     def view(self, lens: list[int], size: int = 0) -> Any:
         """SGLang's view of the step behind: requests are longer by all draft tokens."""

@@ -39,7 +39,7 @@ from sglang_pat.sglang.speculative import attach as speculative_attach
 from sglang_pat.sglang.speculative import backends
 from sglang_pat.sglang.start import hooks
 from sglang_pat.sglang.tree import request_tracker
-from sglang_pat.sglang.tree.request_tracker import CHANNEL
+from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER
 
 STEPS = 3
 
@@ -258,7 +258,7 @@ def test_rounds_that_are_no_repetition_are_planned(what: str) -> None:
     assert drafting.num_repeated == 1
     if what == "moved":
         drafting.table[1, 20:60] = torch.arange(700, 740)
-        CHANNEL.note_moved([drafting.reqs[0]])
+        REQUEST_TRACKER.invalidate([drafting.reqs[0]])
     elif what == "graph":
         size = 4
     elif what == "eager":
@@ -310,7 +310,7 @@ def test_a_row_that_moved_is_read_anew() -> None:
     drafting.steps.init_forward_metadata(view)
     # Retracted and back again: the same request, with other slots.
     drafting.table[1, 20:60] = torch.arange(700, 740)
-    CHANNEL.note_moved([drafting.reqs[0]])
+    REQUEST_TRACKER.invalidate([drafting.reqs[0]])
     view = drafting.view([25, 31])
     drafting.steps.init_forward_metadata(view)
     drafting.assert_round(view, [25, 31])
@@ -611,7 +611,7 @@ def test_a_draft_models_batches_are_noted_apart() -> None:
     assert again is not None
     assert again.reqs is step.reqs
     # Nobody is told that anybody has moved, or which step is being run.
-    assert not CHANNEL.is_within_step
+    assert not REQUEST_TRACKER.is_within_step
     extend = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
     request_tracker._after_init_new(extend, object, drafting.scheduled, drafting.runner)
     assert request_tracker.requests_of(extend) is None

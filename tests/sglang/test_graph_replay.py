@@ -29,7 +29,7 @@ from sglang_trees import TREE_KINDS, Tree
 from sglang_pat.executors.reference import ReferenceExecutor, gather_slots
 from sglang_pat.sglang.step.debug_checks import DebugChecks, RankChecker
 from sglang_pat.sglang.tree.batch_builder import NO_REQUESTS
-from sglang_pat.sglang.tree.request_tracker import CHANNEL, StepRequests
+from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, StepRequests
 
 GRAPH_ROWS = 4
 
@@ -188,7 +188,7 @@ def running(request: pytest.FixtureRequest, model_runner: Any) -> Iterator[list[
         model_runner.req_to_token_pool.req_to_token[row] = torch.tensor(own)
     step = StepRequests(reqs, tree.cache, has_beams=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CHANNEL, "_step", step)
+        patch.setattr(REQUEST_TRACKER, "_step", step)
         yield slots
 
 
@@ -279,19 +279,19 @@ def test_what_was_not_planned_is_counted(backend: Any, repeating: Callable[..., 
 def test_a_step_is_planned_if_anything_may_have_changed(
     backend: Any, repeating: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = CHANNEL._step
+    step = REQUEST_TRACKER._step
     assert step is not None
     assert repeating(32)
     assert not repeating(33)
-    CHANNEL.note_moved([step.reqs[1]])
+    REQUEST_TRACKER.invalidate([step.reqs[1]])
     assert repeating(34)
     assert not repeating(35)
-    CHANNEL.note_reset()  # the tree was reset
+    REQUEST_TRACKER.invalidate_all()  # the tree was reset
     assert repeating(36)
     assert repeating(37, size=3)  # another graph
-    monkeypatch.setattr(CHANNEL, "_step", step._replace(reqs=list(step.reqs)))
+    monkeypatch.setattr(REQUEST_TRACKER, "_step", step._replace(reqs=list(step.reqs)))
     assert repeating(38, size=3)  # another batch
-    monkeypatch.setattr(CHANNEL, "_step", None)
+    monkeypatch.setattr(REQUEST_TRACKER, "_step", None)
     assert repeating(38, size=3)  # a warm-up
 
 
@@ -312,7 +312,7 @@ def test_graphs_that_are_captured_anew_are_planned_and_forget_no_count(
     assert not repeating(35)
     before = inside.planner(backend).counters()
     with monkeypatch.context() as patch:
-        patch.setattr(CHANNEL, "_step", None)
+        patch.setattr(REQUEST_TRACKER, "_step", None)
         backend.init_cuda_graph_state(max_bs=GRAPH_ROWS, max_num_tokens=GRAPH_ROWS)
         view = decode_batch([0] * GRAPH_ROWS, [1] * GRAPH_ROWS, [0] * GRAPH_ROWS)
         backend.init_forward_metadata_out_graph(view, in_capture=True)

@@ -14,7 +14,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang_pat.sglang.start import hooks
 from sglang_pat.sglang.start.hooks import Hook
 from sglang_pat.sglang.tree import request_tracker
-from sglang_pat.sglang.tree.request_tracker import CHANNEL_HOOKS
+from sglang_pat.sglang.tree.request_tracker import TRACKER_HOOKS
 
 
 @pytest.fixture
@@ -104,14 +104,14 @@ def test_hooks_of_other_plug_ins_on_the_same_method_stay(
 
 
 def test_the_hooks_take_hold_in_this_sglang() -> None:
-    hooks.install_hooks(CHANNEL_HOOKS)
-    hooks.check_hooks(CHANNEL_HOOKS)
-    hooked = {hook: (owner.partition(":")[2], method) for owner, method, hook, _ in CHANNEL_HOOKS}
+    hooks.install_hooks(TRACKER_HOOKS)
+    hooks.check_hooks(TRACKER_HOOKS)
+    hooked = {hook: (owner.partition(":")[2], method) for owner, method, hook, _ in TRACKER_HOOKS}
     assert hooked == {
         request_tracker._after_init_new: ("ForwardBatch", "init_new"),
         request_tracker._around_forward: ("ModelRunner", "_forward_raw"),
         request_tracker._after_retraction: ("Req", "reset_for_retract"),
     }
-    for owner, method, hook, _ in CHANNEL_HOOKS:
+    for owner, method, hook, _ in TRACKER_HOOKS:
         assert hooks._is_hooked(owner, method, hook)
         assert not hooks._is_hooked(owner, method, lambda: None)

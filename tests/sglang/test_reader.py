@@ -18,7 +18,7 @@ from sglang_pat.sglang.speculative.rows import DraftReader, RowShape, Speculativ
 from sglang_pat.sglang.step.plan_reuse import Reason, Reuse
 from sglang_pat.sglang.tree import batch_builder, request_tracker
 from sglang_pat.sglang.tree.batch_builder import CUT, NO_REQUESTS, OVERFLOW, BatchReader, StepView
-from sglang_pat.sglang.tree.request_tracker import CHANNEL, StepRequests
+from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, StepRequests
 
 RUNNER = SimpleNamespace(is_draft_worker=False)
 
@@ -44,7 +44,7 @@ def read(
     scheduled = SimpleNamespace(reqs=reqs, tree_cache=tree, **schedule_batch)
     request_tracker._after_init_new(launched, object, scheduled, RUNNER)
     result: DecodeBatch = request_tracker._around_forward(
-        lambda runner, forward_batch: reader.read(StepView.of(view, CHANNEL.acknowledge())),
+        lambda runner, forward_batch: reader.read(StepView.of(view, REQUEST_TRACKER.claim_step())),
         RUNNER,
         launched,
     )
@@ -326,7 +326,7 @@ def test_a_newcomer_with_drafts_shares_what_it_has_split(kind: str) -> None:
 def test_ids_that_wait_for_a_decode_step_are_bounded(reads: Reads) -> None:
     a = reads.request("a", [1, 2, 3])
     reads.step([a])
-    reads.reader.note_moved(range(batch_builder._MOST_MOVED + 1))
+    reads.reader.invalidate(range(batch_builder._MOST_MOVED + 1))
     assert not reads.reader._moved
     assert reads.step([a]) == ["a"]
 
@@ -470,15 +470,15 @@ def test_requests_are_published_only_while_their_batch_runs(tree: Tree, reqs: li
     )
 
     def fail(runner: Any, forward_batch: Any) -> None:
-        assert CHANNEL._step is not None
+        assert REQUEST_TRACKER._step is not None
         raise KeyError("from the model")
 
     with pytest.raises(KeyError, match="from the model"):
         request_tracker._around_forward(fail, RUNNER, launched)
-    assert CHANNEL._step is None
+    assert REQUEST_TRACKER._step is None
 
     draft = SimpleNamespace(is_draft_worker=True)
-    seen = request_tracker._around_forward(lambda *args: CHANNEL._step, draft, launched)
+    seen = request_tracker._around_forward(lambda *args: REQUEST_TRACKER._step, draft, launched)
     assert seen is None
 
 

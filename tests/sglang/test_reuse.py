@@ -14,7 +14,7 @@ import torch
 from sglang_pat._scheduler import growth_of
 from sglang_pat.sglang.speculative.steps import SpeculativeStep
 from sglang_pat.sglang.step.plan_reuse import Reason, Reuse
-from sglang_pat.sglang.tree.request_tracker import StepChannel, StepRequests
+from sglang_pat.sglang.tree.request_tracker import RequestTracker, StepRequests
 
 DECODE: Any = SimpleNamespace(name="decode")
 VERIFY: Any = SimpleNamespace(name="verify")
@@ -25,12 +25,12 @@ ROWS = 4
 
 
 @pytest.fixture
-def channel() -> StepChannel:
-    return StepChannel()
+def channel() -> RequestTracker:
+    return RequestTracker()
 
 
 @pytest.fixture
-def reuse(channel: StepChannel) -> Reuse:
+def reuse(channel: RequestTracker) -> Reuse:
     """After a decode step of two requests, which two more steps may repeat."""
     reuse = Reuse(channel)
     reuse.hold(DECODE, REQS, GRAPHS, ROWS, Reason.PRIVATE)
@@ -65,7 +65,7 @@ def test_another_step_is_planned(reuse: Reuse, step: Any, reason: Reason) -> Non
     assert reuse.reason(*step) is reason
 
 
-def test_the_first_step_is_planned(channel: StepChannel) -> None:
+def test_the_first_step_is_planned(channel: RequestTracker) -> None:
     assert asked(Reuse(channel)) is Reason.FIRST
 
 
@@ -92,12 +92,12 @@ def test_nothing_repeats_a_step_that_was_stopped(reuse: Reuse, why: Reason) -> N
 @pytest.mark.parametrize(
     "move",
     [
-        lambda channel: channel.note_moved([SimpleNamespace()]),  # any request: a prompt has run
-        lambda channel: channel.note_reset(),
+        lambda channel: channel.invalidate([SimpleNamespace()]),  # any request: a prompt has run
+        lambda channel: channel.invalidate_all(),
     ],
 )
 def test_requests_that_moved_are_planned(
-    reuse: Reuse, channel: StepChannel, move: Callable[[StepChannel], None]
+    reuse: Reuse, channel: RequestTracker, move: Callable[[RequestTracker], None]
 ) -> None:
     move(channel)
     reuse.stop(Reason.CHECKED)
@@ -112,20 +112,20 @@ def test_requests_that_moved_are_planned(
 
 
 def test_a_mixed_batch_in_which_all_decode_moves_nothing(
-    reuse: Reuse, channel: StepChannel
+    reuse: Reuse, channel: RequestTracker
 ) -> None:
-    channel.note_moved([])
+    channel.invalidate([])
     assert asked(reuse) is None
 
 
-def test_reasons_are_asked_in_the_order_of_the_table(channel: StepChannel) -> None:
+def test_reasons_are_asked_in_the_order_of_the_table(channel: RequestTracker) -> None:
     """With everything wrong at once, each reason hides those behind it."""
     reuse = Reuse(channel)
     step = [VERIFY, list(REQS), EAGER, ROWS + 1]
     right = [DECODE, REQS, GRAPHS, ROWS]
     found = [reuse.reason(*step)]
     reuse.hold(*right, Reason.PRIVATE)  # type: ignore[arg-type]
-    channel.note_reset()
+    channel.invalidate_all()
     order = [1, 0, 2, 3]
     for i in order:
         found.append(reuse.reason(*step))
@@ -169,9 +169,9 @@ def test_growth_of_lengths_that_lie_apart_or_are_huge() -> None:
         growth_of(np.array([7, 5]), least, room[:1])
 
 
-def test_a_decoder_that_is_gone_is_not_told(channel: StepChannel) -> None:
+def test_a_decoder_that_is_gone_is_not_told(channel: RequestTracker) -> None:
     reuse = Reuse(channel)
-    assert len(channel._keepers) == 1
+    assert len(channel._caches) == 1
     del reuse
     gc.collect()
-    assert len(channel._keepers) == 0
+    assert len(channel._caches) == 0

@@ -39,7 +39,7 @@ from sglang_pat.sglang.speculative.tree_attention import DraftTrees, square_mask
 from sglang_pat.sglang.start import layer_rules
 from sglang_pat.sglang.step.plan_reuse import Reason
 from sglang_pat.sglang.tree import request_tracker
-from sglang_pat.sglang.tree.request_tracker import CHANNEL, StepRequests
+from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, StepRequests
 from sglang_pat.support import Unsupported
 
 DRAFTS = 3
@@ -126,10 +126,10 @@ class Server:
         """Capture the graph of `size` requests, as far as that is seen without one."""
         view = decode_batch([0] * size, [1] * size, [0] * (size * DRAFTS))
         view.forward_mode = ForwardMode.TARGET_VERIFY
-        CHANNEL._step = None
+        REQUEST_TRACKER._step = None
         self.backend.init_forward_metadata_out_graph(view, in_capture=True)
         self.backend.init_forward_metadata_in_graph(view)
-        CHANNEL._step = self.step
+        REQUEST_TRACKER._step = self.step
 
     def replay(self, view: Any) -> None:
         """Run the steps before the layers: the backend's, then the graph's.
@@ -185,7 +185,7 @@ def branching(monkeypatch: pytest.MonkeyPatch, server_context: Any) -> Server:
 def _server(algorithm: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> Server:
     monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
     server = Server(algorithm, kind)
-    monkeypatch.setattr(CHANNEL, "_step", server.step)
+    monkeypatch.setattr(REQUEST_TRACKER, "_step", server.step)
     return server
 
 
@@ -291,7 +291,7 @@ def test_rows_that_mlp_synchronisation_adds_are_padding(
     """Behind those of the requests: whole requests, which are planned, and a rest."""
     server, reads, mask = new_server(algorithm, monkeypatch, is_checked=True)
     if knows == "no tree":
-        monkeypatch.setattr(CHANNEL, "_step", server.step._replace(tree=SimpleNamespace()))
+        monkeypatch.setattr(REQUEST_TRACKER, "_step", server.step._replace(tree=SimpleNamespace()))
     for lens in late_lengths(server.reqs):
         view = server.view(lens, 0, mask)
         if knows != "lengths" and algorithm == "EAGLE3":
@@ -336,7 +336,7 @@ def test_an_idle_rank_that_verifies_padding(
     for lens in ([25, 31], [26, 33]):
         before = server.counts(), dict(inside.planner(server.backend).counters()["private_steps"])
         with monkeypatch.context() as patch:
-            patch.setattr(CHANNEL, "_step", None)
+            patch.setattr(REQUEST_TRACKER, "_step", None)
             view = decode_batch([], [], [], spec_info=drafts_to_verify(DRAFTS, mask[:0]))
             view.forward_mode = ForwardMode.IDLE
             padded = mlp_padded(view, server.backend, num_tokens, DRAFTS)
@@ -415,10 +415,10 @@ def test_steps_that_are_no_repetition_are_planned(server: Server, what: str) -> 
     size = 2
     if what == "moved":
         server.table[1, 20:60] = torch.arange(400, 440)
-        CHANNEL.note_moved([server.reqs[0]])
+        REQUEST_TRACKER.invalidate([server.reqs[0]])
     elif what == "reset":  # of the cache
         server.table[:, :60] += 1
-        CHANNEL.note_reset()
+        REQUEST_TRACKER.invalidate_all()
     elif what == "graph":
         size = 4
     elif what == "eager":
@@ -426,7 +426,7 @@ def test_steps_that_are_no_repetition_are_planned(server: Server, what: str) -> 
     elif what == "shorter":  # as no request is that stays where it is
         lens = [24, 31]
     elif what == "others":
-        CHANNEL._step = server.step._replace(reqs=list(server.reqs))
+        REQUEST_TRACKER._step = server.step._replace(reqs=list(server.reqs))
     view = server.view(lens, size)
     server.replay(view)
     assert server.num_repeated == 1
@@ -547,7 +547,7 @@ def test_a_row_that_moved_is_read_anew(server: Server) -> None:
     server.backend.init_forward_metadata_out_graph(server.view(lens, 2))
     # Retracted and back again: the same request, with other slots.
     server.table[1, 20:60] = torch.arange(400, 440)
-    CHANNEL.note_moved([server.reqs[0]])
+    REQUEST_TRACKER.invalidate([server.reqs[0]])
     view = server.view(lens, 2)
     server.backend.init_forward_metadata_out_graph(view)
     server.assert_exact(view, lens, CHAIN)
@@ -584,7 +584,7 @@ def test_branches_do_not_read_each_other(branching: Server) -> None:
 def test_capture_verifies_requests_that_nobody_knows(
     server: Server, branching: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CHANNEL, "_step", None)
+    monkeypatch.setattr(REQUEST_TRACKER, "_step", None)
     for each in (server, branching):
         view = each.view([1, 1], 2, torch.zeros(0, dtype=torch.bool))
         each.backend.init_forward_metadata_out_graph(view, in_capture=True)
@@ -703,7 +703,7 @@ def test_full_masks_are_back_with_a_layer_that_is_delegated_late(
         mask = buffer
     if when in ("warm-up", "capture"):
         mask, is_known = torch.ones(100, dtype=torch.bool), False
-        monkeypatch.setattr(CHANNEL, "_step", None)
+        monkeypatch.setattr(REQUEST_TRACKER, "_step", None)
     view = branching.view(lens, 2 if when == "capture" else 0, mask)
     if when == "padded":
         view = mlp_padded(view, branching.backend, 10, DRAFTS)
@@ -748,7 +748,7 @@ def test_a_batch_that_is_planned_before_its_forward_is_one_step(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang's graph runner loads a verify batch first, and runs it later."""
-    monkeypatch.setattr(CHANNEL, "_step", None)
+    monkeypatch.setattr(REQUEST_TRACKER, "_step", None)
     inside.forget_requests()
     target = SimpleNamespace(is_draft_worker=False)
     graphs = SimpleNamespace(model_runner=target)
@@ -763,7 +763,7 @@ def test_a_batch_that_is_planned_before_its_forward_is_one_step(
             draft, object, scheduled, SimpleNamespace(is_draft_worker=True)
         )
         draft_requests._around_load_batch(
-            lambda runner, batch: seen.append(CHANNEL.acknowledge()), graphs, batch
+            lambda runner, batch: seen.append(REQUEST_TRACKER.claim_step()), graphs, batch
         )
         request_tracker._around_forward(lambda runner, batch: None, target, batch)
     assert seen[0] is not None

@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang_pat.sglang.speculative.draft_requests import DRAFT_REQUESTS
 from sglang_pat.sglang.step.debug_checks import DebugChecks, RankChecker
-from sglang_pat.sglang.tree.request_tracker import CHANNEL
+from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER
 
 
 def planner(backend: Any) -> Any:
@@ -79,5 +79,5 @@ def log_every(owner: Any, num_steps: int) -> None:
 
 def forget_requests() -> None:
     """Forget the requests of the last steps, of the served model and of draft models."""
-    CHANNEL.last_reqs = []
+    REQUEST_TRACKER.last_reqs = []
     DRAFT_REQUESTS.last_reqs = []

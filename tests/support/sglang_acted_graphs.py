@@ -113,7 +113,7 @@ def register() -> None:
     from sglang_pat.sglang.speculative.planners import SpeculativePlanner
     from sglang_pat.sglang.speculative.steps import BranchRound, DraftExtend, SpeculativeStep
     from sglang_pat.sglang.speculative.tree_attention import DraftTrees
-    from sglang_pat.sglang.tree.request_tracker import CHANNEL, requests_of
+    from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, requests_of
 
     spoiler = Spoiler()
     init_layers = LayerAttention.__init__
@@ -150,15 +150,15 @@ def register() -> None:
             backend._prepare_default(batch)
         view = place.view(batch, size)
         # SGLang loads verify steps into graphs before their forward.
-        is_first = not CHANNEL.is_within_step and requests_of(batch) is not None
-        outer = CHANNEL.enter(batch) if is_first else None
+        is_first = not REQUEST_TRACKER.is_within_step and requests_of(batch) is not None
+        outer = REQUEST_TRACKER.enter(batch) if is_first else None
         pat.kind, pat.is_captured = kind, False
         pat.plans = pat.planner.plan_captured(kind, view)
         if isinstance(kind, SpeculativeStep):
             kind.record_in_graph(view)
         read_again(pat.plans)
         if is_first:
-            CHANNEL.leave(outer)
+            REQUEST_TRACKER.leave(outer)
 
     def prepare_round(steps: Any, batch: Any) -> None:
         spoiler.spoil()

@@ -54,7 +54,7 @@ from sglang_pat.sglang.start.server_options import (
     drafts_of,
 )
 from sglang_pat.sglang.step.step_type import Decode
-from sglang_pat.sglang.tree.request_tracker import CHANNEL_HOOKS
+from sglang_pat.sglang.tree.request_tracker import TRACKER_HOOKS
 from sglang_pat.sglang.tree.self_test import check_version
 from sglang_pat.support import Unsupported
 
@@ -119,7 +119,7 @@ def attach_verification(
 
 
 def _new_planner(model_runner: Any, environment: Environment, routes: Routes) -> VerifyPlanner:
-    install_hooks(CHANNEL_HOOKS)
+    install_hooks(TRACKER_HOOKS)
     watch_draft_batches()
     check_version()
     return VerifyPlanner(model_runner, environment, routes, verify_steps(model_runner))

@@ -23,7 +23,7 @@ from sglang_pat.sglang.report.layer_report import report_draft_routes
 from sglang_pat.sglang.speculative.planners import SpeculativePlanner
 from sglang_pat.sglang.speculative.steps import DraftRound, SpeculativeStep, Verify
 from sglang_pat.sglang.speculative.tree_attention import undo_square_masks
-from sglang_pat.sglang.tree.request_tracker import CHANNEL
+from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER
 
 _VERIFY = ForwardMode.TARGET_VERIFY
 
@@ -134,7 +134,7 @@ class PatSpeculativeMixin(PatMixin):
         if isinstance(kind, Verify) and planner.verifies_trees:
             has_mask = forward_batch.forward_mode is _VERIFY and not self._pat.is_captured
             # In a warm-up it is a large buffer.
-            has_mask = has_mask and CHANNEL.is_within_step
+            has_mask = has_mask and REQUEST_TRACKER.is_within_step
             undo_square_masks(forward_batch if has_mask else None, kind.masks)
         super()._catch_up(forward_batch)
 

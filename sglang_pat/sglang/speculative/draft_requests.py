@@ -16,7 +16,7 @@ from sglang_pat._scheduler import same_objects
 from sglang_pat.sglang.start.hooks import Hook, install_hooks
 from sglang_pat.sglang.tree.radix_paths import Request
 from sglang_pat.sglang.tree.request_tracker import (
-    CHANNEL,
+    REQUEST_TRACKER,
     StepRequests,
     note_requests,
     requests_of,
@@ -38,9 +38,9 @@ class DraftRequests:
         mode = forward_batch.forward_mode
         if mode.is_decode():
             note_requests(forward_batch, self._step(batch))
-        elif mode.is_draft_extend_v2() and same_objects(CHANNEL.last_reqs, batch.reqs):
+        elif mode.is_draft_extend_v2() and same_objects(REQUEST_TRACKER.last_reqs, batch.reqs):
             # Before a replay the backend is shown another object, with the same input.
-            step = StepRequests(CHANNEL.last_reqs, batch.tree_cache, has_beams=False)
+            step = StepRequests(REQUEST_TRACKER.last_reqs, batch.tree_cache, has_beams=False)
             note_requests(forward_batch.spec_info, step)
 
     def _step(self, batch: Any) -> StepRequests:
@@ -48,7 +48,7 @@ class DraftRequests:
             self.last_reqs = list(batch.reqs)
         return StepRequests(self.last_reqs, batch.tree_cache, has_beams=False)
 
-    def note_blocks(self, batch: Any | None) -> None:
+    def on_block_draft(self, batch: Any | None) -> None:
         """Note the scheduler's `batch` for which SGLang's draft model gives blocks of drafts.
 
         They come in a batch that is not made of it. None: it has given them.
@@ -57,7 +57,7 @@ class DraftRequests:
         self._blocks = self._step(batch) if is_known else None
 
     def of_blocks(self, forward_batch: Any) -> StepRequests | None:
-        """Return the requests whose blocks of drafts a draft model gives; see `note_blocks`."""
+        """Return the requests whose blocks of drafts a draft model gives; see `on_block_draft`."""
         return self._blocks
 
 
@@ -81,8 +81,8 @@ def note_same_step(drafts: Any, noted: Any) -> None:
 
 def watch_draft_batches() -> None:
     """Let the requests of verify steps and of draft models be known from now on."""
-    CHANNEL.modes.add(ForwardMode.TARGET_VERIFY)
-    CHANNEL.on_draft_batch = DRAFT_REQUESTS.note
+    REQUEST_TRACKER.modes.add(ForwardMode.TARGET_VERIFY)
+    REQUEST_TRACKER.on_draft_batch = DRAFT_REQUESTS.note
     install_hooks(VERIFY_HOOKS)
 
 
@@ -90,7 +90,7 @@ def _around_load_batch(
     original: Callable[..., Any], graphs: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """AROUND DecodeCudaGraphRunner.load_batch, which prepares verify steps before their forward."""
-    if graphs.model_runner.is_draft_worker or CHANNEL.is_within_step:
+    if graphs.model_runner.is_draft_worker or REQUEST_TRACKER.is_within_step:
         return original(graphs, forward_batch, *args, **kwargs)
     return within_step(original, graphs, forward_batch, *args, **kwargs)
 
@@ -99,11 +99,11 @@ def _around_blocks(
     original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """AROUND forward_batch_generation of a worker that drafts blocks and verifies them."""
-    DRAFT_REQUESTS.note_blocks(batch)
+    DRAFT_REQUESTS.on_block_draft(batch)
     try:
         return original(worker, batch, *args, **kwargs)
     finally:
-        DRAFT_REQUESTS.note_blocks(None)
+        DRAFT_REQUESTS.on_block_draft(None)
 
 
 # The method in which the target model's graphs verify drafts.

@@ -25,7 +25,7 @@ from typing import Any
 from sglang_pat.plan import KvTokens
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.tree.radix_paths import Request
-from sglang_pat.sglang.tree.request_tracker import CHANNEL, StepChannel
+from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, RequestTracker
 from sglang_pat.stats import PlanningTime, PlanStats
 
 
@@ -68,10 +68,10 @@ class Reuse:
     The steps of one set of captured buffers: a served model has one, a draft model another one.
     """
 
-    def __init__(self, channel: StepChannel = CHANNEL) -> None:
-        """channel: tells which requests have moved."""
+    def __init__(self, tracker: RequestTracker = REQUEST_TRACKER) -> None:
+        """tracker: tells which requests have moved."""
         self._held: Held | None = None
-        channel.subscribe(self)
+        tracker.subscribe(self)
 
     def reason(
         self, kind: Any, reqs: list[Request] | None, plans: StepPlans | None, num_rows: int
@@ -148,14 +148,14 @@ class Reuse:
         if held is not None and held.why is not Reason.MOVED:
             held.steps_left, held.why = 0, why
 
-    # --- PathKeeper ---
+    # --- PathCache ---
 
-    def note_moved(self, ids: Collection[int]) -> None:
+    def invalidate(self, ids: Collection[int]) -> None:
         """Requests have moved, if any are given: in a mixed batch all may decode."""
         if ids:
             self.stop(Reason.MOVED)
 
-    def forget(self) -> None:
+    def invalidate_all(self) -> None:
         """All paths may have changed."""
         self.stop(Reason.MOVED)
 

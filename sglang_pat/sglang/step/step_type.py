@@ -16,7 +16,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_pat.batch import DecodeBatch
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.tree.batch_builder import BatchReader, StepView
-from sglang_pat.sglang.tree.request_tracker import CHANNEL, StepRequests
+from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, StepRequests
 
 
 class Place(Enum):
@@ -48,7 +48,7 @@ class StepKind:
     mode: ClassVar[ForwardMode] = ForwardMode.DECODE
     graphs_are_complete = True
     repeat: Callable[[Any, StepRequests], int | None] | None = None
-    requests: Callable[[Any], StepRequests | None] = CHANNEL.acknowledge
+    requests: Callable[[Any], StepRequests | None] = REQUEST_TRACKER.claim_step
 
     def view(self, forward_batch: Any, requests: StepRequests | None) -> StepView:
         """Read a step."""

@@ -27,7 +27,7 @@ from sglang_pat.sglang.tree.radix_paths import (
     Request,
     radix_source,
 )
-from sglang_pat.sglang.tree.request_tracker import CHANNEL, StepChannel, StepRequests
+from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, RequestTracker, StepRequests
 from sglang_pat.sglang.tree.row_groups import GroupSource
 
 logger = logging.getLogger(__name__)
@@ -70,18 +70,18 @@ class BatchReader:
     because their path does not match them ("mismatch"). events are those of the last cache seen.
     """
 
-    def __init__(self, channel: StepChannel = CHANNEL, *, strict: bool = False) -> None:
+    def __init__(self, tracker: RequestTracker = REQUEST_TRACKER, *, strict: bool = False) -> None:
         """Make a reader of one model's batches.
 
         Parameters
         ----------
-        channel : StepChannel
+        tracker : RequestTracker
             Tells which requests have moved.
         strict : bool
             Raise PathMismatchError where a path does not match its request. Otherwise that request
             shares nothing.
         """
-        self._channel = channel
+        self._tracker = tracker
         self._strict = strict
         self.private_steps: Counter[str] = Counter()
         self.changes: Counter[str] = Counter(dict.fromkeys((*_CHANGES, MISMATCH), 0))
@@ -94,7 +94,7 @@ class BatchReader:
         self._moved: set[int] = set()  # id() of requests since the last step that may share
         self.lens: IntArray = np.zeros(0, dtype=np.int32)  # of its requests, as SGLang gives them
         self._shares = False
-        channel.subscribe(self)
+        tracker.subscribe(self)
 
     @property
     def last_shared(self) -> SharedStep | None:
@@ -129,7 +129,7 @@ class BatchReader:
         lens = self._row_lengths(view, given)
         if reason is not None or step is None:
             if step is not None:
-                self.forget()
+                self.invalidate_all()
             elif view.is_idle:
                 reason = None
             batch = DecodeBatch(lens, PrefixPaths.private(len(lens)), begun_ns=begun_ns)
@@ -172,11 +172,11 @@ class BatchReader:
         paths = PrefixPaths.private(len(batch.seq_lens))
         return DecodeBatch(batch.seq_lens, paths, begun_ns=batch.begun_ns)
 
-    def note_moved(self, ids: Iterable[int]) -> None:
+    def invalidate(self, ids: Iterable[int]) -> None:
         """Requests, by id(), whose paths or rows may no longer be those last read."""
         self._moved.update(ids)
         if len(self._moved) > _MOST_MOVED:  # many prompts, and nothing decoded in between
-            self.forget()
+            self.invalidate_all()
 
     def _private_reason(self, step: StepRequests | None, num_rows: int) -> str | None:
         """Why the rows of a step share nothing; None if they may."""
@@ -194,15 +194,15 @@ class BatchReader:
         return None
 
     def _watch(self, tree: Any) -> None:
-        self.forget()
+        self.invalidate_all()
         self._source = radix_source(tree, self._on_mismatch)
         if self._source is not None:
             self.events = RadixEvents.of(
-                tree, lambda req: self._channel.note_moved([req]), self._channel.note_reset
+                tree, lambda req: self._tracker.invalidate([req]), self._tracker.invalidate_all
             )
         self._tree = tree
 
-    def forget(self) -> None:
+    def invalidate_all(self) -> None:
         """Read all paths again in the next step that may share."""
         self._reqs = []
         self._moved.clear()

@@ -1,4 +1,4 @@
-"""StepChannel: carries the requests of each decode step from SGLang's scheduler to the backend.
+"""RequestTracker: carries the requests of each decode step from SGLang's scheduler to the backend.
 
 A backend is shown a copy of the batch without its requests (eager: `dataclasses.replace`; CUDA
 graph replay: a namespace). The hooks note the requests when SGLang makes the batch, and publish
@@ -34,19 +34,19 @@ class StepRequests(NamedTuple):
     has_beams: bool
 
 
-class PathKeeper(Protocol):
+class PathCache(Protocol):
     """Keeps the paths of requests, and gets notes of when they may have changed."""
 
-    def note_moved(self, ids: Collection[int]) -> None: ...
+    def invalidate(self, ids: Collection[int]) -> None: ...
 
-    def forget(self) -> None: ...
+    def invalidate_all(self) -> None: ...
 
 
-class StepChannel:
+class RequestTracker:
     """Batch that SGLang runs right now in this process, whose scheduler is a single thread.
 
     A batch is noted when it is made. `enter()` and `leave()` enclose its forward. A backend that
-    decodes it calls `acknowledge()`: a batch that nobody acknowledged has decoded elsewhere, so the
+    decodes it calls `claim_step()`: a batch that nobody acknowledged has decoded elsewhere, so the
     next equal list of requests is not taken for the same step.
     """
 
@@ -56,20 +56,20 @@ class StepChannel:
     def __init__(self) -> None:
         self.modes = {ForwardMode.DECODE}  # of the steps that are known
         self._step: StepRequests | None = None  # None in a warm-up or a capture
-        self._is_acknowledged = False
-        self._acknowledged: StepRequests | None = None  # the last one
+        self._is_claimed = False
+        self._claimed: StepRequests | None = None  # the last one
         # Requests of the last batch, if pat decoded it: equal lists of later steps become this one.
         self.last_reqs: list[Request] = []
-        self._keepers: WeakSet[PathKeeper] = WeakSet()
+        self._caches: WeakSet[PathCache] = WeakSet()
 
     @property
     def is_within_step(self) -> bool:
         """True if the step that is being run is known."""
         return self._step is not None
 
-    def subscribe(self, keeper: PathKeeper) -> None:
+    def subscribe(self, keeper: PathCache) -> None:
         """Tell `keeper` from now on which requests have moved. Holds a weak reference."""
-        self._keepers.add(keeper)
+        self._caches.add(keeper)
 
     def note(self, forward_batch: Any, batch: Any) -> None:
         """SGLang has made `forward_batch` of the scheduler's `batch`."""
@@ -79,7 +79,7 @@ class StepChannel:
         if mode in self.modes:
             reqs, beam_tail = batch.reqs, compat.beam_tail(batch)
             if beam_tail is not None:
-                reqs = batch_with_beams(reqs, beam_tail, self.note_moved)
+                reqs = batch_with_beams(reqs, beam_tail, self.invalidate)
             # One list for all microbatches: where they take turns no step repeats, as it must not
             # while another one's plan is in the buffers of the graphs.
             if not same_objects(self.last_reqs, reqs):
@@ -89,42 +89,42 @@ class StepChannel:
         elif mode.is_extend():
             # Rows that decode in a mixed batch stay where they are.
             decoding = set(map(id, compat.decoding_requests(batch)))
-            self.note_moved(req for req in batch.reqs if id(req) not in decoding)
+            self.invalidate(req for req in batch.reqs if id(req) not in decoding)
 
     def enter(self, forward_batch: Any) -> StepRequests | None:
         """The forward of a batch begins. Returns the step outside of it, for `leave()`."""
         outer = self._step
         self._step = requests_of(forward_batch)
         # A batch may be planned first, and run in a call of its own.
-        self._is_acknowledged = self._step is not None and self._step is self._acknowledged
+        self._is_claimed = self._step is not None and self._step is self._claimed
         return outer
 
     def leave(self, outer: StepRequests | None) -> None:
         """The forward has ended."""
         self._step = outer
-        if not self._is_acknowledged:  # requests that decode may have grown all the same
+        if not self._is_claimed:  # requests that decode may have grown all the same
             self.last_reqs = []
 
-    def acknowledge(self, forward_batch: Any = None) -> StepRequests | None:
+    def claim_step(self, forward_batch: Any = None) -> StepRequests | None:
         """Return the step that is being run, to the backend that decodes it.
 
         forward_batch: one that is planned before it is run, as it was made.
         """
         step = requests_of(forward_batch) if self._step is None else self._step
-        self._is_acknowledged = True
-        self._acknowledged = step
+        self._is_claimed = True
+        self._claimed = step
         return step
 
-    def note_moved(self, reqs: Iterable[Request]) -> None:
+    def invalidate(self, reqs: Iterable[Request]) -> None:
         """The paths or rows of these requests may have changed."""
         ids = [id(req) for req in reqs]
-        for keeper in self._keepers:
-            keeper.note_moved(ids)
+        for keeper in self._caches:
+            keeper.invalidate(ids)
 
-    def note_reset(self) -> None:
+    def invalidate_all(self) -> None:
         """All paths may have changed."""
-        for keeper in self._keepers:
-            keeper.forget()
+        for keeper in self._caches:
+            keeper.invalidate_all()
 
 
 def requests_of(forward_batch: Any) -> StepRequests | None:
@@ -138,7 +138,7 @@ def note_requests(batch: Any, step: StepRequests) -> None:
     setattr(batch, _NOTE, step)
 
 
-CHANNEL = StepChannel()
+REQUEST_TRACKER = RequestTracker()
 
 
 def _after_init_new(
@@ -146,9 +146,9 @@ def _after_init_new(
 ) -> None:
     """AFTER ForwardBatch.init_new."""
     if not model_runner.is_draft_worker:
-        CHANNEL.note(result, batch)
-    elif CHANNEL.on_draft_batch is not None:
-        CHANNEL.on_draft_batch(result, batch)
+        REQUEST_TRACKER.note(result, batch)
+    elif REQUEST_TRACKER.on_draft_batch is not None:
+        REQUEST_TRACKER.on_draft_batch(result, batch)
 
 
 def _around_forward(
@@ -164,19 +164,19 @@ def within_step(
     original: Callable[..., Any], owner: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Make a call that belongs to a step."""
-    outer = CHANNEL.enter(forward_batch)
+    outer = REQUEST_TRACKER.enter(forward_batch)
     try:
         return original(owner, forward_batch, *args, **kwargs)
     finally:
-        CHANNEL.leave(outer)
+        REQUEST_TRACKER.leave(outer)
 
 
 def _after_retraction(result: Any, req: Request, *args: object, **kwargs: object) -> None:
     """AFTER Req.reset_for_retract."""
-    CHANNEL.note_moved([req])
+    REQUEST_TRACKER.invalidate([req])
 
 
-CHANNEL_HOOKS: tuple[Hook, ...] = (
+TRACKER_HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.model_executor.forward_batch_info:ForwardBatch",
         "init_new",

@@ -153,7 +153,7 @@ class GroupSource:
 
 
 def batch_with_beams(
-    reqs: Sequence[Request], beam_tail: Any, note_moved: Callable[[Iterable[Request]], object]
+    reqs: Sequence[Request], beam_tail: Any, invalidate: Callable[[Iterable[Request]], object]
 ) -> list[Request]:
     """Return the requests of a batch in row order, rows of beams included.
 
@@ -163,7 +163,7 @@ def batch_with_beams(
         The requests of the batch.
     beam_tail : BeamTail
         Tells which rows follow them.
-    note_moved : callable
+    invalidate : callable
         Called with each leader whose rows are new: its path now goes on to the end of its prompt.
     """
     result = list(reqs)
@@ -173,6 +173,6 @@ def batch_with_beams(
             leader = reqs[entry.leader_idx]
             beams = RowGroup.of_beams(leader, entry.group.member_rows_cpu.tolist())
             setattr(entry.group, _GROUP, beams)
-            note_moved([leader])
+            invalidate([leader])
         result += beams.rows
     return result
