@@ -131,7 +131,7 @@ class Steps:
 
         from sglang_pat.sglang.tree import batch_builder, request_tracker
 
-        self._channel, self._view_of = request_tracker, batch_builder.StepView.of
+        self._tracker, self._view_of = request_tracker, batch_builder.StepView.of
         self._mode = ForwardMode.DECODE
         self.reader = batch_builder.BatchReader()
         self.attention: Any = PackAttention(
@@ -184,11 +184,11 @@ class Steps:
         )
         scheduled = SimpleNamespace(reqs=requests, tree_cache=self._tree.cache)
         target = SimpleNamespace(is_draft_worker=False)
-        self._channel._after_init_new(batch, object, scheduled, target)
+        self._tracker._after_init_new(batch, object, scheduled, target)
 
         def forward(runner: object, forward_batch: Any) -> tuple[float, float]:
             begin = time.thread_time_ns()
-            view = self._view_of(forward_batch, self._channel.REQUEST_TRACKER.claim_step())
+            view = self._view_of(forward_batch, self._tracker.REQUEST_TRACKER.claim_step())
             step = self.reader.read(view)
             read = time.thread_time_ns()
             self.attention.plan(
@@ -197,7 +197,7 @@ class Steps:
             return (read - begin) / 1000, (time.thread_time_ns() - read) / 1000
 
         runner = SimpleNamespace(is_draft_worker=False)
-        times: tuple[float, float] = self._channel._around_forward(forward, runner, batch)
+        times: tuple[float, float] = self._tracker._around_forward(forward, runner, batch)
         return times
 
 

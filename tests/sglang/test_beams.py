@@ -38,9 +38,9 @@ class Batch:
         self.req_to_token[[1, 2, 5, 6], :8] = torch.arange(10, 18, dtype=torch.int32)
         self.req_to_token[[1, 5, 6], 8:12] = torch.arange(20, 24, dtype=torch.int32)
         self.tree.cache.req_to_token_pool = SimpleNamespace(req_to_token=self.req_to_token)
-        self.channel = RequestTracker()
-        self.reader = BatchReader(self.channel, strict=True)
-        self.reuse = Reuse(self.channel)
+        self.tracker = RequestTracker()
+        self.reader = BatchReader(self.tracker, strict=True)
+        self.reuse = Reuse(self.tracker)
         self.why: Reason | None = None  # the last step did not repeat the one before
         self.checker = StepChecker()
 
@@ -70,9 +70,9 @@ class Batch:
             tree_cache=self.tree.cache,
             beam_tail=self.tail if has_beams else None,
         )
-        self.channel.note(forward, batch)
-        outer = self.channel.enter(forward)
-        view = StepView.of(forward, self.channel.claim_step())
+        self.tracker.on_target_batch(forward, batch)
+        outer = self.tracker.enter(forward)
+        view = StepView.of(forward, self.tracker.claim_step())
         assert view.requests is not None
         kind: Any = "decode"
         plans: Any = "of the graphs"
@@ -80,7 +80,7 @@ class Batch:
         self.reuse.hold(kind, view.requests.reqs, plans, len(lens), Reason.PRIVATE)
         self.batch = self.reader.read(view)
         self.reuse.allow(100)
-        self.channel.leave(outer)
+        self.tracker.leave(outer)
         shared = self.reader.last_shared
         assert shared is not None
         rows = torch.tensor([1, 2, 5, 6][: len(lens)])

@@ -1,4 +1,4 @@
-"""The hooks of the side channel: whether they take hold, beside those of other plug-ins."""
+"""The hooks of the request tracker: whether they take hold, beside those of other plug-ins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The side channel: from the scheduler's requests to a DecodeBatch, without an engine."""
+"""The way from the scheduler's requests to a DecodeBatch, without an engine."""
 
 from __future__ import annotations
 

@@ -25,14 +25,14 @@ ROWS = 4
 
 
 @pytest.fixture
-def channel() -> RequestTracker:
+def tracker() -> RequestTracker:
     return RequestTracker()
 
 
 @pytest.fixture
-def reuse(channel: RequestTracker) -> Reuse:
+def reuse(tracker: RequestTracker) -> Reuse:
     """After a decode step of two requests, which two more steps may repeat."""
-    reuse = Reuse(channel)
+    reuse = Reuse(tracker)
     reuse.hold(DECODE, REQS, GRAPHS, ROWS, Reason.PRIVATE)
     reuse.allow(2)
     return reuse
@@ -65,8 +65,8 @@ def test_another_step_is_planned(reuse: Reuse, step: Any, reason: Reason) -> Non
     assert reuse.reason(*step) is reason
 
 
-def test_the_first_step_is_planned(channel: RequestTracker) -> None:
-    assert asked(Reuse(channel)) is Reason.FIRST
+def test_the_first_step_is_planned(tracker: RequestTracker) -> None:
+    assert asked(Reuse(tracker)) is Reason.FIRST
 
 
 def test_a_warm_up_is_forgotten(reuse: Reuse) -> None:
@@ -92,18 +92,18 @@ def test_nothing_repeats_a_step_that_was_stopped(reuse: Reuse, why: Reason) -> N
 @pytest.mark.parametrize(
     "move",
     [
-        lambda channel: channel.invalidate([SimpleNamespace()]),  # any request: a prompt has run
-        lambda channel: channel.invalidate_all(),
+        lambda tracker: tracker.invalidate([SimpleNamespace()]),  # any request: a prompt has run
+        lambda tracker: tracker.invalidate_all(),
     ],
 )
 def test_requests_that_moved_are_planned(
-    reuse: Reuse, channel: RequestTracker, move: Callable[[RequestTracker], None]
+    reuse: Reuse, tracker: RequestTracker, move: Callable[[RequestTracker], None]
 ) -> None:
-    move(channel)
+    move(tracker)
     reuse.stop(Reason.CHECKED)
     assert asked(reuse) is Reason.MOVED, "which says more than what came later"
     reuse.hold(DECODE, REQS, GRAPHS, ROWS, Reason.PRIVATE)
-    move(channel)
+    move(tracker)
     reuse.allow(2)
     assert asked(reuse) is Reason.MOVED, "while the step was planned, too"
     reuse.hold(DECODE, REQS, GRAPHS, ROWS, Reason.PRIVATE)
@@ -112,20 +112,20 @@ def test_requests_that_moved_are_planned(
 
 
 def test_a_mixed_batch_in_which_all_decode_moves_nothing(
-    reuse: Reuse, channel: RequestTracker
+    reuse: Reuse, tracker: RequestTracker
 ) -> None:
-    channel.invalidate([])
+    tracker.invalidate([])
     assert asked(reuse) is None
 
 
-def test_reasons_are_asked_in_the_order_of_the_table(channel: RequestTracker) -> None:
+def test_reasons_are_asked_in_the_order_of_the_table(tracker: RequestTracker) -> None:
     """With everything wrong at once, each reason hides those behind it."""
-    reuse = Reuse(channel)
+    reuse = Reuse(tracker)
     step = [VERIFY, list(REQS), EAGER, ROWS + 1]
     right = [DECODE, REQS, GRAPHS, ROWS]
     found = [reuse.reason(*step)]
     reuse.hold(*right, Reason.PRIVATE)  # type: ignore[arg-type]
-    channel.invalidate_all()
+    tracker.invalidate_all()
     order = [1, 0, 2, 3]
     for i in order:
         found.append(reuse.reason(*step))
@@ -169,9 +169,9 @@ def test_growth_of_lengths_that_lie_apart_or_are_huge() -> None:
         growth_of(np.array([7, 5]), least, room[:1])
 
 
-def test_a_decoder_that_is_gone_is_not_told(channel: RequestTracker) -> None:
-    reuse = Reuse(channel)
-    assert len(channel._caches) == 1
+def test_a_decoder_that_is_gone_is_not_told(tracker: RequestTracker) -> None:
+    reuse = Reuse(tracker)
+    assert len(tracker._caches) == 1
     del reuse
     gc.collect()
-    assert len(channel._caches) == 0
+    assert len(tracker._caches) == 0

@@ -31,7 +31,7 @@ class DraftRequests:
         self.last_reqs: list[Request] = []  # of the last batch: equal lists become this one
         self._blocks: StepRequests | None = None  # whose blocks of drafts a draft model gives now
 
-    def note(self, forward_batch: Any, batch: Any) -> None:
+    def on_draft_batch(self, forward_batch: Any, batch: Any) -> None:
         """SGLang has made `forward_batch` of the scheduler's `batch` for its draft model."""
         if not batch.reqs:
             return
@@ -82,7 +82,7 @@ def note_same_step(drafts: Any, noted: Any) -> None:
 def watch_draft_batches() -> None:
     """Let the requests of verify steps and of draft models be known from now on."""
     REQUEST_TRACKER.modes.add(ForwardMode.TARGET_VERIFY)
-    REQUEST_TRACKER.on_draft_batch = DRAFT_REQUESTS.note
+    REQUEST_TRACKER.on_draft_batch = DRAFT_REQUESTS.on_draft_batch
     install_hooks(VERIFY_HOOKS)
 
 

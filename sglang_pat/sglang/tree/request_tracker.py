@@ -71,7 +71,7 @@ class RequestTracker:
         """Tell `keeper` from now on which requests have moved. Holds a weak reference."""
         self._caches.add(keeper)
 
-    def note(self, forward_batch: Any, batch: Any) -> None:
+    def on_target_batch(self, forward_batch: Any, batch: Any) -> None:
         """SGLang has made `forward_batch` of the scheduler's `batch`."""
         if not batch.reqs:
             return
@@ -146,7 +146,7 @@ def _after_init_new(
 ) -> None:
     """AFTER ForwardBatch.init_new."""
     if not model_runner.is_draft_worker:
-        REQUEST_TRACKER.note(result, batch)
+        REQUEST_TRACKER.on_target_batch(result, batch)
     elif REQUEST_TRACKER.on_draft_batch is not None:
         REQUEST_TRACKER.on_draft_batch(result, batch)
 
