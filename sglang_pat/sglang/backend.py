@@ -19,7 +19,7 @@ from sglang_pat.sglang.layer.attention import LayerAttention
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.start.layer_support import Routes
 from sglang_pat.sglang.step.planner import Decoder
-from sglang_pat.sglang.step.step_type import StepKind
+from sglang_pat.sglang.step.step_type import StepType
 from sglang_pat.support import Unsupported
 
 
@@ -55,7 +55,7 @@ class BackendState:
         self,
         planner: Decoder,
         layers: LayerAttention,
-        kinds: Sequence[StepKind],
+        kinds: Sequence[StepType],
         *,
         report: Callable[[Routes], None],
         is_strict: bool = False,

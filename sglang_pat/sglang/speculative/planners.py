@@ -14,7 +14,7 @@ from sglang_pat.sglang.start.layer_support import Routes
 from sglang_pat.sglang.step.microbatches import Microbatch
 from sglang_pat.sglang.step.plan_reuse import Reason
 from sglang_pat.sglang.step.planner import Decoder, ServedDecoder
-from sglang_pat.sglang.step.step_type import Place, StepKind
+from sglang_pat.sglang.step.step_type import ExecutionMode, StepType
 from sglang_pat.sglang.tree.request_tracker import StepRequests
 
 if TYPE_CHECKING:
@@ -49,17 +49,17 @@ class SpeculativePlanner(Decoder):
 
     def _plan(
         self,
-        kind: StepKind,
+        kind: StepType,
         microbatch: Microbatch,
         requests: StepRequests | None,
         forward_batch: Any,
-        place: Place,
+        execution: ExecutionMode,
         why: Reason | None,
     ) -> StepPlans:
         if isinstance(kind, DraftExtend) and requests is not None:
             plans = self._reuse.in_place(kind.follows, requests.reqs)
             if plans is not None and (
-                place is Place.EAGER
+                execution is ExecutionMode.EAGER
                 or (
                     plans is microbatch.captured
                     and plans.num_rows == forward_batch.batch_size * kind.shape.per_request
@@ -67,9 +67,9 @@ class SpeculativePlanner(Decoder):
             ):  # the plans of the verify step lie where this one reads
                 kind.follow(forward_batch)
                 return plans
-        return super()._plan(kind, microbatch, requests, forward_batch, place, why)
+        return super()._plan(kind, microbatch, requests, forward_batch, execution, why)
 
-    def reserve(self, max_requests: int, kinds: Collection[StepKind] | None = None) -> None:
+    def reserve(self, max_requests: int, kinds: Collection[StepType] | None = None) -> None:
         """Allocate what graphs of up to so many requests capture.
 
         Graphs of fewer requests, which SGLang captures for other numbers of drafts, lie in the same

@@ -37,12 +37,12 @@ from sglang_pat.sglang.speculative.rows import (
     committed_lengths,
 )
 from sglang_pat.sglang.speculative.tree_attention import DraftBlocks, DraftBranches, DraftTrees
-from sglang_pat.sglang.step.step_type import Place, StepKind
+from sglang_pat.sglang.step.step_type import ExecutionMode, StepType
 from sglang_pat.sglang.tree.batch_builder import BatchReader, StepView
 from sglang_pat.sglang.tree.request_tracker import StepRequests, requests_of
 
 
-class SpeculativeStep(StepKind):
+class SpeculativeStep(StepType):
     """A step in which requests grow by what is accepted, and may have several rows.
 
     Attributes
@@ -82,7 +82,7 @@ class SpeculativeStep(StepKind):
     def record_in_graph(self, forward_batch: Any) -> None:
         """Let a graph that is being captured write what its rows read.
 
-        It writes them from the lengths that SGLang puts in place before each replay.
+        It writes them from the lengths that SGLang puts in execution before each replay.
         """
 
     def reserve(self, max_requests: int) -> None:
@@ -152,21 +152,25 @@ class Verify(SpeculativeStep):
         self.graphs_are_complete = True
 
     def rows(
-        self, view: StepView, forward_batch: Any, place: Place
+        self, view: StepView, forward_batch: Any, execution: ExecutionMode
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._read_drafts(forward_batch, view.num_known, place)
-        return self.request_rows(view, place)
+        self._read_drafts(forward_batch, view.num_known, execution)
+        return self.request_rows(view, execution)
 
-    def request_rows(self, view: StepView, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+    def request_rows(
+        self, view: StepView, execution: ExecutionMode
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `req_pool_indices` and `seq_lens` of the rows of these requests."""
-        rows, _ = self._eager if place is Place.EAGER else self._captured
+        rows, _ = self._eager if execution is ExecutionMode.EAGER else self._captured
         return rows.of(view.req_pool_indices, view.seq_lens)
 
-    def _read_drafts(self, forward_batch: Any, num_known: int, place: Place) -> None:
+    def _read_drafts(self, forward_batch: Any, num_known: int, execution: ExecutionMode) -> None:
         """Let `extra_kv` be that of a step with so many known requests."""
         if self.shape.is_tree:
-            _, trees = self._eager if place is Place.EAGER else self._captured
-            trees.take(forward_batch, num_known, self.masks, in_capture=place is Place.CAPTURE)
+            _, trees = self._eager if execution is ExecutionMode.EAGER else self._captured
+            trees.take(
+                forward_batch, num_known, self.masks, in_capture=execution is ExecutionMode.CAPTURE
+            )
             self.extra_kv = trees
 
     def count_planned(self, forward_batch: Any, batch: DecodeBatch, plans: StepPlans) -> None:
@@ -177,7 +181,7 @@ class Verify(SpeculativeStep):
 
     def repeated(self, forward_batch: Any, requests: StepRequests, growth: int) -> int:
         num_requests, count = len(requests.reqs), self.shape.per_request
-        self._read_drafts(forward_batch, num_requests, Place.REPLAY)
+        self._read_drafts(forward_batch, num_requests, ExecutionMode.REPLAY)
         self._count(num_requests * count)
         return growth * count
 
@@ -210,7 +214,7 @@ class DraftBlock(Verify):
             self._whole.reserve(max_requests)
         super().reserve(max_requests)
 
-    def _read_drafts(self, forward_batch: Any, num_known: int, place: Place) -> None:
+    def _read_drafts(self, forward_batch: Any, num_known: int, execution: ExecutionMode) -> None:
         """Do nothing: all blocks are alike."""
 
     def count_planned(self, forward_batch: Any, batch: DecodeBatch, plans: StepPlans) -> None:
@@ -260,9 +264,9 @@ class DraftExtend(SpeculativeStep):
         )
 
     def rows(
-        self, view: StepView, forward_batch: Any, place: Place
+        self, view: StepView, forward_batch: Any, execution: ExecutionMode
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._verify.request_rows(view, place)
+        return self._verify.request_rows(view, execution)
 
     def count_planned(self, forward_batch: Any, batch: DecodeBatch, plans: StepPlans) -> None:
         self.follow(forward_batch)
@@ -315,11 +319,11 @@ class DraftRound(SpeculativeStep):
         return torch.add(batch.seq_lens, self._offsets, out=lens)
 
     def rows(
-        self, view: StepView, forward_batch: Any, place: Place
+        self, view: StepView, forward_batch: Any, execution: ExecutionMode
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if place is Place.EAGER:
+        if execution is ExecutionMode.EAGER:
             self._round_lens = view.seq_lens + self._offsets
-        elif place is Place.CAPTURE or not self.graphs_are_complete:
+        elif execution is ExecutionMode.CAPTURE or not self.graphs_are_complete:
             self._round_lens = self._write_lengths(view)
         else:
             self._round_lens = self._reserved[:, : view.size]
@@ -381,10 +385,12 @@ class BranchRound(DraftRound):
         self.graphs_are_complete = True
 
     def rows(
-        self, view: StepView, forward_batch: Any, place: Place
+        self, view: StepView, forward_batch: Any, execution: ExecutionMode
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, self.extra_kv = self._eager if place is Place.EAGER else self._captured
-        if place is not Place.REPLAY:  # a graph reads SGLang's buffer, where padding has slot 0
+        rows, self.extra_kv = self._eager if execution is ExecutionMode.EAGER else self._captured
+        if (
+            execution is not ExecutionMode.REPLAY
+        ):  # a graph reads SGLang's buffer, where padding has slot 0
             num_rows = forward_batch.batch_size * self.shape.per_request
             self.extra_kv.take(forward_batch.out_cache_loc, num_rows)
         return rows.of(view.req_pool_indices, view.seq_lens)

@@ -44,7 +44,7 @@ class Reason(StrEnum):
     CHECKED = "checked"  # debug mode checks every step
     GRAPH = "graph"  # the graph does not write its rows
     DUE = "due"  # the log wants a line, or the plan is outgrown
-    # This is asked last, by `StepKind.repeat`:
+    # This is asked last, by `StepType.repeat`:
     LENGTHS = "lengths"  # a request has grown by more than the plan serves
 
 
@@ -80,7 +80,7 @@ class Reuse:
 
         Parameters
         ----------
-        kind : StepKind
+        kind : StepType
             Kind of the step, by identity.
         reqs : list of Req or None
             Requests of the step, by identity of the list (`StepRequests`). None: a warm-up.
@@ -92,7 +92,7 @@ class Reuse:
         Returns
         -------
         Reason or None
-            None: the step repeats the last one, if `StepKind.repeat` agrees.
+            None: the step repeats the last one, if `StepType.repeat` agrees.
         """
         held = self._held
         if held is None:

@@ -2,7 +2,7 @@
 
 SGLang's backend calls `plan_eager` or `plan_captured` once per step. If the step repeats the last
 one (`plan_reuse.py`), it is counted, and that is all. Otherwise the planner reads the step and its
-paths (`tree/batch_builder.py`), and plans it (`layer/step_plans.py`). A `StepKind` says what is
+paths (`tree/batch_builder.py`), and plans it (`layer/step_plans.py`). A `StepType` says what is
 special about a type of step.
 """
 
@@ -24,7 +24,7 @@ from sglang_pat.sglang.start.layer_support import Routes
 from sglang_pat.sglang.step.debug_checks import DebugChecks, check_host_lengths
 from sglang_pat.sglang.step.microbatches import Microbatch, Microbatches
 from sglang_pat.sglang.step.plan_reuse import Reason, RepeatedSteps, Reuse
-from sglang_pat.sglang.step.step_type import Place, StepKind
+from sglang_pat.sglang.step.step_type import ExecutionMode, StepType
 from sglang_pat.sglang.tree.batch_builder import OVERFLOW, BatchReader
 from sglang_pat.sglang.tree.request_tracker import StepRequests
 from sglang_pat.stats import Counters, PlanStats, read_counters
@@ -90,20 +90,22 @@ class Decoder:
 
     # --- once per step ---
 
-    def plan_eager(self, kind: StepKind, forward_batch: Any) -> StepPlans | None:
+    def plan_eager(self, kind: StepType, forward_batch: Any) -> StepPlans | None:
         """Plan a step that runs without a graph. None: it has no rows (an idle rank)."""
         if forward_batch.batch_size == 0:
             return None
         requests = kind.requests(forward_batch)
         microbatch = self._microbatches.of(requests)
-        return self._plan(kind, microbatch, requests, forward_batch, Place.EAGER, Reason.EAGER)
+        return self._plan(
+            kind, microbatch, requests, forward_batch, ExecutionMode.EAGER, Reason.EAGER
+        )
 
     def plan_captured(
-        self, kind: StepKind, forward_batch: Any, in_capture: bool = False
+        self, kind: StepType, forward_batch: Any, in_capture: bool = False
     ) -> StepPlans | None:
         """Write the plan that a CUDA graph reads, before the graph is captured or replayed.
 
-        If the step repeats the last one, what the graph reads is in place. None: as `plan_eager`.
+        If the step repeats the last one, what the graph reads is in execution. None: as `plan_eager`.
         """
         begun_ns = time.perf_counter_ns()
         requests = kind.requests(forward_batch)
@@ -122,20 +124,20 @@ class Decoder:
                 return plans
         if forward_batch.batch_size == 0:
             return None
-        place = Place.CAPTURE if in_capture else Place.REPLAY
-        return self._plan(kind, microbatch, requests, forward_batch, place, why)
+        execution = ExecutionMode.CAPTURE if in_capture else ExecutionMode.REPLAY
+        return self._plan(kind, microbatch, requests, forward_batch, execution, why)
 
     def _plan(
         self,
-        kind: StepKind,
+        kind: StepType,
         microbatch: Microbatch,
         requests: StepRequests | None,
         forward_batch: Any,
-        place: Place,
+        execution: ExecutionMode,
         why: Reason | None,
     ) -> StepPlans:
         """Read a step's paths, and plan it."""
-        plans = microbatch.eager if place is Place.EAGER else microbatch.captured
+        plans = microbatch.eager if execution is ExecutionMode.EAGER else microbatch.captured
         assert plans is not None
         reader, num_repeated = microbatch.reader, self._repeats.end()
         reqs = None if requests is None else requests.reqs
@@ -144,10 +146,10 @@ class Decoder:
         if self._checks is not None and kind.repeat is None:
             last = self._reuse.reason(kind, reqs, plans, num_requests)
             would_repeat = last in _WOULD_REPEAT
-        first = Reason.EAGER if place is Place.EAGER else Reason.PRIVATE
+        first = Reason.EAGER if execution is ExecutionMode.EAGER else Reason.PRIVATE
         self._reuse.hold(kind, reqs, plans, num_requests, first)
         view = kind.view(forward_batch, requests)
-        req_pool_indices, seq_lens = kind.rows(view, forward_batch, place)
+        req_pool_indices, seq_lens = kind.rows(view, forward_batch, execution)
         batch = reader.read(view)
         table = self._req_to_token_pool.req_to_token
         tensors = {
@@ -168,13 +170,13 @@ class Decoder:
         if requests is not None:
             kind.count_planned(forward_batch, batch, plans)
             self._reasons[why or Reason.FIRST] += 1
-        if place is not Place.CAPTURE and self._reports is not None:
+        if execution is not ExecutionMode.CAPTURE and self._reports is not None:
             self._reports.add_step(plans.step_time, num_repeated)
-        if place is Place.REPLAY:
+        if execution is ExecutionMode.REPLAY:
             self._allow_repeats(kind, reader, plans)
         return plans
 
-    def _allow_repeats(self, kind: StepKind, reader: BatchReader, plans: StepPlans) -> None:
+    def _allow_repeats(self, kind: StepType, reader: BatchReader, plans: StepPlans) -> None:
         """Let the next steps repeat this one, unless each is to be checked or counted."""
         shared = reader.last_shared
         if shared is None:

@@ -19,7 +19,7 @@ from sglang_pat.sglang.tree.batch_builder import BatchReader, StepView
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, StepRequests
 
 
-class Place(Enum):
+class ExecutionMode(Enum):
     """How a step runs: without a graph, while one is captured, or in its replay."""
 
     EAGER = "eager"
@@ -27,7 +27,7 @@ class Place(Enum):
     REPLAY = "replay"
 
 
-class StepKind:
+class StepType:
     """A type of step. The defaults are those of a plain decode step.
 
     Attributes
@@ -55,7 +55,7 @@ class StepKind:
         return StepView.of(forward_batch, requests)
 
     def rows(
-        self, view: StepView, forward_batch: Any, place: Place
+        self, view: StepView, forward_batch: Any, execution: ExecutionMode
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `req_pool_indices` and `seq_lens` of the rows, which layers read on the device."""
         return view.req_pool_indices, view.seq_lens
@@ -71,5 +71,5 @@ class StepKind:
         """Count a step of known requests that was planned."""
 
 
-class Decode(StepKind):
+class Decode(StepType):
     """A plain decode step: SGLang has its rows and lengths on the device."""
