@@ -39,7 +39,7 @@ from sglang_pat.plan import (
     new_scheduler,
     replan_cause,
 )
-from sglang_pat.stats import PlanningTime, PlanStats, StepKind
+from sglang_pat.stats import PlanningClass, PlanningTime, PlanStats
 from sglang_pat.support import GROWTH_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -296,7 +296,7 @@ class PackAttention:
             lengths_served=served,
         )
         step = Step(req_to_token, req_pool_indices, seq_lens, batch.seq_lens)
-        kind: StepKind = "unchanged"
+        kind: PlanningClass = "unchanged"
         stats = self.stats
         if cause is None:
             self._executor.reuse_plan(step, gather=paths is not None)
@@ -573,9 +573,9 @@ class PackAttention:
 
     def _build(
         self, batch: DecodeBatch, read_paths: PrefixPaths | None, key: Hashable, step: Step
-    ) -> StepKind:
+    ) -> PlanningClass:
         """Plan the batch; read_paths: its paths, if they have been read already."""
-        kind: StepKind = "cold"
+        kind: PlanningClass = "cold"
         if isinstance(batch.paths, PrefixForest):
             self._scheduler.plan(batch.paths, batch.seq_lens)
             if key == self._key or batch.paths.num_kept:  # outgrown, or other requests

@@ -16,13 +16,13 @@ from typing import Any, Literal, NamedTuple
 
 from sglang_pat.plan import KvTokens
 
-StepKind = Literal["unchanged", "changed", "cold"]
+PlanningClass = Literal["unchanged", "changed", "cold"]
 
 
 class PlanningTime(NamedTuple):
     """The host time of one step."""
 
-    kind: StepKind
+    kind: PlanningClass
     nanoseconds: int
 
 
@@ -43,7 +43,7 @@ class PlanningTimes(dict[str, Counter[int]]):
     high. Histograms add up with `+`, and are JSON as they are.
     """
 
-    def record(self, kind: StepKind, nanoseconds: int) -> None:
+    def record(self, kind: PlanningClass, nanoseconds: int) -> None:
         bound = bound_of(nanoseconds)
         histogram = self.get(kind)
         if histogram is None:
@@ -64,7 +64,7 @@ class PlanningTimes(dict[str, Counter[int]]):
                 total.setdefault(kind, Counter()).update(dict(histogram))
         return total
 
-    def percentile_us(self, kind: StepKind, percent: float) -> float:
+    def percentile_us(self, kind: PlanningClass, percent: float) -> float:
         """The bound, in microseconds, below which `percent` % of the times lie; nan without times.
 
         ValueError if percent is not above 0 and at most 100.

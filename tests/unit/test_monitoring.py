@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from sglang_pat.sglang.report import metrics as ours
-from sglang_pat.stats import StepKind
+from sglang_pat.stats import PlanningClass
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/operate/monitoring"
 DASHBOARD: dict[str, Any] = json.loads((FOLDER / "pat-dashboard.json").read_text())
@@ -230,5 +230,5 @@ def test_panels_and_alerts_explain_themselves() -> None:
 
 def test_kinds_of_steps_are_those_of_the_documentation() -> None:
     (panel,) = (each for each in DASHBOARD["panels"] if each["title"] == "Host time of a plan")
-    for kind in get_args(StepKind):
+    for kind in get_args(PlanningClass):
         assert kind in panel["description"]

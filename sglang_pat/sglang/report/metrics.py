@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple, get_args
 
-from sglang_pat.stats import Counters, PlanningTime, StepType
+from sglang_pat.stats import Counters, PlanningClass, PlanningTime
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ class _Metrics:
             buckets=_TIME_BUCKETS,
         )
         self.plan_seconds = {
-            kind: seconds.labels(**labels, kind=kind) for kind in get_args(StepType)
+            kind: seconds.labels(**labels, kind=kind) for kind in get_args(PlanningClass)
         }
 
     def counter(self, spec: _CounterSpec, label: str) -> Any:

@@ -82,7 +82,7 @@ class SpeculativeStep(StepType):
     def record_in_graph(self, forward_batch: Any) -> None:
         """Let a graph that is being captured write what its rows read.
 
-        It writes them from the lengths that SGLang puts in execution before each replay.
+        It writes them from the lengths that SGLang puts in place before each replay.
         """
 
     def reserve(self, max_requests: int) -> None:
@@ -388,9 +388,7 @@ class BranchRound(DraftRound):
         self, view: StepView, forward_batch: Any, execution: ExecutionMode
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, self.extra_kv = self._eager if execution is ExecutionMode.EAGER else self._captured
-        if (
-            execution is not ExecutionMode.REPLAY
-        ):  # a graph reads SGLang's buffer, where padding has slot 0
+        if execution is not ExecutionMode.REPLAY:  # a graph reads SGLang's own buffer
             num_rows = forward_batch.batch_size * self.shape.per_request
             self.extra_kv.take(forward_batch.out_cache_loc, num_rows)
         return rows.of(view.req_pool_indices, view.seq_lens)

@@ -105,7 +105,7 @@ class Decoder:
     ) -> StepPlans | None:
         """Write the plan that a CUDA graph reads, before the graph is captured or replayed.
 
-        If the step repeats the last one, what the graph reads is in execution. None: as `plan_eager`.
+        If the step repeats the last one, what the graph reads is in place. None: as `plan_eager`.
         """
         begun_ns = time.perf_counter_ns()
         requests = kind.requests(forward_batch)
