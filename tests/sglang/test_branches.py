@@ -31,7 +31,7 @@ from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.sglang import backend
 from sglang_pat.sglang.speculative import attach as speculative_attach
 from sglang_pat.sglang.speculative import backends
-from sglang_pat.sglang.speculative.steps import BranchRound
+from sglang_pat.sglang.speculative.steps import DraftTreeSteps
 from sglang_pat.sglang.step.plan_reuse import Reason
 from sglang_pat.sglang.tree import request_tracker
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER
@@ -151,9 +151,9 @@ class Branching(DraftScene):
                 assert out.isfinite().all()  # padding, too
 
 
-def round_of(steps: Any) -> BranchRound:
+def round_of(steps: Any) -> DraftTreeSteps:
     (kind,) = inside.planner(steps).kinds
-    assert isinstance(kind, BranchRound)
+    assert isinstance(kind, DraftTreeSteps)
     return kind
 
 

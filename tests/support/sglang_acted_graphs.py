@@ -111,7 +111,7 @@ def register() -> None:
     from sglang_pat.sglang.layer.attention import LayerAttention
     from sglang_pat.sglang.speculative.backends import PatDraftSteps
     from sglang_pat.sglang.speculative.planners import SpeculativePlanner
-    from sglang_pat.sglang.speculative.steps import BranchRound, DraftExtend, SpeculativeStep
+    from sglang_pat.sglang.speculative.steps import DraftExtendStep, DraftTreeSteps, SpeculativeStep
     from sglang_pat.sglang.speculative.tree_attention import DraftTrees
     from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, requests_of
 
@@ -138,7 +138,7 @@ def register() -> None:
             return
         place, is_new = place_of(backend)
         if is_new and isinstance(pat.planner, SpeculativePlanner):
-            if not isinstance(kind, DraftExtend):
+            if not isinstance(kind, DraftExtendStep):
                 pat.planner.reserve(MAX_REQUESTS, pat.kinds.values())
         elif is_new:
             pat.planner.reserve(MAX_REQUESTS)
@@ -174,7 +174,7 @@ def register() -> None:
         view, kind = place.view(batch, size), steps._pat.round
         steps._pat.plans = steps._pat.planner.plan_captured(kind, view)
         kind.record_in_graph(view)
-        if isinstance(kind, BranchRound):
+        if isinstance(kind, DraftTreeSteps):
             kind.extra_kv.take(place.slots(batch, size), size * kind.shape.per_request)
         else:
             kind._at = -1  # each step has captured its own lengths

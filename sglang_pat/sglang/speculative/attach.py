@@ -38,7 +38,12 @@ from sglang_pat.sglang.speculative.draft_requests import (
 )
 from sglang_pat.sglang.speculative.planners import SpeculativePlanner, VerifyPlanner
 from sglang_pat.sglang.speculative.rows import RowShape
-from sglang_pat.sglang.speculative.steps import BranchRound, DraftBlock, DraftRound, Verify
+from sglang_pat.sglang.speculative.steps import (
+    BlockDraftStep,
+    DraftChainSteps,
+    DraftTreeSteps,
+    TargetVerifyStep,
+)
 from sglang_pat.sglang.speculative.tree_attention import choose_masks
 from sglang_pat.sglang.start.argument_rewrite import is_asked_for, named_draft_backend
 from sglang_pat.sglang.start.environment import Environment
@@ -53,7 +58,7 @@ from sglang_pat.sglang.start.server_options import (
     drafts_now,
     drafts_of,
 )
-from sglang_pat.sglang.step.step_type import Decode
+from sglang_pat.sglang.step.step_type import DecodeStep
 from sglang_pat.sglang.tree.request_tracker import TRACKER_HOOKS
 from sglang_pat.sglang.tree.self_test import check_version
 from sglang_pat.support import Unsupported
@@ -100,7 +105,7 @@ def attach_verification(
         return BackendState(
             planner,
             LayerAttention(model_runner, routes),
-            [Decode(), planner.verifies[drafts_now(arguments)]],
+            [DecodeStep(), planner.verifies[drafts_now(arguments)]],
             report=report_routes,
             is_strict=environment.strict,
         )
@@ -125,14 +130,14 @@ def _new_planner(model_runner: Any, environment: Environment, routes: Routes) ->
     return VerifyPlanner(model_runner, environment, routes, verify_steps(model_runner))
 
 
-def verify_steps(model_runner: Any) -> dict[int, Verify]:
+def verify_steps(model_runner: Any) -> dict[int, TargetVerifyStep]:
     """Return the types of verify steps of a model, by the draft tokens of a request."""
     drafts = drafts_of(model_runner.server_args)
     if drafts is None:
         return {}
     device = model_runner.req_to_token_pool.req_to_token.device
     return {
-        count: Verify(
+        count: TargetVerifyStep(
             RowShape.of_drafts(count, are_chains=drafts.are_chains),
             device,
             lengths_are_bounds=drafts.lengths_are_bounds,
@@ -289,9 +294,9 @@ def with_pat_drafts(steps: Any, model_runner: Any, decoder: VerifyPlanner) -> No
         device = model_runner.req_to_token_pool.req_to_token.device
         topk = branches_of(model_runner.server_args)
         drafting = (
-            DraftRound(len(backends), device)
+            DraftChainSteps(len(backends), device)
             if topk == 1
-            else BranchRound(len(backends), topk, device)
+            else DraftTreeSteps(len(backends), topk, device)
         )
         planner = SpeculativePlanner(model_runner, Environment.read(), routes, (drafting,))
         decoder.report(planner)
@@ -327,7 +332,7 @@ def with_pat_blocks(worker: Any, model_runner: Any, decoder: VerifyPlanner) -> N
 
     def new_state() -> BackendState:
         device = model_runner.req_to_token_pool.req_to_token.device
-        drafting = DraftBlock(worker._draft_block_spec_info.draft_token_num, device)
+        drafting = BlockDraftStep(worker._draft_block_spec_info.draft_token_num, device)
         planner = SpeculativePlanner(model_runner, Environment.read(), routes, (drafting,))
         decoder.report(planner)
         layers = LayerAttention(model_runner, routes)

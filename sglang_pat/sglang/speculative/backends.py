@@ -21,7 +21,7 @@ from sglang_pat.sglang.layer.attention import LayerAttention
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.report.layer_report import report_draft_routes
 from sglang_pat.sglang.speculative.planners import SpeculativePlanner
-from sglang_pat.sglang.speculative.steps import DraftRound, SpeculativeStep, Verify
+from sglang_pat.sglang.speculative.steps import DraftChainSteps, SpeculativeStep, TargetVerifyStep
 from sglang_pat.sglang.speculative.tree_attention import undo_square_masks
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER
 
@@ -48,7 +48,11 @@ class PatSpeculativeMixin(PatMixin):
         Masks are over the drafts alone where the default backend has no layer that reads them.
         """
         kind = self._pat.kinds.get(_VERIFY)
-        if not isinstance(kind, Verify) or kind.masks is None or self._pat.routes.delegated:
+        if (
+            not isinstance(kind, TargetVerifyStep)
+            or kind.masks is None
+            or self._pat.routes.delegated
+        ):
             return super().verify_mask
         count = len(kind.masks) // kind.shape.per_request**2
         return VerifyMask(kind.masks, TreeMaskMode.QLEN_ONLY, count)
@@ -131,7 +135,7 @@ class PatSpeculativeMixin(PatMixin):
         kind = self._pat.kinds.get(_VERIFY)  # None: of what a draft model reads of such a step
         planner = self._pat.planner
         assert isinstance(planner, SpeculativePlanner)
-        if isinstance(kind, Verify) and planner.verifies_trees:
+        if isinstance(kind, TargetVerifyStep) and planner.verifies_trees:
             has_mask = forward_batch.forward_mode is _VERIFY and not self._pat.is_captured
             # In a warm-up it is a large buffer.
             has_mask = has_mask and REQUEST_TRACKER.is_within_step
@@ -159,7 +163,7 @@ class DraftStepsState:
     """
 
     def __init__(
-        self, planner: SpeculativePlanner, kind: DraftRound, layers: LayerAttention
+        self, planner: SpeculativePlanner, kind: DraftChainSteps, layers: LayerAttention
     ) -> None:
         self.planner = planner
         self.round = kind

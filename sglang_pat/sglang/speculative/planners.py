@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.speculative.rows import DraftReader
-from sglang_pat.sglang.speculative.steps import DraftExtend, SpeculativeStep, Verify
+from sglang_pat.sglang.speculative.steps import DraftExtendStep, SpeculativeStep, TargetVerifyStep
 from sglang_pat.sglang.start.layer_support import Routes
 from sglang_pat.sglang.step.microbatches import Microbatch
 from sglang_pat.sglang.step.plan_reuse import Reason
@@ -56,7 +56,7 @@ class SpeculativePlanner(Decoder):
         execution: ExecutionMode,
         why: Reason | None,
     ) -> StepPlans:
-        if isinstance(kind, DraftExtend) and requests is not None:
+        if isinstance(kind, DraftExtendStep) and requests is not None:
             plans = self._reuse.in_place(kind.follows, requests.reqs)
             if plans is not None and (
                 execution is ExecutionMode.EAGER
@@ -110,14 +110,14 @@ class VerifyPlanner(SpeculativePlanner, ServedDecoder):
         model_runner: Any,
         environment: Environment,
         routes: Routes,
-        verifies: Mapping[int, Verify],
+        verifies: Mapping[int, TargetVerifyStep],
     ) -> None:
         self.verifies = dict(verifies)
         self._reported: list[SpeculativeStep] = [*self.verifies.values()]
         self._drafting: list[SpeculativePlanner] = []
         super().__init__(model_runner, environment, routes, [*self.verifies.values()])
 
-    def new_extend(self, routes: Routes, count: int) -> DraftExtend:
+    def new_extend(self, routes: Routes, count: int) -> DraftExtendStep:
         """Return draft extend for a draft model with these layers and `count` tokens per request.
 
         Plans are made for the shapes of its layers, too.
@@ -125,7 +125,7 @@ class VerifyPlanner(SpeculativePlanner, ServedDecoder):
         more = {*routes.shapes.values()} - self._microbatches.current.eager.of_shape.keys()
         if more:
             self._microbatches.add(partial(self._new_plans, more))
-        extend = DraftExtend(self.verifies[count])
+        extend = DraftExtendStep(self.verifies[count])
         self._reported.append(extend)
         return extend
 

@@ -2,11 +2,11 @@
 
 | type | rows per request | each row reads | requests grow by | counted as |
 |---|---|---|---|---|
-| Verify | draft tokens | the KV, and the drafts before it | what was accepted | verify |
-| DraftExtend | as Verify, in its plan | as Verify, of the draft model | - | draft_extend |
-| DraftRound | 1, in each of its steps | one token more in each | what was accepted | draft |
-| BranchRound | 1 per branch | the KV, and its branch | what was accepted | draft |
-| DraftBlock | draft tokens | the KV, and the block | what was accepted | draft |
+| TargetVerifyStep | draft tokens | the KV, and the drafts before it | what was accepted | verify |
+| DraftExtendStep | as verify, in its plan | as verify, of the draft model | - | draft_extend |
+| DraftChainSteps | 1, in each of its steps | one token more in each | what was accepted | draft |
+| DraftTreeSteps | 1 per branch | the KV, and its branch | what was accepted | draft |
+| BlockDraftStep | draft tokens | the KV, and the block | what was accepted | draft |
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class SpeculativeStep(StepType):
         return {}
 
 
-class Verify(SpeculativeStep):
+class TargetVerifyStep(SpeculativeStep):
     """A step of speculative decoding in which the served model verifies draft tokens."""
 
     mode = ForwardMode.TARGET_VERIFY
@@ -193,7 +193,7 @@ class Verify(SpeculativeStep):
         return {"verify": self._counts}
 
 
-class DraftBlock(Verify):
+class BlockDraftStep(TargetVerifyStep):
     """A step in which a draft model gives a block of drafts at once (DFLASH, DSPARK).
 
     All rows end where the block begins, with its first token, which was accepted. Each reads the
@@ -227,7 +227,7 @@ class DraftBlock(Verify):
         return {"draft": self._counts}
 
 
-class DraftExtend(SpeculativeStep):
+class DraftExtendStep(SpeculativeStep):
     """A step in which a draft model reads the tokens of the last verify step, in the same rows.
 
     Each row reads as much as in that step, of the draft model's KV, which lies in the same slots.
@@ -237,7 +237,7 @@ class DraftExtend(SpeculativeStep):
     mode = ForwardMode.DRAFT_EXTEND_V2
     requests: Callable[[Any], StepRequests | None] = staticmethod(step_of_extend)
 
-    def __init__(self, verify: Verify) -> None:
+    def __init__(self, verify: TargetVerifyStep) -> None:
         self.shape = verify.shape
         self.follows = verify
         self.extra_kv = verify.paths if verify.shape.is_tree else None
@@ -282,7 +282,7 @@ class DraftExtend(SpeculativeStep):
         return {"draft_extend": self._counts}
 
 
-class DraftRound(SpeculativeStep):
+class DraftChainSteps(SpeculativeStep):
     """The steps in which a draft model decodes, one token of each request after the other.
 
     SGLang prepares all steps of a round at once, and captures them in one graph
@@ -359,7 +359,7 @@ class DraftRound(SpeculativeStep):
         return {"draft": self._counts, "draft_kv_tokens": self._kv_tokens}
 
 
-class BranchRound(DraftRound):
+class DraftTreeSteps(DraftChainSteps):
     """The steps of a draft model that branches: `topk` rows per request.
 
     All rows end where the round's drafts begin, so one plan serves all steps as it is. Each row

@@ -71,5 +71,5 @@ class StepType:
         """Count a step of known requests that was planned."""
 
 
-class Decode(StepType):
+class DecodeStep(StepType):
     """A plain decode step: SGLang has its rows and lengths on the device."""
