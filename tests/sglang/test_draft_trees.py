@@ -14,7 +14,7 @@ import torch
 from draft_tree_cases import CASES, TreeCase, Trees, assert_exact, make_trees
 
 from sglang_pat.sglang.speculative import tree_attention_kernel
-from sglang_pat.sglang.speculative.tree_attention import DraftBranches, DraftTrees, merge_drafts
+from sglang_pat.sglang.speculative.tree_attention import BranchKv, TreeKv, merge_drafts
 
 SCRIPT = Path(__file__).parents[1] / "support" / "draft_tree_cases.py"
 
@@ -89,7 +89,7 @@ def test_tensors_that_the_kernel_would_read_otherwise_are_an_error(name: str) ->
 def test_the_plan_has_the_root() -> None:
     """So each row has a token that it reads live, and none of it is read twice."""
     masks = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool).expand(2, -1, -1)
-    trees = DraftTrees(3, torch.device("cpu"))
+    trees = TreeKv(3, torch.device("cpu"))
     batch = SimpleNamespace(
         batch_size=3,
         spec_info=SimpleNamespace(custom_mask=masks.flatten()),
@@ -106,7 +106,7 @@ def test_the_plan_has_the_root() -> None:
 def test_a_kernel_gets_the_slots_of_a_rows_own_branch(
     step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    branches = DraftBranches(3, torch.device("cpu"))
+    branches = BranchKv(3, torch.device("cpu"))
     branches.take(torch.arange(100, 124), num_rows=6)  # 4 drafts each
     branches.go_to(step)
     given: list[tuple[Any, ...]] = []

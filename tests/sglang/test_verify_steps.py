@@ -35,7 +35,7 @@ from sglang_trees import TREE_KINDS, Tree, late_lengths, place
 from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.sglang.speculative import draft_requests
 from sglang_pat.sglang.speculative.rows import MAX_READ_APART, RowShape
-from sglang_pat.sglang.speculative.tree_attention import DraftTrees, square_masks
+from sglang_pat.sglang.speculative.tree_attention import TreeKv, square_masks
 from sglang_pat.sglang.start import layer_rules
 from sglang_pat.sglang.step.plan_reuse import Reason
 from sglang_pat.sglang.tree import request_tracker
@@ -468,9 +468,9 @@ def test_masks_of_trees_are_computed_once_per_step(
     inside.log_every(branching.backend, 3)
     branching.capture(2)
     taken: list[int] = []
-    take = DraftTrees.take
+    take = TreeKv.take
     monkeypatch.setattr(
-        DraftTrees, "take", lambda self, *args, **more: taken.append(1) or take(self, *args, **more)
+        TreeKv, "take", lambda self, *args, **more: taken.append(1) or take(self, *args, **more)
     )
     masks = []
     for lens in ([25, 31], [26, 33], [29, 34], [30, 35], [31, 36], [32, 37], [33, 38]):

@@ -112,12 +112,12 @@ def register() -> None:
     from sglang_pat.sglang.speculative.backends import PatDraftSteps
     from sglang_pat.sglang.speculative.planners import SpeculativePlanner
     from sglang_pat.sglang.speculative.steps import DraftExtendStep, DraftTreeSteps, SpeculativeStep
-    from sglang_pat.sglang.speculative.tree_attention import DraftTrees
+    from sglang_pat.sglang.speculative.tree_attention import TreeKv
     from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, requests_of
 
     spoiler = Spoiler()
     init_layers = LayerAttention.__init__
-    eager, keys = PatMixin.init_forward_metadata, DraftTrees.keys
+    eager, keys = PatMixin.init_forward_metadata, TreeKv.keys
     eager_round = PatDraftSteps.init_forward_metadata
     places: dict[int, Place] = {}
 
@@ -194,4 +194,4 @@ def register() -> None:
     LayerAttention.__init__ = watch  # type: ignore[method-assign]
     PatMixin.init_forward_metadata = prepare  # type: ignore[method-assign]
     PatDraftSteps.init_forward_metadata = prepare_round  # type: ignore[method-assign]
-    DraftTrees.keys = padded_keys  # type: ignore[method-assign]
+    TreeKv.keys = padded_keys  # type: ignore[method-assign]

@@ -36,7 +36,7 @@ from sglang_pat.sglang.speculative.rows import (
     SpeculativeView,
     committed_lengths,
 )
-from sglang_pat.sglang.speculative.tree_attention import DraftBlocks, DraftBranches, DraftTrees
+from sglang_pat.sglang.speculative.tree_attention import BlockKv, BranchKv, TreeKv
 from sglang_pat.sglang.step.step_type import ExecutionMode, StepType
 from sglang_pat.sglang.tree.batch_builder import BatchReader, StepView
 from sglang_pat.sglang.tree.request_tracker import StepRequests, requests_of
@@ -127,14 +127,14 @@ class TargetVerifyStep(SpeculativeStep):
         self._device = device
         self._eager = self._new_place(None)
         self._captured, self._reserved_for = self._eager, 0
-        self.paths = DraftBlocks(shape.per_request, device)
+        self.paths = BlockKv(shape.per_request, device)
 
-    def _new_place(self, max_requests: int | None) -> tuple[RowTensors, DraftTrees]:
+    def _new_place(self, max_requests: int | None) -> tuple[RowTensors, TreeKv]:
         count, device = self.shape.per_request, self._device
         max_rows = None if max_requests is None else max_requests * count
         return (
             RowTensors(self.shape, device, max_rows),
-            DraftTrees(count, device, max_requests),
+            TreeKv(count, device, max_requests),
         )
 
     def reserve(self, max_requests: int) -> None:
@@ -207,7 +207,7 @@ class BlockDraftStep(TargetVerifyStep):
         shape = RowShape.of_drafts(count, are_chains=False)
         super().__init__(shape, device, lengths_are_bounds=True)
         self.has_masks = False
-        self._whole = DraftBlocks(count, device, are_chains=False)
+        self._whole = BlockKv(count, device, are_chains=False)
 
     def reserve(self, max_requests: int) -> None:
         if max_requests != self._reserved_for:
@@ -371,9 +371,9 @@ class DraftTreeSteps(DraftChainSteps):
         # On the host rows are a token longer than on the device: so each has an open tail.
         self.shape = RowShape(topk, first=1, are_drafts=True)
         self._rows = partial(RowTensors, RowShape(topk, are_drafts=True), device)
-        self._branches = partial(DraftBranches, num_steps, device)
+        self._branches = partial(BranchKv, num_steps, device)
         self._eager = self._captured = self._rows(), self._branches()
-        self.extra_kv: DraftBranches = self._eager[1]
+        self.extra_kv: BranchKv = self._eager[1]
 
     def reserve(self, max_requests: int) -> None:
         self.graphs_are_complete = False

@@ -43,7 +43,7 @@ class _DraftKv:
         return merge_drafts(q, caches, slots, biases, layer, planned, scales)
 
 
-class DraftTrees(_DraftKv):
+class TreeKv(_DraftKv):
     """The trees of a step: which draft tokens each one reads.
 
     A captured graph reads them where they lay when it was captured: `reserved` requests. Without,
@@ -90,7 +90,7 @@ class DraftTrees(_DraftKv):
         return forward_batch.out_cache_loc[:num_rows], self._biases
 
 
-class DraftBlocks(_DraftKv):
+class BlockKv(_DraftKv):
     """Draft tokens of a step in which all requests read theirs alike.
 
     Each token reads those before it, or all of them. The plan has the first one.
@@ -121,7 +121,7 @@ class DraftBlocks(_DraftKv):
         return slots, biases
 
 
-class DraftBranches(_DraftKv):
+class BranchKv(_DraftKv):
     """The draft tokens of a draft model that branches: each row reads those of its own branch.
 
     SGLang does not move them when branches change parents: row `i` reads its own slots. Captured
