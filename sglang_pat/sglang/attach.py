@@ -20,7 +20,7 @@ from sglang_pat.sglang.start.hooks import install_hooks
 from sglang_pat.sglang.start.layer_rules import layers_of_runner
 from sglang_pat.sglang.start.layer_support import Routes
 from sglang_pat.sglang.start.server_options import attention_backends, batch_invariant, drafts_of
-from sglang_pat.sglang.step.planner import ServedDecoder
+from sglang_pat.sglang.step.planner import TargetPlanner
 from sglang_pat.sglang.step.step_type import DecodeStep
 from sglang_pat.sglang.tree.request_tracker import TRACKER_HOOKS
 from sglang_pat.sglang.tree.self_test import check_version
@@ -83,7 +83,7 @@ def _new_state(model_runner: Any, environment: Environment, routes: Routes) -> B
     install_hooks(TRACKER_HOOKS)
     check_version()
     return BackendState(
-        ServedDecoder(model_runner, environment, routes),
+        TargetPlanner(model_runner, environment, routes),
         LayerAttention(model_runner, routes),
         [DecodeStep()],
         report=report_routes,

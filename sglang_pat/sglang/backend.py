@@ -18,7 +18,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_pat.sglang.layer.attention import LayerAttention
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.start.layer_support import Routes
-from sglang_pat.sglang.step.planner import Decoder
+from sglang_pat.sglang.step.planner import StepPlanner
 from sglang_pat.sglang.step.step_type import StepType
 from sglang_pat.support import Unsupported
 
@@ -53,7 +53,7 @@ class BackendState:
 
     def __init__(
         self,
-        planner: Decoder,
+        planner: StepPlanner,
         layers: LayerAttention,
         kinds: Sequence[StepType],
         *,

@@ -67,17 +67,17 @@ _NAMED = "speculative_draft_attention_backend"
 
 
 class _Served:
-    """The decoder of the model that this process serves, if pat verifies drafts of another one."""
+    """The planner of the model that this process serves, if pat verifies drafts of another one."""
 
-    decoder: VerifyPlanner | None = None
+    planner: VerifyPlanner | None = None
     model_runner: Any = None
 
     @classmethod
     def of(cls, model_runner: Any) -> VerifyPlanner | None:
-        """Return a model's decoder if SGLang builds one more backend, for another draft number."""
+        """Return a model's planner if SGLang builds one more backend, for another draft number."""
         if cls.model_runner is not model_runner:
             return None
-        return cls.decoder if resolved(model_runner.server_args, "speculative_adaptive") else None
+        return cls.planner if resolved(model_runner.server_args, "speculative_adaptive") else None
 
 
 def attach_verification(
@@ -146,18 +146,18 @@ def verify_steps(model_runner: Any) -> dict[int, TargetVerifyStep]:
     }
 
 
-def await_draft_model(decoder: VerifyPlanner | None, model_runner: Any) -> None:
+def await_draft_model(planner: VerifyPlanner | None, model_runner: Any) -> None:
     """Let the draft model that SGLang builds next decode by pat where it can.
 
     Parameters
     ----------
-    decoder
+    planner
         Of the model that is served. None: pat does not decode it, and no draft model either.
     model_runner
         SGLang's, of that model.
     """
-    _Served.decoder, _Served.model_runner = decoder, model_runner
-    if decoder is None:
+    _Served.planner, _Served.model_runner = planner, model_runner
+    if planner is None:
         return
     algorithm = resolved(model_runner.server_args, "speculative_algorithm")
     if algorithm in BLOCKS:
@@ -172,25 +172,25 @@ def await_draft_model(decoder: VerifyPlanner | None, model_runner: Any) -> None:
 
 def _after_create_decode_backend(steps: Any, factory: Any) -> Any:
     """AFTER DraftBackendFactory.create_decode_backend."""
-    runner, decoder = factory.draft_model_runner, _Served.decoder
-    if steps is not None and decoder is not None and is_asked_for(runner.server_args):
-        with_pat_drafts(steps, runner, decoder)
+    runner, planner = factory.draft_model_runner, _Served.planner
+    if steps is not None and planner is not None and is_asked_for(runner.server_args):
+        with_pat_drafts(steps, runner, planner)
     return steps
 
 
 def _after_create_extend_backend(backend: Any, factory: Any) -> Any:
     """AFTER DraftBackendFactory.create_draft_extend_backend."""
-    runner, decoder = factory.draft_model_runner, _Served.decoder
-    if backend is not None and decoder is not None and is_asked_for(runner.server_args):
-        with_pat_extend(backend, runner, decoder)
+    runner, planner = factory.draft_model_runner, _Served.planner
+    if backend is not None and planner is not None and is_asked_for(runner.server_args):
+        with_pat_extend(backend, runner, planner)
     return backend
 
 
 def _after_block_backend(result: Any, worker: Any) -> None:
     """AFTER init_attention_backends of a worker whose draft model gives blocks."""
-    runner, decoder = getattr(worker, "draft_model_runner", None), _Served.decoder
-    if runner is not None and decoder is not None and is_asked_for(runner.server_args):
-        with_pat_blocks(worker, runner, decoder)
+    runner, planner = getattr(worker, "draft_model_runner", None), _Served.planner
+    if runner is not None and planner is not None and is_asked_for(runner.server_args):
+        with_pat_blocks(worker, runner, planner)
 
 
 def _after_capture(result: Any, worker: Any) -> None:
@@ -275,7 +275,7 @@ _LAYERS_HOOK = Hook(
 )
 
 
-def with_pat_drafts(steps: Any, model_runner: Any, decoder: VerifyPlanner) -> None:
+def with_pat_drafts(steps: Any, model_runner: Any, planner: VerifyPlanner) -> None:
     """Let the steps of a draft model attend by pat where it can.
 
     Parameters
@@ -284,7 +284,7 @@ def with_pat_drafts(steps: Any, model_runner: Any, decoder: VerifyPlanner) -> No
         SGLang's container of the backends of all steps. Its class is changed, and theirs.
     model_runner
         SGLang's, of the draft model.
-    decoder
+    planner
         Of the model that is served, which reports what is counted here.
     """
     routes = _routes(model_runner)
@@ -299,7 +299,7 @@ def with_pat_drafts(steps: Any, model_runner: Any, decoder: VerifyPlanner) -> No
             else DraftTreeSteps(len(backends), topk, device)
         )
         planner = SpeculativePlanner(model_runner, Environment.read(), routes, (drafting,))
-        decoder.report(planner)
+        planner.report(planner)
         state = DraftStepsState(planner, drafting, LayerAttention(model_runner, routes))
         return [*(DraftStepState(steps, step) for step in range(len(backends))), state]
 
@@ -313,7 +313,7 @@ def with_pat_drafts(steps: Any, model_runner: Any, decoder: VerifyPlanner) -> No
     report_draft_routes(routes)
 
 
-def with_pat_blocks(worker: Any, model_runner: Any, decoder: VerifyPlanner) -> None:
+def with_pat_blocks(worker: Any, model_runner: Any, planner: VerifyPlanner) -> None:
     """Let a draft model that gives blocks of drafts attend by pat where it can.
 
     Parameters
@@ -322,7 +322,7 @@ def with_pat_blocks(worker: Any, model_runner: Any, decoder: VerifyPlanner) -> N
         SGLang's, which drafts. The class of its draft model's backend is changed.
     model_runner
         SGLang's, of the draft model.
-    decoder
+    planner
         Of the model that is served, which reports what is counted here.
     """
     backend, arguments = model_runner.attn_backend, model_runner.server_args
@@ -334,7 +334,7 @@ def with_pat_blocks(worker: Any, model_runner: Any, decoder: VerifyPlanner) -> N
         device = model_runner.req_to_token_pool.req_to_token.device
         drafting = BlockDraftStep(worker._draft_block_spec_info.draft_token_num, device)
         planner = SpeculativePlanner(model_runner, Environment.read(), routes, (drafting,))
-        decoder.report(planner)
+        planner.report(planner)
         layers = LayerAttention(model_runner, routes)
         return BackendState(planner, layers, [drafting], report=report_draft_routes)
 
@@ -358,7 +358,7 @@ def _block_reason(worker: Any, arguments: Any) -> Unsupported | None:
     return None
 
 
-def with_pat_extend(backend: Any, model_runner: Any, decoder: VerifyPlanner) -> None:
+def with_pat_extend(backend: Any, model_runner: Any, planner: VerifyPlanner) -> None:
     """Let a draft model attend by pat where it can, when it reads what was accepted.
 
     Parameters
@@ -367,33 +367,33 @@ def with_pat_extend(backend: Any, model_runner: Any, decoder: VerifyPlanner) -> 
         SGLang's, of these steps and of prompts. Its class is changed.
     model_runner
         SGLang's, of the draft model.
-    decoder
+    planner
         Of the model that is served, whose plans are used.
     """
     routes = _routes(model_runner)
 
     def new_state() -> BackendState:
-        extend = decoder.new_extend(routes, drafts_now(model_runner.server_args))
+        extend = planner.new_extend(routes, drafts_now(model_runner.server_args))
         layers = LayerAttention(model_runner, routes)
-        return BackendState(decoder, layers, [extend], report=report_extend_routes)
+        return BackendState(planner, layers, [extend], report=report_extend_routes)
 
     attach(
         [(backend, PatSpeculativeMixin)],
         routes,
         lambda: [new_state()],
-        reason=_extend_reason(model_runner, decoder),
+        reason=_extend_reason(model_runner, planner),
     )
     report_extend_routes(routes)
 
 
-def _extend_reason(model_runner: Any, decoder: VerifyPlanner) -> Unsupported | None:
+def _extend_reason(model_runner: Any, planner: VerifyPlanner) -> Unsupported | None:
     """Why the plans of the model that is served do not serve a draft model."""
     has_layers = resolved(model_runner.server_args, "enable_multi_layer_eagle")
     if has_layers and isinstance(model_runner.req_to_token_pool, HybridReqToTokenPool):
         # There SGLang may let draft models read more than was verified.
         return Unsupported("speculative decoding", "--enable-multi-layer-eagle with states")
     types = (model_runner.dtype, model_runner.kv_cache_dtype)
-    if types != decoder.dtypes:
+    if types != planner.dtypes:
         return Unsupported("dtype of queries and KV cache", f"{types[0]} and {types[1]}")
     return None
 

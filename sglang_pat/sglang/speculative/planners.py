@@ -13,7 +13,7 @@ from sglang_pat.sglang.speculative.steps import DraftExtendStep, SpeculativeStep
 from sglang_pat.sglang.start.layer_support import Routes
 from sglang_pat.sglang.step.microbatches import Microbatch
 from sglang_pat.sglang.step.plan_reuse import Reason
-from sglang_pat.sglang.step.planner import Decoder, ServedDecoder
+from sglang_pat.sglang.step.planner import StepPlanner, TargetPlanner
 from sglang_pat.sglang.step.step_type import ExecutionMode, StepType
 from sglang_pat.sglang.tree.request_tracker import StepRequests
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sglang_pat.sglang.start.environment import Environment
 
 
-class SpeculativePlanner(Decoder):
+class SpeculativePlanner(StepPlanner):
     """Plans steps of speculative decoding.
 
     Attributes
@@ -96,7 +96,7 @@ class SpeculativePlanner(Decoder):
         self._reserve_rows(self._max_requests * most_rows)
 
 
-class VerifyPlanner(SpeculativePlanner, ServedDecoder):
+class VerifyPlanner(SpeculativePlanner, TargetPlanner):
     """The planner of a served model that verifies drafts: it reports draft models, too.
 
     Attributes

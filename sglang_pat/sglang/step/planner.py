@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _WOULD_REPEAT = (Reason.CHECKED, Reason.DUE, Reason.EAGER)
 
 
-class Decoder:
+class StepPlanner:
     """Plans the steps of one model, each for all layers that pat decodes.
 
     Eager steps and CUDA graphs have plans of their own: a graph needs buffers that never move.
@@ -226,7 +226,7 @@ class Decoder:
         return [*stats, self._repeats.stats()]
 
 
-class ServedDecoder(Decoder):
+class TargetPlanner(StepPlanner):
     """The planner of the model that a server serves: it reports what is counted."""
 
     def __init__(self, model_runner: Any, environment: Environment, routes: Routes) -> None:
