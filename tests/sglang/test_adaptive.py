@@ -186,7 +186,7 @@ def adaptive(
     monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
     inside.forget_requests()
     monkeypatch.setattr(REQUEST_TRACKER, "_step", None)
-    monkeypatch.setattr(speculative_attach._Served, "decoder", None)
+    monkeypatch.setattr(speculative_attach._Served, "planner", None)
     return Adaptive(tmp_path, monkeypatch)
 
 
@@ -223,17 +223,17 @@ def test_drafts_are_verified_in_any_number(size: int, adaptive: Adaptive) -> Non
 
 def test_graphs_of_all_numbers_lie_in_memory_that_stays(adaptive: Adaptive) -> None:
     """SGLang reserves for fewer requests later; what it has captured reads what was reserved."""
-    decoder = inside.planner(adaptive.served)
-    captured = inside.microbatch(decoder).captured
-    lies = {count: each._captured for count, each in decoder.verifies.items()}
+    planner = inside.planner(adaptive.served)
+    captured = inside.microbatch(planner).captured
+    lies = {count: each._captured for count, each in planner.verifies.items()}
     state = adaptive.states[3]
     adaptive.capture(state, 4)
     assert inside.kinds(state.served)[ForwardMode.TARGET_VERIFY].graphs_are_complete
     for other in (adaptive.states[0], adaptive.states[1]):
         other.served.init_cuda_graph_state(1, other.count)
     assert inside.kinds(state.served)[ForwardMode.TARGET_VERIFY].graphs_are_complete
-    assert inside.microbatch(decoder).captured is captured
-    assert {count: each._captured for count, each in decoder.verifies.items()} == lies
+    assert inside.microbatch(planner).captured is captured
+    assert {count: each._captured for count, each in planner.verifies.items()} == lies
     assert lies[4][0]._reserved.shape == (2, 4 * 4)  # of most requests
 
 
@@ -262,9 +262,9 @@ def test_a_step_with_another_number_of_drafts_is_planned(adaptive: Adaptive) -> 
 
 def test_rounds_of_each_number_are_counted_together(adaptive: Adaptive) -> None:
     assert adaptive.counters["draft"]["steps"] == 0
-    decoder = inside.planner(adaptive.served)
-    assert len(decoder._drafting) == 1  # rounds of one step have no backend of their own
-    assert [kind._num_steps for each in decoder._drafting for kind in each.kinds] == [2]
+    planner = inside.planner(adaptive.served)
+    assert len(planner._drafting) == 1  # rounds of one step have no backend of their own
+    assert [kind._num_steps for each in planner._drafting for kind in each.kinds] == [2]
 
 
 def test_the_server_info_names_the_draft_model(adaptive: Adaptive) -> None:

@@ -84,16 +84,16 @@ class Drafting(DraftScene):
         factory = SimpleNamespace(draft_model_runner=self.runner)
         assert speculative_attach._after_create_decode_backend(self.steps, factory) is self.steps
         if isinstance(self.steps, backends.PatDraftSteps):
-            inside.check_steps(self.decoder)
+            inside.check_steps(self.planner)
 
     @property
-    def decoder(self) -> Any:
+    def planner(self) -> Any:
         return inside.planner(self.steps)
 
     @property
     def num_repeated(self) -> int:
         """Rounds without a plan()."""
-        repeated: int = inside.num_repeated(self.decoder)
+        repeated: int = inside.num_repeated(self.planner)
         return repeated
 
     def view(self, lens: list[int], size: int = 0) -> Any:
@@ -156,7 +156,7 @@ class Drafting(DraftScene):
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, server_context: Any) -> None:
     monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
     inside.forget_requests()
-    monkeypatch.setattr(speculative_attach._Served, "decoder", None)
+    monkeypatch.setattr(speculative_attach._Served, "planner", None)
 
 
 @pytest.mark.parametrize("kind", TREE_KINDS)
@@ -236,7 +236,7 @@ def test_rounds_are_repeated_without_a_plan(kind: str) -> None:
     for is_checked in (True, False):
         drafting = repeating(kind)
         if is_checked:
-            inside.check_steps(drafting.decoder)
+            inside.check_steps(drafting.planner)
         lens = [25, 31]
         for accepted in ([0, 0], [1, 3], [3, 1], [1, 255], [2, 3]):
             lens = [length + more for length, more in zip(lens, accepted, strict=True)]
@@ -287,7 +287,7 @@ def test_graphs_that_do_not_write_lengths_are_never_repeated() -> None:
 def repeating(kind: str = TREE_KINDS[0], captured: tuple[int, ...] = (4, 2)) -> Drafting:
     """Without checks, for which each round would be planned."""
     drafting = Drafting(kind)
-    inside.do_not_check_steps(drafting.decoder)
+    inside.do_not_check_steps(drafting.planner)
     drafting.steps.init_cuda_graph_state(4, 4)
     for size in captured:
         drafting.capture(size)
@@ -486,9 +486,9 @@ def test_whole_draft_models_that_are_left_to_the_default_backend(
 
 def test_without_speculation_no_draft_model_is_awaited() -> None:
     pat_backend(runner())
-    assert speculative_attach._Served.decoder is None
+    assert speculative_attach._Served.planner is None
     drafting = Drafting()
-    assert speculative_attach._Served.decoder is inside.planner(drafting.served)
+    assert speculative_attach._Served.planner is inside.planner(drafting.served)
     pat_backend(runner())  # another one, built later in the process
     steps = DefaultSteps()
     factory = SimpleNamespace(draft_model_runner=drafting.runner)
@@ -501,7 +501,7 @@ def test_a_model_that_pat_does_not_decode_has_drafts_of_the_default_backend() ->
         speculative_algorithm="STANDALONE", speculative_num_draft_tokens=4, enable_mis=True
     )
     pat_backend(runner(server_args=arguments))
-    assert speculative_attach._Served.decoder is None
+    assert speculative_attach._Served.planner is None
 
 
 def test_one_step_needs_no_backend() -> None:

@@ -275,7 +275,7 @@ _LAYERS_HOOK = Hook(
 )
 
 
-def with_pat_drafts(steps: Any, model_runner: Any, planner: VerifyPlanner) -> None:
+def with_pat_drafts(steps: Any, model_runner: Any, served: VerifyPlanner) -> None:
     """Let the steps of a draft model attend by pat where it can.
 
     Parameters
@@ -284,8 +284,8 @@ def with_pat_drafts(steps: Any, model_runner: Any, planner: VerifyPlanner) -> No
         SGLang's container of the backends of all steps. Its class is changed, and theirs.
     model_runner
         SGLang's, of the draft model.
-    planner
-        Of the model that is served, which reports what is counted here.
+    served
+        The planner of the served model, which reports what is counted here.
     """
     routes = _routes(model_runner)
     backends = list(getattr(steps, "attn_backends", ()))
@@ -299,7 +299,7 @@ def with_pat_drafts(steps: Any, model_runner: Any, planner: VerifyPlanner) -> No
             else DraftTreeSteps(len(backends), topk, device)
         )
         planner = SpeculativePlanner(model_runner, Environment.read(), routes, (drafting,))
-        planner.report(planner)
+        served.report(planner)
         state = DraftStepsState(planner, drafting, LayerAttention(model_runner, routes))
         return [*(DraftStepState(steps, step) for step in range(len(backends))), state]
 
@@ -313,7 +313,7 @@ def with_pat_drafts(steps: Any, model_runner: Any, planner: VerifyPlanner) -> No
     report_draft_routes(routes)
 
 
-def with_pat_blocks(worker: Any, model_runner: Any, planner: VerifyPlanner) -> None:
+def with_pat_blocks(worker: Any, model_runner: Any, served: VerifyPlanner) -> None:
     """Let a draft model that gives blocks of drafts attend by pat where it can.
 
     Parameters
@@ -322,8 +322,8 @@ def with_pat_blocks(worker: Any, model_runner: Any, planner: VerifyPlanner) -> N
         SGLang's, which drafts. The class of its draft model's backend is changed.
     model_runner
         SGLang's, of the draft model.
-    planner
-        Of the model that is served, which reports what is counted here.
+    served
+        The planner of the served model, which reports what is counted here.
     """
     backend, arguments = model_runner.attn_backend, model_runner.server_args
     types = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
@@ -334,7 +334,7 @@ def with_pat_blocks(worker: Any, model_runner: Any, planner: VerifyPlanner) -> N
         device = model_runner.req_to_token_pool.req_to_token.device
         drafting = BlockDraftStep(worker._draft_block_spec_info.draft_token_num, device)
         planner = SpeculativePlanner(model_runner, Environment.read(), routes, (drafting,))
-        planner.report(planner)
+        served.report(planner)
         layers = LayerAttention(model_runner, routes)
         return BackendState(planner, layers, [drafting], report=report_draft_routes)
 
@@ -358,7 +358,7 @@ def _block_reason(worker: Any, arguments: Any) -> Unsupported | None:
     return None
 
 
-def with_pat_extend(backend: Any, model_runner: Any, planner: VerifyPlanner) -> None:
+def with_pat_extend(backend: Any, model_runner: Any, served: VerifyPlanner) -> None:
     """Let a draft model attend by pat where it can, when it reads what was accepted.
 
     Parameters
@@ -367,33 +367,33 @@ def with_pat_extend(backend: Any, model_runner: Any, planner: VerifyPlanner) -> 
         SGLang's, of these steps and of prompts. Its class is changed.
     model_runner
         SGLang's, of the draft model.
-    planner
-        Of the model that is served, whose plans are used.
+    served
+        The planner of the served model, whose plans are used.
     """
     routes = _routes(model_runner)
 
     def new_state() -> BackendState:
-        extend = planner.new_extend(routes, drafts_now(model_runner.server_args))
+        extend = served.new_extend(routes, drafts_now(model_runner.server_args))
         layers = LayerAttention(model_runner, routes)
-        return BackendState(planner, layers, [extend], report=report_extend_routes)
+        return BackendState(served, layers, [extend], report=report_extend_routes)
 
     attach(
         [(backend, PatSpeculativeMixin)],
         routes,
         lambda: [new_state()],
-        reason=_extend_reason(model_runner, planner),
+        reason=_extend_reason(model_runner, served),
     )
     report_extend_routes(routes)
 
 
-def _extend_reason(model_runner: Any, planner: VerifyPlanner) -> Unsupported | None:
+def _extend_reason(model_runner: Any, served: VerifyPlanner) -> Unsupported | None:
     """Why the plans of the model that is served do not serve a draft model."""
     has_layers = resolved(model_runner.server_args, "enable_multi_layer_eagle")
     if has_layers and isinstance(model_runner.req_to_token_pool, HybridReqToTokenPool):
         # There SGLang may let draft models read more than was verified.
         return Unsupported("speculative decoding", "--enable-multi-layer-eagle with states")
     types = (model_runner.dtype, model_runner.kv_cache_dtype)
-    if types != planner.dtypes:
+    if types != served.dtypes:
         return Unsupported("dtype of queries and KV cache", f"{types[0]} and {types[1]}")
     return None
 
