@@ -186,7 +186,7 @@ def adaptive(
     monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
     inside.forget_requests()
     monkeypatch.setattr(REQUEST_TRACKER, "_step", None)
-    monkeypatch.setattr(speculative_attach._Served, "planner", None)
+    monkeypatch.setattr(speculative_attach._TargetModel, "planner", None)
     return Adaptive(tmp_path, monkeypatch)
 
 

@@ -185,7 +185,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, server_context: SimpleNamespace) -> N
     monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
     inside.forget_requests()
     monkeypatch.setattr(REQUEST_TRACKER, "_step", None)
-    monkeypatch.setattr(speculative_attach._Served, "planner", None)
+    monkeypatch.setattr(speculative_attach._TargetModel, "planner", None)
 
 
 @pytest.mark.parametrize("bound", [0, 3, 20, None])

@@ -163,7 +163,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, server_context: SimpleNamespace) -> N
     server_context.observability.decode_log_interval = 1000
     monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
     inside.forget_requests()
-    monkeypatch.setattr(speculative_attach._Served, "planner", None)
+    monkeypatch.setattr(speculative_attach._TargetModel, "planner", None)
 
 
 @pytest.mark.parametrize("size", [0, 2, 4])

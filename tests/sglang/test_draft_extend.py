@@ -175,7 +175,7 @@ class Extending(DraftScene):
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, server_context: Any) -> None:
     monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
     inside.forget_requests()
-    monkeypatch.setattr(speculative_attach._Served, "planner", None)
+    monkeypatch.setattr(speculative_attach._TargetModel, "planner", None)
 
 
 # Sizes of the graphs that verify and that read; 0: without one.

@@ -156,7 +156,7 @@ class Drafting(DraftScene):
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, server_context: Any) -> None:
     monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
     inside.forget_requests()
-    monkeypatch.setattr(speculative_attach._Served, "planner", None)
+    monkeypatch.setattr(speculative_attach._TargetModel, "planner", None)
 
 
 @pytest.mark.parametrize("kind", TREE_KINDS)
@@ -486,9 +486,9 @@ def test_whole_draft_models_that_are_left_to_the_default_backend(
 
 def test_without_speculation_no_draft_model_is_awaited() -> None:
     pat_backend(runner())
-    assert speculative_attach._Served.planner is None
+    assert speculative_attach._TargetModel.planner is None
     drafting = Drafting()
-    assert speculative_attach._Served.planner is inside.planner(drafting.served)
+    assert speculative_attach._TargetModel.planner is inside.planner(drafting.served)
     pat_backend(runner())  # another one, built later in the process
     steps = DefaultSteps()
     factory = SimpleNamespace(draft_model_runner=drafting.runner)
@@ -501,7 +501,7 @@ def test_a_model_that_pat_does_not_decode_has_drafts_of_the_default_backend() ->
         speculative_algorithm="STANDALONE", speculative_num_draft_tokens=4, enable_mis=True
     )
     pat_backend(runner(server_args=arguments))
-    assert speculative_attach._Served.planner is None
+    assert speculative_attach._TargetModel.planner is None
 
 
 def test_one_step_needs_no_backend() -> None:

@@ -65,7 +65,7 @@ ARCHITECTURES = {
     "12.0": ("RTX 5090", "RTX PRO 6000"),
 }
 
-_COLUMNS = ("File", "Made by", "Commit", "Held")
+_COLUMNS = ("File", "Made by", "Commit", "LastPlan")
 _HEAD = f"""\
 # Recorded runs
 

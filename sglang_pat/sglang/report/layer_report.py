@@ -20,7 +20,7 @@ SERVER_INFO_KEY = "pat"
 _SCHEDULER = "sglang.srt.managers.scheduler"
 
 
-class _Told:
+class _LastReport:
     """Last report of this process. SGLang may build its backend several times."""
 
     routes: dict[str, Any] | None = None
@@ -42,36 +42,36 @@ def report_routes(routes: Routes, model_runner: Any = None) -> None:
     model_runner
         SGLang's, at start-up.
     """
-    _Told.routes = routes.as_json()
+    _LastReport.routes = routes.as_json()
     line = str(routes)
-    if reports.rank_speaks() and line != _Told.line:
+    if reports.rank_speaks() and line != _LastReport.line:
         logger.info(line)
-    _Told.line = line
+    _LastReport.line = line
     if model_runner is not None:
         # SGLang builds the backends of a draft model after the model's first one, and before the
         # model's others (adaptive drafts).
-        if model_runner is not _Told.model_runner:
-            _Told.draft_routes = _Told.extend_routes = None
-        _Told.model_runner = model_runner
+        if model_runner is not _LastReport.model_runner:
+            _LastReport.draft_routes = _LastReport.extend_routes = None
+        _LastReport.model_runner = model_runner
         if _SCHEDULER in sys.modules:  # nobody else asks, and its import is heavy
             install_hooks([_SERVER_INFO_HOOK])
         if reports.rank_publishes():
             labels = reports.scheduler_labels(model_runner)
-            _Told.metrics = LayerMetrics(labels, reports.metric_classes())
-    if _Told.metrics is not None:
-        _Told.metrics.set(routes.counts())
+            _LastReport.metrics = LayerMetrics(labels, reports.metric_classes())
+    if _LastReport.metrics is not None:
+        _LastReport.metrics.set(routes.counts())
 
 
 def report_draft_routes(routes: Routes) -> None:
     """Tell the routes of the draft model, when its backend has been built and when they change."""
-    _Told.draft_routes = routes.as_json()
+    _LastReport.draft_routes = routes.as_json()
     if reports.rank_speaks():
         logger.info("draft model: %s", routes)
 
 
 def report_extend_routes(routes: Routes) -> None:
     """Report the routes of draft extend, as `report_draft_routes` does those of decode steps."""
-    _Told.extend_routes = routes.as_json()
+    _LastReport.extend_routes = routes.as_json()
     if reports.rank_speaks():
         logger.info("draft model, reading what was accepted: %s", routes)
 
@@ -81,12 +81,12 @@ def _after_get_init_info(result: dict[str, Any], *_: object) -> dict[str, Any]:
 
     Those name the default backend.
     """
-    told = _Told.routes
+    told = _LastReport.routes
     decodes = told is not None and told["pat_layers"] > 0
-    if told is not None and _Told.draft_routes is not None:
-        told = told | {"draft_model": _Told.draft_routes}
-    if told is not None and _Told.extend_routes is not None:
-        told = told | {"draft_extend": _Told.extend_routes}
+    if told is not None and _LastReport.draft_routes is not None:
+        told = told | {"draft_model": _LastReport.draft_routes}
+    if told is not None and _LastReport.extend_routes is not None:
+        told = told | {"draft_extend": _LastReport.extend_routes}
     decode_backend = {"decode_attention_backend": BACKEND} if decodes else {}
     return result | decode_backend | {SERVER_INFO_KEY: told}
 

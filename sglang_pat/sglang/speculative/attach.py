@@ -66,7 +66,7 @@ from sglang_pat.support import Unsupported
 _NAMED = "speculative_draft_attention_backend"
 
 
-class _Served:
+class _TargetModel:
     """The planner of the model that this process serves, if pat verifies drafts of another one."""
 
     planner: VerifyPlanner | None = None
@@ -101,7 +101,7 @@ def attach_verification(
 
     def new_state() -> BackendState:
         nonlocal planner
-        planner = _Served.of(model_runner) or _new_planner(model_runner, environment, routes)
+        planner = _TargetModel.of(model_runner) or _new_planner(model_runner, environment, routes)
         return BackendState(
             planner,
             LayerAttention(model_runner, routes),
@@ -156,7 +156,7 @@ def await_draft_model(planner: VerifyPlanner | None, model_runner: Any) -> None:
     model_runner
         SGLang's, of that model.
     """
-    _Served.planner, _Served.model_runner = planner, model_runner
+    _TargetModel.planner, _TargetModel.model_runner = planner, model_runner
     if planner is None:
         return
     algorithm = resolved(model_runner.server_args, "speculative_algorithm")
@@ -172,7 +172,7 @@ def await_draft_model(planner: VerifyPlanner | None, model_runner: Any) -> None:
 
 def _after_create_decode_backend(steps: Any, factory: Any) -> Any:
     """AFTER DraftBackendFactory.create_decode_backend."""
-    runner, planner = factory.draft_model_runner, _Served.planner
+    runner, planner = factory.draft_model_runner, _TargetModel.planner
     if steps is not None and planner is not None and is_asked_for(runner.server_args):
         with_pat_drafts(steps, runner, planner)
     return steps
@@ -180,7 +180,7 @@ def _after_create_decode_backend(steps: Any, factory: Any) -> Any:
 
 def _after_create_extend_backend(backend: Any, factory: Any) -> Any:
     """AFTER DraftBackendFactory.create_draft_extend_backend."""
-    runner, planner = factory.draft_model_runner, _Served.planner
+    runner, planner = factory.draft_model_runner, _TargetModel.planner
     if backend is not None and planner is not None and is_asked_for(runner.server_args):
         with_pat_extend(backend, runner, planner)
     return backend
@@ -188,7 +188,7 @@ def _after_create_extend_backend(backend: Any, factory: Any) -> Any:
 
 def _after_block_backend(result: Any, worker: Any) -> None:
     """AFTER init_attention_backends of a worker whose draft model gives blocks."""
-    runner, planner = getattr(worker, "draft_model_runner", None), _Served.planner
+    runner, planner = getattr(worker, "draft_model_runner", None), _TargetModel.planner
     if runner is not None and planner is not None and is_asked_for(runner.server_args):
         with_pat_blocks(worker, runner, planner)
 

@@ -48,7 +48,7 @@ class Reason(StrEnum):
     LENGTHS = "lengths"  # a request has grown by more than the plan serves
 
 
-class Held:
+class LastPlan:
     """The last step that was planned: who it was, and what may repeat it."""
 
     __slots__ = ("kind", "num_rows", "plans", "reqs", "steps_left", "why")
@@ -70,7 +70,7 @@ class Reuse:
 
     def __init__(self, tracker: RequestTracker = REQUEST_TRACKER) -> None:
         """tracker: tells which requests have moved."""
-        self._held: Held | None = None
+        self._last: LastPlan | None = None
         tracker.subscribe(self)
 
     def reason(
@@ -94,31 +94,31 @@ class Reuse:
         Reason or None
             None: the step repeats the last one, if `StepType.repeat` agrees.
         """
-        held = self._held
-        if held is None:
+        last = self._last
+        if last is None:
             return Reason.FIRST
-        if reqs is not held.reqs or reqs is None:
+        if reqs is not last.reqs or reqs is None:
             return Reason.REQUESTS
-        if kind is not held.kind:
+        if kind is not last.kind:
             return Reason.KIND
-        if plans is not held.plans:
+        if plans is not last.plans:
             return Reason.PLACE
-        if num_rows != held.num_rows:
+        if num_rows != last.num_rows:
             return Reason.ROWS
-        return None if held.steps_left > 0 else held.why
+        return None if last.steps_left > 0 else last.why
 
     def count(self) -> None:
         """Count a step that repeats the last one."""
-        held = self._held
-        assert held is not None
-        held.steps_left -= 1
+        last = self._last
+        assert last is not None
+        last.steps_left -= 1
 
     def in_place(self, kind: Any, reqs: list[Request]) -> StepPlans | None:
         """Return the plans of the last step, if it was of this kind and of these requests."""
-        held = self._held
-        if held is None or held.kind is not kind or held.reqs is not reqs:
+        last = self._last
+        if last is None or last.kind is not kind or last.reqs is not reqs:
             return None
-        return held.plans
+        return last.plans
 
     # --- around planning ---
 
@@ -130,23 +130,23 @@ class Reuse:
         why: the reason until then. See `reason` for the others.
         """
         if reqs is None:
-            self._held = None
+            self._last = None
             return
-        self._held = Held(kind, reqs, plans, num_rows)
-        self._held.why = why
+        self._last = LastPlan(kind, reqs, plans, num_rows)
+        self._last.why = why
 
     def allow(self, steps: int) -> None:
         """Let steps repeat the one that was planned: at most so many."""
-        held = self._held
-        if held is None or held.why is Reason.MOVED:
+        last = self._last
+        if last is None or last.why is Reason.MOVED:
             return
-        held.steps_left, held.why = steps, Reason.DUE
+        last.steps_left, last.why = steps, Reason.DUE
 
     def stop(self, why: Reason) -> None:
         """Let nothing repeat the last step, which stays in place."""
-        held = self._held
-        if held is not None and held.why is not Reason.MOVED:
-            held.steps_left, held.why = 0, why
+        last = self._last
+        if last is not None and last.why is not Reason.MOVED:
+            last.steps_left, last.why = 0, why
 
     # --- PathCache ---
 
