@@ -6,19 +6,19 @@ import threading
 import time
 
 from sglang_pat.plan import KvTokens
-from sglang_pat.sglang.step.plan_reuse import RepeatedSteps
+from sglang_pat.sglang.step.plan_reuse import SkippedPlanning
 from sglang_pat.stats import PlanningTime
 
 TOKENS = KvTokens(100, 60, 50)
 
 
-def add(steps: RepeatedSteps, count: int = 1) -> None:
+def add(steps: SkippedPlanning, count: int = 1) -> None:
     for _ in range(count):
         steps.add(time.perf_counter_ns())
 
 
 def test_steps_are_counted_until_the_end() -> None:
-    steps = RepeatedSteps(lambda planning: None)
+    steps = SkippedPlanning(lambda planning: None)
     steps.begin(TOKENS, 3)
     add(steps, 2)
     assert steps.end() == 2
@@ -27,7 +27,7 @@ def test_steps_are_counted_until_the_end() -> None:
 
 def test_each_step_is_counted_once_with_the_tokens_it_has() -> None:
     times: list[PlanningTime] = []
-    steps = RepeatedSteps(times.append)
+    steps = SkippedPlanning(times.append)
     steps.begin(TOKENS, 3)
     for _ in range(2):
         add(steps)
@@ -49,7 +49,7 @@ def test_each_step_is_counted_once_with_the_tokens_it_has() -> None:
 
 
 def test_steps_may_say_by_how_much_they_have_grown() -> None:
-    steps = RepeatedSteps(lambda planning: None)
+    steps = SkippedPlanning(lambda planning: None)
     steps.begin(TOKENS, 0)
     for growth in (7, 12):
         steps.add(time.perf_counter_ns(), growth)
@@ -67,7 +67,7 @@ def test_steps_may_say_by_how_much_they_have_grown() -> None:
 
 
 def test_other_threads_may_ask_at_any_time() -> None:
-    steps = RepeatedSteps(lambda planning: None)
+    steps = SkippedPlanning(lambda planning: None)
     done = threading.Event()
     seen = [0]
 
@@ -100,7 +100,7 @@ def test_counting_is_never_interrupted_by_the_next_step() -> None:
         entered.set()
         assert go_on.wait(10)
 
-    steps = RepeatedSteps(count)
+    steps = SkippedPlanning(count)
     steps.begin(TOKENS, 1)
     add(steps, 3)
     asking = threading.Thread(target=steps.stats)
@@ -117,7 +117,7 @@ def test_counting_is_never_interrupted_by_the_next_step() -> None:
 
 def test_every_step_is_marked() -> None:
     marks: list[None] = []
-    steps = RepeatedSteps(lambda planning: None, lambda: marks.append(None))
+    steps = SkippedPlanning(lambda planning: None, lambda: marks.append(None))
     steps.begin(TOKENS, 1)
     add(steps, 2)
     assert len(marks) == 2

@@ -48,7 +48,7 @@ def microbatch(owner: Any) -> Any:
 
 def num_repeated(owner: Any) -> int:
     """Count the steps that repeated the one before them."""
-    count: int = _planner(owner)._repeats.stats().plans_reused
+    count: int = _planner(owner)._skipped.stats().plans_reused
     return count
 
 

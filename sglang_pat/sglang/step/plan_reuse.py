@@ -5,7 +5,7 @@ requests and replays the same graph, the plan in the buffers serves it, and the 
 else. `Reuse.reason` is the one place that decides this. The reasons are asked in the order of
 `Reason`; counters, log and tests use the same names.
 
-RepeatedSteps: counts the steps that repeat the last one (`step/plan_reuse.py`).
+SkippedPlanning: counts the steps that repeat the last one (`step/plan_reuse.py`).
 
 Nearly all steps of a server with CUDA graphs do. In a decode step each request is one token longer,
 and the host does not even read the lengths: a repeated step costs some comparisons and one list
@@ -160,7 +160,7 @@ class Reuse:
         self.stop(Reason.MOVED)
 
 
-class RepeatedSteps:
+class SkippedPlanning:
     """Counts the steps that repeat the one given to `begin()`.
 
     The thread that decodes calls begin(), end() and add(). Any thread may call stats().

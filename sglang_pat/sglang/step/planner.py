@@ -23,7 +23,7 @@ from sglang_pat.sglang.report.reports import StepReports
 from sglang_pat.sglang.start.layer_support import Routes
 from sglang_pat.sglang.step.debug_checks import DebugChecks, check_host_lengths
 from sglang_pat.sglang.step.microbatches import Microbatch, Microbatches
-from sglang_pat.sglang.step.plan_reuse import Reason, RepeatedSteps, Reuse
+from sglang_pat.sglang.step.plan_reuse import Reason, Reuse, SkippedPlanning
 from sglang_pat.sglang.step.step_type import ExecutionMode, StepType
 from sglang_pat.sglang.tree.batch_builder import OVERFLOW, BatchReader
 from sglang_pat.sglang.tree.request_tracker import StepRequests
@@ -86,7 +86,7 @@ class StepPlanner:
         self._reuse = Reuse()
         self._reasons: Counter[str] = Counter()  # why steps were planned
         self._reports: StepReports | None = None
-        self._repeats = RepeatedSteps(lambda planning: None)
+        self._skipped = SkippedPlanning(lambda planning: None)
 
     # --- once per step ---
 
@@ -120,7 +120,7 @@ class StepPlanner:
                 why = Reason.LENGTHS if growth is None else None
             if why is None:
                 reuse.count()
-                self._repeats.add(begun_ns, growth)
+                self._skipped.add(begun_ns, growth)
                 return plans
         if forward_batch.batch_size == 0:
             return None
@@ -139,7 +139,7 @@ class StepPlanner:
         """Read a step's paths, and plan it."""
         plans = microbatch.eager if execution is ExecutionMode.EAGER else microbatch.captured
         assert plans is not None
-        reader, num_repeated = microbatch.reader, self._repeats.end()
+        reader, num_repeated = microbatch.reader, self._skipped.end()
         reqs = None if requests is None else requests.reqs
         num_requests: int = forward_batch.batch_size
         would_repeat = False
@@ -188,7 +188,7 @@ class StepPlanner:
         else:
             steps = sys.maxsize if self._reports is None else self._reports.steps_left
             self._reuse.allow(min(kind.steps_to_repeat(reader, plans.steps_left()), steps))
-            self._repeats.begin(plans.step_tokens, len(shared.reqs))
+            self._skipped.begin(plans.step_tokens, len(shared.reqs))
 
     # --- CUDA graphs ---
 
@@ -223,7 +223,7 @@ class StepPlanner:
 
     def _plan_stats(self) -> list[PlanStats]:
         stats = [plans.stats for each in self._microbatches for plans in each.plans()]
-        return [*stats, self._repeats.stats()]
+        return [*stats, self._skipped.stats()]
 
 
 class TargetPlanner(StepPlanner):
@@ -232,7 +232,7 @@ class TargetPlanner(StepPlanner):
     def __init__(self, model_runner: Any, environment: Environment, routes: Routes) -> None:
         super().__init__(model_runner, environment, routes)
         self._reports = StepReports(environment, model_runner, self.counters)
-        self._repeats = RepeatedSteps(self._reports.add_repeated, self._reports.on_step)
+        self._skipped = SkippedPlanning(self._reports.add_repeated, self._reports.on_step)
         self._reports.start()
 
     def counters(self) -> Counters:
