@@ -11,7 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_trees import TREE_KINDS, Tree
 
 from sglang_pat.sglang.step.debug_checks import StepChecker
-from sglang_pat.sglang.step.plan_reuse import Reason, Reuse
+from sglang_pat.sglang.step.plan_reuse import PlanReuse, Reason
 from sglang_pat.sglang.tree.batch_builder import BatchReader, StepView
 from sglang_pat.sglang.tree.radix_paths import radix_source
 from sglang_pat.sglang.tree.request_tracker import RequestTracker
@@ -40,7 +40,7 @@ class Batch:
         self.tree.cache.req_to_token_pool = SimpleNamespace(req_to_token=self.req_to_token)
         self.tracker = RequestTracker()
         self.reader = BatchReader(self.tracker, strict=True)
-        self.reuse = Reuse(self.tracker)
+        self.reuse = PlanReuse(self.tracker)
         self.why: Reason | None = None  # the last step did not repeat the one before
         self.checker = StepChecker()
 
@@ -77,9 +77,9 @@ class Batch:
         kind: Any = "decode"
         plans: Any = "of the graphs"
         self.why = self.reuse.reason(kind, view.requests.reqs, plans, len(lens))
-        self.reuse.hold(kind, view.requests.reqs, plans, len(lens), Reason.PRIVATE)
+        self.reuse.begin_plan(kind, view.requests.reqs, plans, len(lens), Reason.PRIVATE)
         self.batch = self.reader.read(view)
-        self.reuse.allow(100)
+        self.reuse.permit_skips(100)
         self.tracker.leave(outer)
         shared = self.reader.last_shared
         assert shared is not None

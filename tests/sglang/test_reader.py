@@ -15,7 +15,7 @@ from sglang_trees import TREE_KINDS, Tree, place, request
 from sglang_pat._scheduler import row_lengths
 from sglang_pat.batch import DecodeBatch
 from sglang_pat.sglang.speculative.rows import DraftReader, RowShape, SpeculativeView
-from sglang_pat.sglang.step.plan_reuse import Reason, Reuse
+from sglang_pat.sglang.step.plan_reuse import PlanReuse, Reason
 from sglang_pat.sglang.tree import batch_builder, request_tracker
 from sglang_pat.sglang.tree.batch_builder import CUT, NO_REQUESTS, OVERFLOW, BatchReader, StepView
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, StepRequests
@@ -240,16 +240,16 @@ def test_only_a_step_right_after_one_of_the_same_requests_is_unchanged(
     reads: Reads, monkeypatch: pytest.MonkeyPatch, mode: ForwardMode
 ) -> None:
     a, chunk = reads.request("a", [1, 2, 3]), reads.request("chunk", [1])
-    original, reuse, reasons = reads.reader.read, Reuse(), []
+    original, reuse, reasons = reads.reader.read, PlanReuse(), []
     kind: Any = "decode"
     plans: Any = "of the graphs"
 
     def note_and_read(view: StepView) -> Any:
         assert view.requests is not None
         reasons.append(reuse.reason(kind, view.requests.reqs, plans, 1))
-        reuse.hold(kind, view.requests.reqs, plans, 1, Reason.PRIVATE)
+        reuse.begin_plan(kind, view.requests.reqs, plans, 1, Reason.PRIVATE)
         batch = original(view)
-        reuse.allow(100)
+        reuse.permit_skips(100)
         return batch
 
     monkeypatch.setattr(reads.reader, "read", note_and_read)

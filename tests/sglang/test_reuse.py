@@ -1,4 +1,4 @@
-"""Reuse: one object decides whether a captured step repeats the last one."""
+"""PlanReuse: one object decides whether a captured step repeats the last one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from sglang_pat._scheduler import growth_of
 from sglang_pat.sglang.speculative.steps import SpeculativeStep
-from sglang_pat.sglang.step.plan_reuse import Reason, Reuse
+from sglang_pat.sglang.step.plan_reuse import PlanReuse, Reason
 from sglang_pat.sglang.tree.request_tracker import RequestTracker, StepRequests
 
 DECODE: Any = SimpleNamespace(name="decode")
@@ -30,19 +30,19 @@ def tracker() -> RequestTracker:
 
 
 @pytest.fixture
-def reuse(tracker: RequestTracker) -> Reuse:
+def reuse(tracker: RequestTracker) -> PlanReuse:
     """After a decode step of two requests, which two more steps may repeat."""
-    reuse = Reuse(tracker)
-    reuse.hold(DECODE, REQS, GRAPHS, ROWS, Reason.PRIVATE)
-    reuse.allow(2)
+    reuse = PlanReuse(tracker)
+    reuse.begin_plan(DECODE, REQS, GRAPHS, ROWS, Reason.PRIVATE)
+    reuse.permit_skips(2)
     return reuse
 
 
-def asked(reuse: Reuse) -> Reason | None:
+def asked(reuse: PlanReuse) -> Reason | None:
     return reuse.reason(DECODE, REQS, GRAPHS, ROWS)
 
 
-def test_a_step_repeats_the_last_one_as_often_as_allowed(reuse: Reuse) -> None:
+def test_a_step_repeats_the_last_one_as_often_as_allowed(reuse: PlanReuse) -> None:
     for _ in range(2):
         assert asked(reuse) is None
         assert asked(reuse) is None, "asking changes nothing"
@@ -61,30 +61,30 @@ def test_a_step_repeats_the_last_one_as_often_as_allowed(reuse: Reuse) -> None:
         ((DECODE, REQS, GRAPHS, ROWS + 1), Reason.ROWS),
     ],
 )
-def test_another_step_is_planned(reuse: Reuse, step: Any, reason: Reason) -> None:
+def test_another_step_is_planned(reuse: PlanReuse, step: Any, reason: Reason) -> None:
     assert reuse.reason(*step) is reason
 
 
 def test_the_first_step_is_planned(tracker: RequestTracker) -> None:
-    assert asked(Reuse(tracker)) is Reason.FIRST
+    assert asked(PlanReuse(tracker)) is Reason.FIRST
 
 
-def test_a_warm_up_is_forgotten(reuse: Reuse) -> None:
-    reuse.hold(DECODE, None, GRAPHS, ROWS, Reason.PRIVATE)
-    reuse.allow(2)
+def test_a_warm_up_is_forgotten(reuse: PlanReuse) -> None:
+    reuse.begin_plan(DECODE, None, GRAPHS, ROWS, Reason.PRIVATE)
+    reuse.permit_skips(2)
     assert asked(reuse) is Reason.FIRST
     assert reuse.reason(DECODE, None, GRAPHS, ROWS) is Reason.FIRST
 
 
 @pytest.mark.parametrize("why", [Reason.PRIVATE, Reason.EAGER])
-def test_nothing_repeats_a_step_before_it_is_allowed(reuse: Reuse, why: Reason) -> None:
-    reuse.hold(DECODE, REQS, GRAPHS, ROWS, why)
+def test_nothing_repeats_a_step_before_it_is_allowed(reuse: PlanReuse, why: Reason) -> None:
+    reuse.begin_plan(DECODE, REQS, GRAPHS, ROWS, why)
     assert asked(reuse) is why
 
 
 @pytest.mark.parametrize("why", [Reason.CHECKED, Reason.GRAPH])
-def test_nothing_repeats_a_step_that_was_stopped(reuse: Reuse, why: Reason) -> None:
-    reuse.stop(why)
+def test_nothing_repeats_a_step_that_was_stopped(reuse: PlanReuse, why: Reason) -> None:
+    reuse.block_skips(why)
     assert asked(reuse) is why
     assert reuse.in_place(DECODE, REQS) is GRAPHS, "its plan stays"
 
@@ -97,22 +97,22 @@ def test_nothing_repeats_a_step_that_was_stopped(reuse: Reuse, why: Reason) -> N
     ],
 )
 def test_requests_that_moved_are_planned(
-    reuse: Reuse, tracker: RequestTracker, move: Callable[[RequestTracker], None]
+    reuse: PlanReuse, tracker: RequestTracker, move: Callable[[RequestTracker], None]
 ) -> None:
     move(tracker)
-    reuse.stop(Reason.CHECKED)
+    reuse.block_skips(Reason.CHECKED)
     assert asked(reuse) is Reason.MOVED, "which says more than what came later"
-    reuse.hold(DECODE, REQS, GRAPHS, ROWS, Reason.PRIVATE)
+    reuse.begin_plan(DECODE, REQS, GRAPHS, ROWS, Reason.PRIVATE)
     move(tracker)
-    reuse.allow(2)
+    reuse.permit_skips(2)
     assert asked(reuse) is Reason.MOVED, "while the step was planned, too"
-    reuse.hold(DECODE, REQS, GRAPHS, ROWS, Reason.PRIVATE)
-    reuse.allow(2)
+    reuse.begin_plan(DECODE, REQS, GRAPHS, ROWS, Reason.PRIVATE)
+    reuse.permit_skips(2)
     assert asked(reuse) is None
 
 
 def test_a_mixed_batch_in_which_all_decode_moves_nothing(
-    reuse: Reuse, tracker: RequestTracker
+    reuse: PlanReuse, tracker: RequestTracker
 ) -> None:
     tracker.invalidate([])
     assert asked(reuse) is None
@@ -120,11 +120,11 @@ def test_a_mixed_batch_in_which_all_decode_moves_nothing(
 
 def test_reasons_are_asked_in_the_order_of_the_table(tracker: RequestTracker) -> None:
     """With everything wrong at once, each reason hides those behind it."""
-    reuse = Reuse(tracker)
+    reuse = PlanReuse(tracker)
     step = [VERIFY, list(REQS), EAGER, ROWS + 1]
     right = [DECODE, REQS, GRAPHS, ROWS]
     found = [reuse.reason(*step)]
-    reuse.hold(*right, Reason.PRIVATE)  # type: ignore[arg-type]
+    reuse.begin_plan(*right, Reason.PRIVATE)  # type: ignore[arg-type]
     tracker.invalidate_all()
     order = [1, 0, 2, 3]
     for i in order:
@@ -134,12 +134,12 @@ def test_reasons_are_asked_in_the_order_of_the_table(tracker: RequestTracker) ->
     assert found == list(Reason)[:6]
 
 
-def test_the_plan_of_a_verify_step_serves_what_follows_it(reuse: Reuse) -> None:
-    reuse.hold(VERIFY, REQS, GRAPHS, ROWS, Reason.PRIVATE)
+def test_the_plan_of_a_verify_step_serves_what_follows_it(reuse: PlanReuse) -> None:
+    reuse.begin_plan(VERIFY, REQS, GRAPHS, ROWS, Reason.PRIVATE)
     assert reuse.in_place(VERIFY, REQS) is GRAPHS
     assert reuse.in_place(VERIFY, list(REQS)) is None
     assert reuse.in_place(DECODE, REQS) is None
-    reuse.hold(DECODE, REQS, GRAPHS, ROWS, Reason.PRIVATE)
+    reuse.begin_plan(DECODE, REQS, GRAPHS, ROWS, Reason.PRIVATE)
     assert reuse.in_place(VERIFY, REQS) is None
 
 
@@ -170,7 +170,7 @@ def test_growth_of_lengths_that_lie_apart_or_are_huge() -> None:
 
 
 def test_a_decoder_that_is_gone_is_not_told(tracker: RequestTracker) -> None:
-    reuse = Reuse(tracker)
+    reuse = PlanReuse(tracker)
     assert len(tracker._caches) == 1
     del reuse
     gc.collect()

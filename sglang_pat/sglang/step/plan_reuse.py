@@ -1,8 +1,8 @@
-"""Reuse: decides whether a captured step repeats the last one.
+"""PlanReuse: decides whether a captured step repeats the last one.
 
 A CUDA graph reads its plan from buffers that stay in place. Where the next step has the same
 requests and replays the same graph, the plan in the buffers serves it, and the host does nothing
-else. `Reuse.reason` is the one place that decides this. The reasons are asked in the order of
+else. `PlanReuse.reason` is the one place that decides this. The reasons are asked in the order of
 `Reason`; counters, log and tests use the same names.
 
 SkippedPlanning: counts the steps that repeat the last one (`step/plan_reuse.py`).
@@ -62,7 +62,7 @@ class LastPlan:
         self.why = Reason.PRIVATE  # the reason once no steps are left
 
 
-class Reuse:
+class PlanReuse:
     """Answers whether a captured step repeats the last one, and if not, why.
 
     The steps of one set of captured buffers: a served model has one, a draft model another one.
@@ -122,10 +122,10 @@ class Reuse:
 
     # --- around planning ---
 
-    def hold(
+    def begin_plan(
         self, kind: Any, reqs: list[Request] | None, plans: StepPlans, num_rows: int, why: Reason
     ) -> None:
-        """Forget the last step: this one is planned now. Nothing repeats it until `allow`.
+        """Forget the last step: this one is planned now. Nothing repeats it until `permit_skips`.
 
         why: the reason until then. See `reason` for the others.
         """
@@ -135,14 +135,14 @@ class Reuse:
         self._last = LastPlan(kind, reqs, plans, num_rows)
         self._last.why = why
 
-    def allow(self, steps: int) -> None:
+    def permit_skips(self, steps: int) -> None:
         """Let steps repeat the one that was planned: at most so many."""
         last = self._last
         if last is None or last.why is Reason.MOVED:
             return
         last.steps_left, last.why = steps, Reason.DUE
 
-    def stop(self, why: Reason) -> None:
+    def block_skips(self, why: Reason) -> None:
         """Let nothing repeat the last step, which stays in place."""
         last = self._last
         if last is not None and last.why is not Reason.MOVED:
@@ -153,11 +153,11 @@ class Reuse:
     def invalidate(self, ids: Collection[int]) -> None:
         """Requests have moved, if any are given: in a mixed batch all may decode."""
         if ids:
-            self.stop(Reason.MOVED)
+            self.block_skips(Reason.MOVED)
 
     def invalidate_all(self) -> None:
         """All paths may have changed."""
-        self.stop(Reason.MOVED)
+        self.block_skips(Reason.MOVED)
 
 
 class SkippedPlanning:

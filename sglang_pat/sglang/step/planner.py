@@ -23,7 +23,7 @@ from sglang_pat.sglang.report.reports import StepReports
 from sglang_pat.sglang.start.layer_support import Routes
 from sglang_pat.sglang.step.debug_checks import DebugChecks, check_host_lengths
 from sglang_pat.sglang.step.microbatches import Microbatch, Microbatches
-from sglang_pat.sglang.step.plan_reuse import Reason, Reuse, SkippedPlanning
+from sglang_pat.sglang.step.plan_reuse import PlanReuse, Reason, SkippedPlanning
 from sglang_pat.sglang.step.step_type import ExecutionMode, StepType
 from sglang_pat.sglang.tree.batch_builder import OVERFLOW, BatchReader
 from sglang_pat.sglang.tree.request_tracker import StepRequests
@@ -83,7 +83,7 @@ class StepPlanner:
         )
         self._checks = DebugChecks.of_sglang() if environment.debug else None
         self._max_requests = 0  # of the largest graph
-        self._reuse = Reuse()
+        self._reuse = PlanReuse()
         self._reasons: Counter[str] = Counter()  # why steps were planned
         self._reports: StepReports | None = None
         self._skipped = SkippedPlanning(lambda planning: None)
@@ -147,7 +147,7 @@ class StepPlanner:
             last = self._reuse.reason(kind, reqs, plans, num_requests)
             would_repeat = last in _WOULD_REPEAT
         first = Reason.EAGER if execution is ExecutionMode.EAGER else Reason.PRIVATE
-        self._reuse.hold(kind, reqs, plans, num_requests, first)
+        self._reuse.begin_plan(kind, reqs, plans, num_requests, first)
         view = kind.view(forward_batch, requests)
         req_pool_indices, seq_lens = kind.rows(view, forward_batch, execution)
         batch = reader.read(view)
@@ -182,12 +182,12 @@ class StepPlanner:
         if shared is None:
             return
         if self._checks is not None:
-            self._reuse.stop(Reason.CHECKED)
+            self._reuse.block_skips(Reason.CHECKED)
         elif not kind.graphs_are_complete:
-            self._reuse.stop(Reason.GRAPH)
+            self._reuse.block_skips(Reason.GRAPH)
         else:
             steps = sys.maxsize if self._reports is None else self._reports.steps_left
-            self._reuse.allow(min(kind.steps_to_repeat(reader, plans.steps_left()), steps))
+            self._reuse.permit_skips(min(kind.steps_to_repeat(reader, plans.steps_left()), steps))
             self._skipped.begin(plans.step_tokens, len(shared.reqs))
 
     # --- CUDA graphs ---
