@@ -131,7 +131,7 @@ class Steps:
 
         from sglang_pat.sglang.tree import batch_builder, request_tracker
 
-        self._tracker, self._view_of = request_tracker, batch_builder.StepView.of
+        self._tracker, self._view_of = request_tracker, batch_builder.StepInputs.of
         self._mode = ForwardMode.DECODE
         self.reader = batch_builder.BatchReader()
         self.attention: Any = PackAttention(

@@ -12,7 +12,7 @@ from sglang_trees import TREE_KINDS, Tree
 
 from sglang_pat.sglang.step.debug_checks import StepChecker
 from sglang_pat.sglang.step.plan_reuse import PlanReuse, Reason
-from sglang_pat.sglang.tree.batch_builder import BatchReader, StepView
+from sglang_pat.sglang.tree.batch_builder import BatchReader, StepInputs
 from sglang_pat.sglang.tree.radix_paths import radix_source
 from sglang_pat.sglang.tree.request_tracker import RequestTracker
 from sglang_pat.sglang.tree.row_groups import GroupSource, Row, batch_with_beams
@@ -72,7 +72,7 @@ class Batch:
         )
         self.tracker.on_target_batch(forward, batch)
         outer = self.tracker.enter(forward)
-        view = StepView.of(forward, self.tracker.claim_step())
+        view = StepInputs.of(forward, self.tracker.claim_step())
         assert view.requests is not None
         kind: Any = "decode"
         plans: Any = "of the graphs"

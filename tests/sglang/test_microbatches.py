@@ -13,7 +13,7 @@ from sglang_pat import PackAttention
 from sglang_pat.plan import Shape
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.step.microbatches import Microbatches
-from sglang_pat.sglang.tree.batch_builder import BatchReader, StepView
+from sglang_pat.sglang.tree.batch_builder import BatchReader, StepInputs
 from sglang_pat.sglang.tree.request_tracker import StepRequests
 
 SHAPE = Shape(4, 2, 64, 64)
@@ -52,7 +52,7 @@ def test_batches_that_take_turns_find_what_they_left(tree: Tree) -> None:
     for reqs in (odd, even, odd, even, odd[1:], even[:1], odd[1:]):
         step = step_of(tree, [*reqs])
         microbatch = microbatches.of(step)
-        microbatch.reader.read(StepView.of(view_of(reqs), step))
+        microbatch.reader.read(StepInputs.of(view_of(reqs), step))
         used.append(microbatch)
     assert len(set(map(id, used))) == 2
     assert used[0] is used[2] is used[4] is used[6]
@@ -80,7 +80,7 @@ def test_a_new_batch_takes_the_place_of_the_one_unused_the_longest(tree: Tree) -
     for reqs in batches:
         step = step_of(tree, reqs)
         used.append(microbatches.of(step))
-        used[-1].reader.read(StepView.of(view_of(reqs), step))
+        used[-1].reader.read(StepInputs.of(view_of(reqs), step))
     assert used[2] is used[0]
     assert microbatches.of(step_of(tree, batches[1])) is used[1]
     assert microbatches.current is used[1]
@@ -92,7 +92,7 @@ def test_another_thread_counts_all_of_them_at_any_time(tree: Tree) -> None:
     before = list(microbatches)
     for name in "ab":
         step = step_of(tree, requests(tree, name))
-        microbatches.of(step).reader.read(StepView.of(view_of(step.reqs), step))
+        microbatches.of(step).reader.read(StepInputs.of(view_of(step.reqs), step))
     assert list(seen[0]) == seen[1] == before, "what another thread holds is never changed"
     assert {*microbatches} == {*before}
 

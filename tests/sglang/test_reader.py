@@ -14,10 +14,10 @@ from sglang_trees import TREE_KINDS, Tree, place, request
 
 from sglang_pat._scheduler import row_lengths
 from sglang_pat.batch import DecodeBatch
-from sglang_pat.sglang.speculative.rows import DraftReader, RowShape, SpeculativeView
+from sglang_pat.sglang.speculative.rows import DraftReader, RowShape, SpeculativeInputs
 from sglang_pat.sglang.step.plan_reuse import PlanReuse, Reason
 from sglang_pat.sglang.tree import batch_builder, request_tracker
-from sglang_pat.sglang.tree.batch_builder import CUT, NO_REQUESTS, OVERFLOW, BatchReader, StepView
+from sglang_pat.sglang.tree.batch_builder import CUT, NO_REQUESTS, OVERFLOW, BatchReader, StepInputs
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, StepRequests
 
 RUNNER = SimpleNamespace(is_draft_worker=False)
@@ -44,7 +44,9 @@ def read(
     scheduled = SimpleNamespace(reqs=reqs, tree_cache=tree, **schedule_batch)
     request_tracker._after_init_new(launched, object, scheduled, RUNNER)
     result: DecodeBatch = request_tracker._around_forward(
-        lambda runner, forward_batch: reader.read(StepView.of(view, REQUEST_TRACKER.claim_step())),
+        lambda runner, forward_batch: reader.read(
+            StepInputs.of(view, REQUEST_TRACKER.claim_step())
+        ),
         RUNNER,
         launched,
     )
@@ -98,7 +100,7 @@ def test_data_parallel_padding_is_not_announced(tree: Tree, reqs: list[Any]) -> 
 )
 def test_a_step_of_an_idle_rank_is_not_counted(view: Any) -> None:
     reader = BatchReader()
-    batch = reader.read(StepView.of(view, None))
+    batch = reader.read(StepInputs.of(view, None))
     assert batch.seq_lens.tolist() == [0, 0]
     assert not reader.private_steps
     assert reader.last_shared is None
@@ -244,7 +246,7 @@ def test_only_a_step_right_after_one_of_the_same_requests_is_unchanged(
     kind: Any = "decode"
     plans: Any = "of the graphs"
 
-    def note_and_read(view: StepView) -> Any:
+    def note_and_read(view: StepInputs) -> Any:
         assert view.requests is not None
         reasons.append(reuse.reason(kind, view.requests.reqs, plans, 1))
         reuse.begin_plan(kind, view.requests.reqs, plans, 1, Reason.PRIVATE)
@@ -315,10 +317,10 @@ def test_a_newcomer_with_drafts_shares_what_it_has_split(kind: str) -> None:
     tree.insert([1, 2, 3, 4], range(4))
     a = tree.request("a", [1, 2, 3, 4], 4)
     step = StepRequests([a], tree.cache, has_beams=False)
-    reader.read(SpeculativeView.of(batch_of([6]), step, shape=chains))
+    reader.read(SpeculativeInputs.of(batch_of([6]), step, shape=chains))
     b = tree.request("b", [1, 2], 2)
     step = StepRequests([a, b], tree.cache, has_beams=False)
-    paths = reader.read(SpeculativeView.of(batch_of([6, 5]), step, shape=chains)).read_paths()
+    paths = reader.read(SpeculativeInputs.of(batch_of([6, 5]), step, shape=chains)).read_paths()
     assert paths.kv_end.tolist() == [2, 4, 6] * 2 + [2, 5] * 2
     assert len({paths.node_id[row] for row in paths.path_begin[:-1]}) == 1
 
@@ -389,7 +391,7 @@ def test_part_of_a_batch_is_private(tree: Tree, reqs: list[Any]) -> None:
 
 def test_a_warm_up_is_private(caplog: pytest.LogCaptureFixture) -> None:
     reader = BatchReader()
-    batch = reader.read(StepView.of(batch_of([1, 1, 1]), None))
+    batch = reader.read(StepInputs.of(batch_of([1, 1, 1]), None))
     assert batch.seq_lens.tolist() == [1, 1, 1]
     assert batch.key is None
     assert reader.private_steps == {NO_REQUESTS: 1}
@@ -426,7 +428,7 @@ def test_lengths_that_are_not_on_the_host_are_those_that_requests_have_committed
     chains, ahead = RowShape.of_drafts(2, are_chains=True), RowShape(first=1)
 
     def lengths(step: StepRequests, shape: RowShape) -> list[int]:
-        batch = DraftReader().read(SpeculativeView.of(view, step, shape=shape))
+        batch = DraftReader().read(SpeculativeInputs.of(view, step, shape=shape))
         lens: list[int] = batch.seq_lens.tolist()
         return lens
 

@@ -17,7 +17,7 @@ import torch
 
 from sglang_pat.batch import IntArray
 from sglang_pat.sglang.compat import RequestFields, unwrapped
-from sglang_pat.sglang.tree.batch_builder import CUT, BatchReader, StepView
+from sglang_pat.sglang.tree.batch_builder import CUT, BatchReader, StepInputs
 from sglang_pat.sglang.tree.radix_paths import RadixSource, Request
 from sglang_pat.sglang.tree.request_tracker import StepRequests
 from sglang_pat.sglang.tree.row_groups import GroupSource, Row, RowGroup
@@ -181,7 +181,7 @@ class DraftGroups:
 
 
 @dataclass(slots=True)
-class SpeculativeView(StepView):
+class SpeculativeInputs(StepInputs):
     """The fields that pat reads of a step of speculative decoding. shape: of its rows."""
 
     shape: RowShape
@@ -211,19 +211,19 @@ class DraftReader(BatchReader):
             room = np.minimum(room, self._drafts.longest - self._committed)
         return np.maximum(room, 0)
 
-    def _request_lengths(self, view: StepView, reason: str | None) -> IntArray:
+    def _request_lengths(self, view: StepInputs, reason: str | None) -> IntArray:
         step = view.requests
         if step is None or reason == CUT or view.seq_lens_cpu is not None:
             return super()._request_lengths(view, reason)
-        if not isinstance(view, SpeculativeView) or not view.shape.speculates:
+        if not isinstance(view, SpeculativeInputs) or not view.shape.speculates:
             return super()._request_lengths(view, reason)
         return view.lengths(committed_lengths(step.reqs))
 
-    def _row_lengths(self, view: StepView, lens: IntArray) -> IntArray:
-        return view.shape.lengths(lens) if isinstance(view, SpeculativeView) else lens
+    def _row_lengths(self, view: StepInputs, lens: IntArray) -> IntArray:
+        return view.shape.lengths(lens) if isinstance(view, SpeculativeInputs) else lens
 
-    def _rows(self, view: StepView, reqs: list[Request]) -> list[Request]:
-        if not isinstance(view, SpeculativeView) or not view.shape.are_drafts:
+    def _rows(self, view: StepInputs, reqs: list[Request]) -> list[Request]:
+        if not isinstance(view, SpeculativeInputs) or not view.shape.are_drafts:
             self._drafts = None
             return reqs
         shape = view.shape

@@ -33,12 +33,12 @@ from sglang_pat.sglang.speculative.rows import (
     DraftReader,
     RowShape,
     RowTensors,
-    SpeculativeView,
+    SpeculativeInputs,
     committed_lengths,
 )
 from sglang_pat.sglang.speculative.tree_attention import BlockKv, BranchKv, TreeKv
 from sglang_pat.sglang.step.step_type import ExecutionMode, StepType
-from sglang_pat.sglang.tree.batch_builder import BatchReader, StepView
+from sglang_pat.sglang.tree.batch_builder import BatchReader, StepInputs
 from sglang_pat.sglang.tree.request_tracker import StepRequests, requests_of
 
 
@@ -69,8 +69,8 @@ class SpeculativeStep(StepType):
     _lens: IntArray
     _room: IntArray
 
-    def view(self, forward_batch: Any, requests: StepRequests | None) -> SpeculativeView:
-        view = SpeculativeView.of(forward_batch, requests, shape=self.shape)
+    def view(self, forward_batch: Any, requests: StepRequests | None) -> SpeculativeInputs:
+        view = SpeculativeInputs.of(forward_batch, requests, shape=self.shape)
         if self.lengths_are_bounds:
             view.seq_lens_cpu = None
         return view
@@ -152,13 +152,13 @@ class TargetVerifyStep(SpeculativeStep):
         self.graphs_are_complete = True
 
     def rows(
-        self, view: StepView, forward_batch: Any, execution: ExecutionMode
+        self, view: StepInputs, forward_batch: Any, execution: ExecutionMode
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._read_drafts(forward_batch, view.num_known, execution)
         return self.request_rows(view, execution)
 
     def request_rows(
-        self, view: StepView, execution: ExecutionMode
+        self, view: StepInputs, execution: ExecutionMode
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `req_pool_indices` and `seq_lens` of the rows of these requests."""
         rows, _ = self._eager if execution is ExecutionMode.EAGER else self._captured
@@ -245,7 +245,7 @@ class DraftExtendStep(SpeculativeStep):
         self._counts = Counter({"steps": 0, "rows": 0})
         self._counted: Any = None  # SGLang's drafts of the last step
 
-    def view(self, forward_batch: Any, requests: StepRequests | None) -> SpeculativeView:
+    def view(self, forward_batch: Any, requests: StepRequests | None) -> SpeculativeInputs:
         """Read the step as the verify step before it.
 
         Requests are longer by all draft tokens now, accepted or not. SGLang may show buffers of the
@@ -264,7 +264,7 @@ class DraftExtendStep(SpeculativeStep):
         )
 
     def rows(
-        self, view: StepView, forward_batch: Any, execution: ExecutionMode
+        self, view: StepInputs, forward_batch: Any, execution: ExecutionMode
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self._verify.request_rows(view, execution)
 
@@ -319,7 +319,7 @@ class DraftChainSteps(SpeculativeStep):
         return torch.add(batch.seq_lens, self._offsets, out=lens)
 
     def rows(
-        self, view: StepView, forward_batch: Any, execution: ExecutionMode
+        self, view: StepInputs, forward_batch: Any, execution: ExecutionMode
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if execution is ExecutionMode.EAGER:
             self._round_lens = view.seq_lens + self._offsets
@@ -385,7 +385,7 @@ class DraftTreeSteps(DraftChainSteps):
         self.graphs_are_complete = True
 
     def rows(
-        self, view: StepView, forward_batch: Any, execution: ExecutionMode
+        self, view: StepInputs, forward_batch: Any, execution: ExecutionMode
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, self.extra_kv = self._eager if execution is ExecutionMode.EAGER else self._captured
         if execution is not ExecutionMode.REPLAY:  # a graph reads SGLang's own buffer

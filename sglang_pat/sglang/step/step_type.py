@@ -15,7 +15,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.batch import DecodeBatch
 from sglang_pat.sglang.layer.step_plans import StepPlans
-from sglang_pat.sglang.tree.batch_builder import BatchReader, StepView
+from sglang_pat.sglang.tree.batch_builder import BatchReader, StepInputs
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, StepRequests
 
 
@@ -50,12 +50,12 @@ class StepType:
     repeat: Callable[[Any, StepRequests], int | None] | None = None
     requests: Callable[[Any], StepRequests | None] = REQUEST_TRACKER.claim_step
 
-    def view(self, forward_batch: Any, requests: StepRequests | None) -> StepView:
+    def view(self, forward_batch: Any, requests: StepRequests | None) -> StepInputs:
         """Read a step."""
-        return StepView.of(forward_batch, requests)
+        return StepInputs.of(forward_batch, requests)
 
     def rows(
-        self, view: StepView, forward_batch: Any, execution: ExecutionMode
+        self, view: StepInputs, forward_batch: Any, execution: ExecutionMode
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `req_pool_indices` and `seq_lens` of the rows, which layers read on the device."""
         return view.req_pool_indices, view.seq_lens

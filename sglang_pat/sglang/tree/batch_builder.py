@@ -1,6 +1,6 @@
 """Builds the DecodeBatch of the step that SGLang runs.
 
-`StepView` has the fields of the step. `BatchReader` reads the paths of requests that are new or
+`StepInputs` has the fields of the step. `BatchReader` reads the paths of requests that are new or
 whose path may have changed (`radix_paths.py`); a forest keeps those of the others.
 """
 
@@ -107,7 +107,7 @@ class BatchReader:
         """True if the step's first request was in the last step that this reader has read."""
         return step.reqs is self._reqs or any(req is step.reqs[0] for req in self._reqs)
 
-    def read(self, view: StepView) -> DecodeBatch:
+    def read(self, view: StepInputs) -> DecodeBatch:
         """Read a step as host data.
 
         Rows behind the requests are padding: they get length 0.
@@ -141,18 +141,18 @@ class BatchReader:
 
     # --- how requests become rows: one row each, where nothing speculates ---
 
-    def _request_lengths(self, view: StepView, reason: str | None) -> IntArray:
+    def _request_lengths(self, view: StepInputs, reason: str | None) -> IntArray:
         """Return the lengths of the requests on the host, 0 for padding.
 
         reason: why nothing is shared.
         """
         return view.lengths(view.host_lengths())
 
-    def _row_lengths(self, view: StepView, lens: IntArray) -> IntArray:
+    def _row_lengths(self, view: StepInputs, lens: IntArray) -> IntArray:
         """Return the lengths of the rows, for requests of these lengths."""
         return lens
 
-    def _rows(self, view: StepView, reqs: list[Request]) -> list[Request]:
+    def _rows(self, view: StepInputs, reqs: list[Request]) -> list[Request]:
         """Return the rows of the requests."""
         return reqs
 
@@ -236,7 +236,7 @@ class BatchReader:
 
 
 @dataclass(slots=True)
-class StepView:
+class StepInputs:
     """The fields that pat reads of a step, in one form.
 
     SGLang shows a step in several shapes: a batch, a namespace before a replay, a batch whose
