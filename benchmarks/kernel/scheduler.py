@@ -8,7 +8,7 @@ Stages: a plan built from scratch, from 16 to 4,096 requests. "cold plan" is Pac
 paths in, plan assembled. "write" copies the plan into its buffer.
 
 Steps: decode steps of 256, 1,024 and 4,096 requests in each of SGLang's prefix caches, all Python
-included. The unit is CPU time, so other processes do not count. "read" is BatchReader.read().
+included. The unit is CPU time, so other processes do not count. "read" is DecodeBatchBuilder.read().
 "plan" is PackAttention.plan() up to the plan in its buffer, without the copy to a device. Documents
 are equally long, or of varied lengths. With varied lengths every document has more turns in the
 cache than run, and every fourth newcomer brings a document that no running request has: what looks
@@ -133,7 +133,7 @@ class Steps:
 
         self._tracker, self._view_of = request_tracker, batch_builder.StepInputs.of
         self._mode = ForwardMode.DECODE
-        self.reader = batch_builder.BatchReader()
+        self.reader = batch_builder.DecodeBatchBuilder()
         self.attention: Any = PackAttention(
             NUM_QO_HEADS, NUM_KV_HEADS, 128, dtype=torch.bfloat16, num_workers=NUM_WORKERS
         )

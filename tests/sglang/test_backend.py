@@ -418,5 +418,5 @@ def test_a_plan_that_does_not_fit_a_graph_shares_nothing(
     backend.init_forward_metadata(decode_batch([1], [2], [9]))
     assert len(planned) == 2
     assert planned[1].path_begin.tolist() == [0, 0]
-    assert inside.microbatch(backend).reader.private_steps[OVERFLOW] == 1
+    assert inside.microbatch(backend).builder.private_steps[OVERFLOW] == 1
     assert OVERFLOW in caplog.text

@@ -12,7 +12,7 @@ from sglang_trees import TREE_KINDS, Tree
 
 from sglang_pat.sglang.step.debug_checks import StepChecker
 from sglang_pat.sglang.step.plan_reuse import PlanReuse, Reason
-from sglang_pat.sglang.tree.batch_builder import BatchReader, StepInputs
+from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder, StepInputs
 from sglang_pat.sglang.tree.radix_paths import radix_source
 from sglang_pat.sglang.tree.request_tracker import RequestTracker
 from sglang_pat.sglang.tree.row_groups import GroupSource, Row, batch_with_beams
@@ -39,7 +39,7 @@ class Batch:
         self.req_to_token[[1, 5, 6], 8:12] = torch.arange(20, 24, dtype=torch.int32)
         self.tree.cache.req_to_token_pool = SimpleNamespace(req_to_token=self.req_to_token)
         self.tracker = RequestTracker()
-        self.reader = BatchReader(self.tracker, strict=True)
+        self.builder = DecodeBatchBuilder(self.tracker, strict=True)
         self.reuse = PlanReuse(self.tracker)
         self.why: Reason | None = None  # the last step did not repeat the one before
         self.checker = StepChecker()
@@ -78,10 +78,10 @@ class Batch:
         plans: Any = "of the graphs"
         self.why = self.reuse.reason(kind, view.requests.reqs, plans, len(lens))
         self.reuse.begin_plan(kind, view.requests.reqs, plans, len(lens), Reason.PRIVATE)
-        self.batch = self.reader.read(view)
+        self.batch = self.builder.read(view)
         self.reuse.permit_skips(100)
         self.tracker.leave(outer)
-        shared = self.reader.last_shared
+        shared = self.builder.last_shared
         assert shared is not None
         rows = torch.tensor([1, 2, 5, 6][: len(lens)])
         self.checker.check(*shared, self.req_to_token, rows, plan_is_new=True)
@@ -102,7 +102,7 @@ def test_beams_share_their_prompt_and_others_the_tree(kind: str) -> None:
     assert leader == first == second
     assert other == leader[:1]
     assert batch.batch.seq_lens.tolist() == [13, 20, 13, 13]
-    assert not batch.reader.private_steps
+    assert not batch.builder.private_steps
 
 
 def test_a_prompt_that_the_tree_does_not_hold_is_shared_as_a_whole() -> None:
@@ -154,15 +154,15 @@ def test_a_leader_decodes_on_alone_when_its_beams_have_ended() -> None:
     batch = Batch()
     batch.step([13, 20, 13, 13])
     assert batch.step([14, 21], has_beams=False) == [[(0, 8), (8, 12)], [(0, 8)]]
-    assert batch.reader.changes["leave"] == 2
-    assert batch.reader.changes["re_anchor"] == 0
+    assert batch.builder.changes["leave"] == 2
+    assert batch.builder.changes["re_anchor"] == 0
 
 
 def test_a_leader_that_decoded_before_its_beams_is_read_again() -> None:
     batch = Batch()
     assert batch.step([13, 20], has_beams=False) == [[(0, 8)], [(0, 8)]]
     assert batch.step([14, 21, 14, 14])[0] == [(0, 8), (8, 12)]
-    assert batch.reader.changes["re_anchor"] == 1
+    assert batch.builder.changes["re_anchor"] == 1
 
 
 @pytest.mark.parametrize("kind", TREE_KINDS)
@@ -178,7 +178,7 @@ def test_a_split_of_the_tree_beside_beams(kind: str) -> None:
     rows = batch_with_beams(batch.reqs, batch.tail, lambda reqs: None)
     source = radix_source(batch.tree.cache)
     assert source is not None
-    before = batch.reader.last_shared
+    before = batch.builder.last_shared
     assert before is not None
     before.forest.update(
         before.reqs,

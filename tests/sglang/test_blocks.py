@@ -202,9 +202,9 @@ def test_each_token_of_a_block_reads_its_block(
         scene.draft(view, size)
         scene.assert_block(captured or view, lens, scene.backend, scene.runner, READS)
     assert scene.counters["draft"]["rows"] == 4 * 2 * BLOCK
-    reader = inside.microbatch(scene.backend).reader
-    assert sum(reader.private_steps.values()) == bool(size), "the capture alone"
-    assert reader.changes["join"] == 2 * BLOCK, "the requests stay the same"
+    builder = inside.microbatch(scene.backend).builder
+    assert sum(builder.private_steps.values()) == bool(size), "the capture alone"
+    assert builder.changes["join"] == 2 * BLOCK, "the requests stay the same"
 
 
 @pytest.mark.parametrize("bound", [0, 3, 20, None])

@@ -149,14 +149,14 @@ def test_a_request_that_shares_nothing(step: Step) -> None:
 
 def test_a_step_that_would_repeat_is_a_token_longer() -> None:
     checks = DebugChecks(RankChecker(None))
-    reader: Any = object()
+    builder: Any = object()
     planner: Any = SimpleNamespace(seq_lens=np.array([5, 6], dtype=np.int32))
-    checks.check_growth(planner, reader, would_repeat=False)
+    checks.check_growth(planner, builder, would_repeat=False)
     planner.seq_lens = np.array([9, 6], dtype=np.int32)
     with pytest.raises(RuntimeError, match=r"\[5, 6\] in the last step"):
-        checks.check_growth(planner, reader, would_repeat=True)
+        checks.check_growth(planner, builder, would_repeat=True)
     planner.seq_lens = np.array([10, 7], dtype=np.int32)
-    checks.check_growth(planner, reader, would_repeat=True)
+    checks.check_growth(planner, builder, would_repeat=True)
 
 
 def test_lengths_of_the_same_requests_grow_by_one() -> None:

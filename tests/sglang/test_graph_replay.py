@@ -202,7 +202,7 @@ def test_requests_share_in_a_replay_that_does_not_name_them(
     assert inside.microbatch(backend).captured is not None
     stats = inside.microbatch(backend).captured.stats
     assert (stats.kv_tokens_query_centric, stats.kv_tokens_planned) == (96, 36)
-    assert NO_REQUESTS not in inside.microbatch(backend).reader.private_steps
+    assert NO_REQUESTS not in inside.microbatch(backend).builder.private_steps
 
 
 def test_a_request_that_stopped_takes_no_one_with_it(
@@ -240,13 +240,13 @@ def repeating(
     table[:, :30] = torch.tensor(PREFIX_SLOTS)
     model_runner.req_to_token_pool.req_to_token = table
     read: list[Any] = []
-    original = inside.microbatch(backend).reader.read
+    original = inside.microbatch(backend).builder.read
 
     def reads(view: Any) -> Any:
         read.append(view)
         return original(view)
 
-    monkeypatch.setattr(inside.microbatch(backend).reader, "read", reads)
+    monkeypatch.setattr(inside.microbatch(backend).builder, "read", reads)
 
     def replay(length: int, size: int = GRAPH_ROWS) -> bool:
         read.clear()

@@ -13,7 +13,7 @@ from sglang_pat import PackAttention
 from sglang_pat.plan import Shape
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.step.microbatches import Microbatches
-from sglang_pat.sglang.tree.batch_builder import BatchReader, StepInputs
+from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder, StepInputs
 from sglang_pat.sglang.tree.request_tracker import StepRequests
 
 SHAPE = Shape(4, 2, 64, 64)
@@ -46,25 +46,25 @@ def view_of(reqs: list[Any]) -> Any:
 
 
 def test_batches_that_take_turns_find_what_they_left(tree: Tree) -> None:
-    microbatches = Microbatches(2, new_plans, partial(BatchReader, strict=True))
+    microbatches = Microbatches(2, new_plans, partial(DecodeBatchBuilder, strict=True))
     odd, even = requests(tree, "a", "b", "c"), requests(tree, "d", "e")
     used = []
     for reqs in (odd, even, odd, even, odd[1:], even[:1], odd[1:]):
         step = step_of(tree, [*reqs])
         microbatch = microbatches.of(step)
-        microbatch.reader.read(StepInputs.of(view_of(reqs), step))
+        microbatch.builder.read(StepInputs.of(view_of(reqs), step))
         used.append(microbatch)
     assert len(set(map(id, used))) == 2
     assert used[0] is used[2] is used[4] is used[6]
     assert used[1] is used[3] is used[5]
-    assert used[0].reader.changes == {
+    assert used[0].builder.changes == {
         "join": 3,
         "leave": 1,
         "re_anchor": 0,
         "split": 0,
         "mismatch": 0,
     }
-    assert used[1].reader.changes == {
+    assert used[1].builder.changes == {
         "join": 2,
         "leave": 1,
         "re_anchor": 0,
@@ -74,37 +74,37 @@ def test_batches_that_take_turns_find_what_they_left(tree: Tree) -> None:
 
 
 def test_a_new_batch_takes_the_place_of_the_one_unused_the_longest(tree: Tree) -> None:
-    microbatches = Microbatches(2, new_plans, partial(BatchReader, strict=True))
+    microbatches = Microbatches(2, new_plans, partial(DecodeBatchBuilder, strict=True))
     batches = [requests(tree, name) for name in "abc"]
     used = []
     for reqs in batches:
         step = step_of(tree, reqs)
         used.append(microbatches.of(step))
-        used[-1].reader.read(StepInputs.of(view_of(reqs), step))
+        used[-1].builder.read(StepInputs.of(view_of(reqs), step))
     assert used[2] is used[0]
     assert microbatches.of(step_of(tree, batches[1])) is used[1]
     assert microbatches.current is used[1]
 
 
 def test_another_thread_counts_all_of_them_at_any_time(tree: Tree) -> None:
-    microbatches = Microbatches(2, new_plans, partial(BatchReader, strict=True))
+    microbatches = Microbatches(2, new_plans, partial(DecodeBatchBuilder, strict=True))
     seen = [iter(microbatches), microbatches._recent]
     before = list(microbatches)
     for name in "ab":
         step = step_of(tree, requests(tree, name))
-        microbatches.of(step).reader.read(StepInputs.of(view_of(step.reqs), step))
+        microbatches.of(step).builder.read(StepInputs.of(view_of(step.reqs), step))
     assert list(seen[0]) == seen[1] == before, "what another thread holds is never changed"
     assert {*microbatches} == {*before}
 
 
 def test_a_step_without_requests_is_the_current_one(tree: Tree) -> None:
-    microbatches = Microbatches(2, new_plans, partial(BatchReader, strict=True))
+    microbatches = Microbatches(2, new_plans, partial(DecodeBatchBuilder, strict=True))
     current = microbatches.of(step_of(tree, requests(tree, "a")))
     assert microbatches.of(None) is current
 
 
 def test_graphs_are_captured_once_for_all() -> None:
-    microbatches = Microbatches(2, new_plans, partial(BatchReader, strict=True))
+    microbatches = Microbatches(2, new_plans, partial(DecodeBatchBuilder, strict=True))
     microbatches.reserve(max_requests=4, max_shared_slots=100)
     first, second = (each.captured for each in microbatches)
     assert first is not None

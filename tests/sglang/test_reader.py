@@ -14,10 +14,16 @@ from sglang_trees import TREE_KINDS, Tree, place, request
 
 from sglang_pat._scheduler import row_lengths
 from sglang_pat.batch import DecodeBatch
-from sglang_pat.sglang.speculative.rows import DraftReader, RowShape, SpeculativeInputs
+from sglang_pat.sglang.speculative.rows import DraftBatchBuilder, RowShape, SpeculativeInputs
 from sglang_pat.sglang.step.plan_reuse import PlanReuse, Reason
 from sglang_pat.sglang.tree import batch_builder, request_tracker
-from sglang_pat.sglang.tree.batch_builder import CUT, NO_REQUESTS, OVERFLOW, BatchReader, StepInputs
+from sglang_pat.sglang.tree.batch_builder import (
+    CUT,
+    NO_REQUESTS,
+    OVERFLOW,
+    DecodeBatchBuilder,
+    StepInputs,
+)
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, StepRequests
 
 RUNNER = SimpleNamespace(is_draft_worker=False)
@@ -37,14 +43,14 @@ def batch_of(lens: list[int], **more: Any) -> Any:
 
 
 def read(
-    reader: BatchReader, reqs: list[Any], tree: Any, view: Any, **schedule_batch: Any
+    builder: DecodeBatchBuilder, reqs: list[Any], tree: Any, view: Any, **schedule_batch: Any
 ) -> DecodeBatch:
-    """Batch that the reader makes of `view` while SGLang runs a batch of `reqs`."""
+    """Batch that the builder makes of `view` while SGLang runs a batch of `reqs`."""
     launched = batch_of([1] * len(reqs))
     scheduled = SimpleNamespace(reqs=reqs, tree_cache=tree, **schedule_batch)
     request_tracker._after_init_new(launched, object, scheduled, RUNNER)
     result: DecodeBatch = request_tracker._around_forward(
-        lambda runner, forward_batch: reader.read(
+        lambda runner, forward_batch: builder.read(
             StepInputs.of(view, REQUEST_TRACKER.claim_step())
         ),
         RUNNER,
@@ -66,27 +72,27 @@ def reqs(tree: Tree) -> list[Any]:
 
 
 def test_an_eager_step(tree: Tree, reqs: list[Any]) -> None:
-    reader = BatchReader()
-    batch = read(reader, reqs, tree.cache, batch_of([6, 5]))
+    builder = DecodeBatchBuilder()
+    batch = read(builder, reqs, tree.cache, batch_of([6, 5]))
     assert batch.seq_lens.tolist() == [6, 5]
     paths = batch.read_paths()
     assert paths.kv_end.tolist() == [2, 4, 2]
     assert batch.key is not None
-    assert reader.last_shared is not None
-    assert reader.last_shared.reqs == reqs
-    assert not reader.private_steps
+    assert builder.last_shared is not None
+    assert builder.last_shared.reqs == reqs
+    assert not builder.private_steps
 
 
 def test_a_graph_replay_shows_a_namespace_with_padding(tree: Tree, reqs: list[Any]) -> None:
     # A replay is shown padded buffers, and neither names nor requests.
     view = batch_of([6, 5, 1, 1], num_padding=2, actual_forward_mode=ForwardMode.DECODE)
-    batch = read(BatchReader(), reqs, tree.cache, view)
+    batch = read(DecodeBatchBuilder(), reqs, tree.cache, view)
     assert batch.seq_lens.tolist() == [6, 5, 0, 0]
     assert batch.read_paths().path_begin.tolist() == [0, 2, 3, 3, 3]
 
 
 def test_data_parallel_padding_is_not_announced(tree: Tree, reqs: list[Any]) -> None:
-    batch = read(BatchReader(), reqs, tree.cache, batch_of([6, 5, 1]))
+    batch = read(DecodeBatchBuilder(), reqs, tree.cache, batch_of([6, 5, 1]))
     assert batch.seq_lens.tolist() == [6, 5, 0]
 
 
@@ -99,31 +105,31 @@ def test_data_parallel_padding_is_not_announced(tree: Tree, reqs: list[Any]) -> 
     ],
 )
 def test_a_step_of_an_idle_rank_is_not_counted(view: Any) -> None:
-    reader = BatchReader()
-    batch = reader.read(StepInputs.of(view, None))
+    builder = DecodeBatchBuilder()
+    batch = builder.read(StepInputs.of(view, None))
     assert batch.seq_lens.tolist() == [0, 0]
-    assert not reader.private_steps
-    assert reader.last_shared is None
+    assert not builder.private_steps
+    assert builder.last_shared is None
 
 
 def test_equal_steps_have_equal_keys_and_read_no_path(
     tree: Tree, reqs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reader = BatchReader()
-    first = read(reader, reqs, tree.cache, batch_of([6, 5])).key
-    monkeypatch.setattr(reader._source, "read", lambda reqs: pytest.fail("read a path"))
+    builder = DecodeBatchBuilder()
+    first = read(builder, reqs, tree.cache, batch_of([6, 5])).key
+    monkeypatch.setattr(builder._source, "read", lambda reqs: pytest.fail("read a path"))
     # A list of its own in each step, as SGLang may make it.
-    assert read(reader, [*reqs], tree.cache, batch_of([7, 6])).key == first
-    assert reader.changes == {"join": 2, "leave": 0, "re_anchor": 0, "split": 0, "mismatch": 0}
+    assert read(builder, [*reqs], tree.cache, batch_of([7, 6])).key == first
+    assert builder.changes == {"join": 2, "leave": 0, "re_anchor": 0, "split": 0, "mismatch": 0}
 
 
 class Reads:
-    """A reader of a batch in a tree, and the requests whose paths it has read since asked last."""
+    """A builder of a batch in a tree, and the requests whose paths it has read since asked last."""
 
     def __init__(self, kind: str = "unified") -> None:
         self.tree = Tree(kind)
         self.tree.insert([1, 2, 3, 4], range(4))
-        self.reader = BatchReader()
+        self.builder = DecodeBatchBuilder()
         self.read_paths: list[str] = []
 
     def request(self, rid: str, tokens: list[int]) -> Any:
@@ -133,8 +139,8 @@ class Reads:
         """Read a step; the requests whose paths were read for it."""
         self.read_paths.clear()
         view = batch_of([9] * len(reqs))
-        batch = read(self.reader, reqs, self.tree.cache, view, **schedule_batch)
-        if (source := self.reader._source) is not None and "read" not in vars(source):
+        batch = read(self.builder, reqs, self.tree.cache, view, **schedule_batch)
+        if (source := self.builder._source) is not None and "read" not in vars(source):
             original = source.read
 
             def read_and_note(wanted: list[Any]) -> Any:
@@ -158,7 +164,7 @@ def test_only_the_paths_of_who_joins_are_read(reads: Reads) -> None:
     reads.step([a, b])
     assert reads.step([a, b, c]) == ["c"]
     assert reads.step([b, c]) == []
-    assert reads.reader.changes == {
+    assert reads.builder.changes == {
         "join": 3,
         "leave": 1,
         "re_anchor": 0,
@@ -205,7 +211,7 @@ def test_a_request_that_moves_is_read_again(reads: Reads, move: str) -> None:
     assert reads.step([a, b]) == ["b"]
     # Even with the same path: its slots may be others.
     assert reads.batch.key != key
-    assert reads.reader.changes == {
+    assert reads.builder.changes == {
         "join": 2,
         "leave": 0,
         "re_anchor": 1,
@@ -242,7 +248,7 @@ def test_only_a_step_right_after_one_of_the_same_requests_is_unchanged(
     reads: Reads, monkeypatch: pytest.MonkeyPatch, mode: ForwardMode
 ) -> None:
     a, chunk = reads.request("a", [1, 2, 3]), reads.request("chunk", [1])
-    original, reuse, reasons = reads.reader.read, PlanReuse(), []
+    original, reuse, reasons = reads.builder.read, PlanReuse(), []
     kind: Any = "decode"
     plans: Any = "of the graphs"
 
@@ -254,7 +260,7 @@ def test_only_a_step_right_after_one_of_the_same_requests_is_unchanged(
         reuse.permit_skips(100)
         return batch
 
-    monkeypatch.setattr(reads.reader, "read", note_and_read)
+    monkeypatch.setattr(reads.builder, "read", note_and_read)
     for _ in range(2):
         reads.step([a])
     reqs = [chunk, a] if mode.is_mixed() else [a]
@@ -286,7 +292,7 @@ def test_a_flush_forgets_everything(reads: Reads) -> None:
 def test_a_step_that_shares_nothing_forgets_everything(reads: Reads) -> None:
     a = reads.request("a", [1, 2, 3])
     reads.step([a])
-    read(reads.reader, [a, reads.request("b", [1])], reads.tree.cache, batch_of([9]))
+    read(reads.builder, [a, reads.request("b", [1])], reads.tree.cache, batch_of([9]))
     assert reads.step([a]) == ["a"]
 
 
@@ -303,7 +309,7 @@ def test_a_split_by_a_newcomer_reads_those_on_the_split_node(kind: str) -> None:
     newcomer = reads.request("newcomer", [1, 2, 9])
     assert reads.step([a, other, b]) == []  # the plan is only coarser than the tree
     assert reads.step([a, other, b, newcomer]) == ["newcomer", "a", "b"]
-    assert reads.reader.changes["split"] == 2
+    assert reads.builder.changes["split"] == 2
     paths = reads.batch.read_paths()
     assert paths.kv_end.tolist() == [2, 4, 2, 2, 4, 2, 3]
     assert paths.node_id[0] == paths.node_id[3] == paths.node_id[5]
@@ -312,15 +318,15 @@ def test_a_split_by_a_newcomer_reads_those_on_the_split_node(kind: str) -> None:
 @pytest.mark.parametrize("kind", TREE_KINDS)
 def test_a_newcomer_with_drafts_shares_what_it_has_split(kind: str) -> None:
     """Its drafts hang below the node that was split, beside the rest of that node."""
-    tree, reader, chains = Tree(kind), DraftReader(), RowShape.of_drafts(2, are_chains=True)
+    tree, builder, chains = Tree(kind), DraftBatchBuilder(), RowShape.of_drafts(2, are_chains=True)
     tree.cache.req_to_token_pool = None  # the slots are not read
     tree.insert([1, 2, 3, 4], range(4))
     a = tree.request("a", [1, 2, 3, 4], 4)
     step = StepRequests([a], tree.cache, has_beams=False)
-    reader.read(SpeculativeInputs.of(batch_of([6]), step, shape=chains))
+    builder.read(SpeculativeInputs.of(batch_of([6]), step, shape=chains))
     b = tree.request("b", [1, 2], 2)
     step = StepRequests([a, b], tree.cache, has_beams=False)
-    paths = reader.read(SpeculativeInputs.of(batch_of([6, 5]), step, shape=chains)).read_paths()
+    paths = builder.read(SpeculativeInputs.of(batch_of([6, 5]), step, shape=chains)).read_paths()
     assert paths.kv_end.tolist() == [2, 4, 6] * 2 + [2, 5] * 2
     assert len({paths.node_id[row] for row in paths.path_begin[:-1]}) == 1
 
@@ -328,8 +334,8 @@ def test_a_newcomer_with_drafts_shares_what_it_has_split(kind: str) -> None:
 def test_ids_that_wait_for_a_decode_step_are_bounded(reads: Reads) -> None:
     a = reads.request("a", [1, 2, 3])
     reads.step([a])
-    reads.reader.invalidate(range(batch_builder._MOST_MOVED + 1))
-    assert not reads.reader._moved
+    reads.builder.invalidate(range(batch_builder._MOST_MOVED + 1))
+    assert not reads.builder._moved
     assert reads.step([a]) == ["a"]
 
 
@@ -343,13 +349,13 @@ def test_a_path_that_does_not_match_costs_only_its_request_the_sharing(
     paths = reads.batch.read_paths()
     assert paths.path_begin.tolist() == [0, 1, 1, 2]
     assert paths.node_id[0] == paths.node_id[1]
-    assert reads.reader.last_shared is not None
-    assert not reads.reader.private_steps
+    assert reads.builder.last_shared is not None
+    assert not reads.builder.private_steps
     assert reads.step([a, c, b]) == []  # nor is it read in each step
     c2 = reads.request("c2", [1])
     place(c2).cache_protected_len = 9
     reads.step([a, b, c2])
-    assert reads.reader.changes["mismatch"] == 2
+    assert reads.builder.changes["mismatch"] == 2
     warnings = [line for line in caplog.messages if "cache_protected_len" in line]
     assert len(warnings) == 1, "logged once"
     assert "request c: its path in the radix tree holds 2 tokens, but" in warnings[0]
@@ -361,7 +367,7 @@ def test_a_path_that_does_not_match_costs_only_its_request_the_sharing(
 
 
 def test_in_strict_mode_a_path_that_does_not_match_is_an_error(reads: Reads) -> None:
-    reads.reader = BatchReader(strict=True)
+    reads.builder = DecodeBatchBuilder(strict=True)
     a, b = reads.request("a", [1, 2, 3]), reads.request("b", [1, 2])
     reads.step([a])
     place(b).cache_protected_len = 9
@@ -372,49 +378,49 @@ def test_in_strict_mode_a_path_that_does_not_match_is_an_error(reads: Reads) -> 
 
 
 def test_a_step_made_private_shares_nothing(tree: Tree, reqs: list[Any]) -> None:
-    reader = BatchReader()
-    batch = read(reader, reqs, tree.cache, batch_of([6, 5]))
-    assert reader.last_shared is not None
-    private = reader.without_sharing(batch, OVERFLOW)
+    builder = DecodeBatchBuilder()
+    batch = read(builder, reqs, tree.cache, batch_of([6, 5]))
+    assert builder.last_shared is not None
+    private = builder.without_sharing(batch, OVERFLOW)
     assert private.read_paths().path_begin.tolist() == [0, 0, 0]
-    assert reader.last_shared is None, "nothing is left to check or to repeat"
-    assert reader.private_steps == {OVERFLOW: 1}
+    assert builder.last_shared is None, "nothing is left to check or to repeat"
+    assert builder.private_steps == {OVERFLOW: 1}
 
 
 def test_part_of_a_batch_is_private(tree: Tree, reqs: list[Any]) -> None:
-    reader = BatchReader()
-    batch = read(reader, reqs, tree.cache, batch_of([6]))
-    assert reader.private_steps == {CUT: 1}
+    builder = DecodeBatchBuilder()
+    batch = read(builder, reqs, tree.cache, batch_of([6]))
+    assert builder.private_steps == {CUT: 1}
     assert batch.seq_lens.tolist() == [6]
     assert batch.read_paths().path_begin.tolist() == [0, 0]
 
 
 def test_a_warm_up_is_private(caplog: pytest.LogCaptureFixture) -> None:
-    reader = BatchReader()
-    batch = reader.read(StepInputs.of(batch_of([1, 1, 1]), None))
+    builder = DecodeBatchBuilder()
+    batch = builder.read(StepInputs.of(batch_of([1, 1, 1]), None))
     assert batch.seq_lens.tolist() == [1, 1, 1]
     assert batch.key is None
-    assert reader.private_steps == {NO_REQUESTS: 1}
-    assert reader.last_shared is None
+    assert builder.private_steps == {NO_REQUESTS: 1}
+    assert builder.last_shared is None
     assert not caplog.records
 
 
 def test_an_unknown_cache_is_private_and_said_once(
     tree: Tree, reqs: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    reader = BatchReader()
+    builder = DecodeBatchBuilder()
     for _ in range(3):
-        batch = read(reader, reqs, SimpleNamespace(), batch_of([6, 5]))
+        batch = read(builder, reqs, SimpleNamespace(), batch_of([6, 5]))
     assert batch.read_paths().path_begin.tolist() == [0, 0, 0]
-    assert list(reader.private_steps.values()) == [3]
+    assert list(builder.private_steps.values()) == [3]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "SimpleNamespace" in caplog.text
-    assert read(reader, reqs, tree.cache, batch_of([6, 5])).key is not None  # and back
+    assert read(builder, reqs, tree.cache, batch_of([6, 5])).key is not None  # and back
 
 
 def test_lengths_that_are_not_on_the_host(tree: Tree, reqs: list[Any]) -> None:
     view = batch_of([6, 5], seq_lens_cpu=None)
-    assert read(BatchReader(), reqs, tree.cache, view).seq_lens.tolist() == [6, 5]
+    assert read(DecodeBatchBuilder(), reqs, tree.cache, view).seq_lens.tolist() == [6, 5]
 
 
 def test_lengths_that_are_not_on_the_host_are_those_that_requests_have_committed(
@@ -428,7 +434,7 @@ def test_lengths_that_are_not_on_the_host_are_those_that_requests_have_committed
     chains, ahead = RowShape.of_drafts(2, are_chains=True), RowShape(first=1)
 
     def lengths(step: StepRequests, shape: RowShape) -> list[int]:
-        batch = DraftReader().read(SpeculativeInputs.of(view, step, shape=shape))
+        batch = DraftBatchBuilder().read(SpeculativeInputs.of(view, step, shape=shape))
         lens: list[int] = batch.seq_lens.tolist()
         return lens
 
@@ -496,7 +502,7 @@ def test_session_requests_do_not_stop_their_neighbours_from_sharing(
     tree: Tree, reqs: list[Any]
 ) -> None:
     session = request("s", object(), protected=3, row=5)
-    batch = read(BatchReader(), [reqs[0], session, reqs[1]], tree.cache, batch_of([6, 9, 5]))
+    batch = read(DecodeBatchBuilder(), [reqs[0], session, reqs[1]], tree.cache, batch_of([6, 9, 5]))
     paths = batch.read_paths()
     assert paths.path_begin.tolist() == [0, 2, 2, 3]
     assert paths.node_id[0] == paths.node_id[2]

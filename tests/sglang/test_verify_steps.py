@@ -521,7 +521,7 @@ def test_what_has_long_been_committed_is_read_once_again(server: Server) -> None
         server.assert_exact(view, lens, CHAIN)
     # 32 accepted tokens are still read apart, 64 are not.
     assert (server.plans.stats.plans_built, server.plans.stats.plans_reused) == (2, 1)
-    begins = {path[-1][2] for path in inside.microbatch(server.backend).reader._forest.paths()}
+    begins = {path[-1][2] for path in inside.microbatch(server.backend).builder._forest.paths()}
     assert begins == {lens[0], lens[1]}
 
 

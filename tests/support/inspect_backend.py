@@ -39,7 +39,7 @@ def draft_round(steps: Any) -> Any:
 
 
 def microbatch(owner: Any) -> Any:
-    """Return the microbatch of the last step: its reader, and its eager and captured plans.
+    """Return the microbatch of the last step: its builder, and its eager and captured plans.
 
     owner: of this function and those below, a planner or its backend.
     """

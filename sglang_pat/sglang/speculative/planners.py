@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang_pat.sglang.layer.step_plans import StepPlans
-from sglang_pat.sglang.speculative.rows import DraftReader
+from sglang_pat.sglang.speculative.rows import DraftBatchBuilder
 from sglang_pat.sglang.speculative.steps import DraftExtendStep, SpeculativeStep, TargetVerifyStep
 from sglang_pat.sglang.start.layer_support import Routes
 from sglang_pat.sglang.step.microbatches import Microbatch
@@ -30,7 +30,7 @@ class SpeculativePlanner(StepPlanner):
         The types of steps whose graphs reserve buffers here.
     """
 
-    new_reader = DraftReader
+    new_builder = DraftBatchBuilder
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ import torch
 
 from sglang_pat.batch import IntArray
 from sglang_pat.sglang.compat import RequestFields, unwrapped
-from sglang_pat.sglang.tree.batch_builder import CUT, BatchReader, StepInputs
+from sglang_pat.sglang.tree.batch_builder import CUT, DecodeBatchBuilder, StepInputs
 from sglang_pat.sglang.tree.radix_paths import RadixSource, Request
 from sglang_pat.sglang.tree.request_tracker import StepRequests
 from sglang_pat.sglang.tree.row_groups import GroupSource, Row, RowGroup
@@ -187,7 +187,7 @@ class SpeculativeInputs(StepInputs):
     shape: RowShape
 
 
-class DraftReader(BatchReader):
+class DraftBatchBuilder(DecodeBatchBuilder):
     """Builds the batches of steps that speculate, and of plain decode steps among them."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:

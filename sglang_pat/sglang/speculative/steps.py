@@ -30,7 +30,7 @@ from sglang_pat.sglang.layer.attention import ExtraKv
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.speculative.draft_requests import DRAFT_REQUESTS, step_of_extend
 from sglang_pat.sglang.speculative.rows import (
-    DraftReader,
+    DraftBatchBuilder,
     RowShape,
     RowTensors,
     SpeculativeInputs,
@@ -38,7 +38,7 @@ from sglang_pat.sglang.speculative.rows import (
 )
 from sglang_pat.sglang.speculative.tree_attention import BlockKv, BranchKv, TreeKv
 from sglang_pat.sglang.step.step_type import ExecutionMode, StepType
-from sglang_pat.sglang.tree.batch_builder import BatchReader, StepInputs
+from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder, StepInputs
 from sglang_pat.sglang.tree.request_tracker import StepRequests, requests_of
 
 
@@ -88,9 +88,9 @@ class SpeculativeStep(StepType):
     def reserve(self, max_requests: int) -> None:
         """Allocate what graphs of up to so many requests capture."""
 
-    def steps_to_repeat(self, reader: BatchReader, growth: int) -> int:
-        assert isinstance(reader, DraftReader)
-        self._lens, self._room = reader.lens, reader.room(growth)
+    def steps_to_repeat(self, builder: DecodeBatchBuilder, growth: int) -> int:
+        assert isinstance(builder, DraftBatchBuilder)
+        self._lens, self._room = builder.lens, builder.room(growth)
         return sys.maxsize
 
     def repeat(self, forward_batch: Any, requests: StepRequests) -> int | None:

@@ -23,7 +23,7 @@ from sglang_pat.attention import PackAttention
 from sglang_pat.batch import IntArray, PrefixPaths
 from sglang_pat.plan import DecodePlan
 from sglang_pat.sglang.compat import RequestFields
-from sglang_pat.sglang.tree.batch_builder import BatchReader
+from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder
 from sglang_pat.sglang.tree.radix_paths import RadixSource, Request
 from sglang_pat.stats import PlanningTime, bound_of
 
@@ -34,8 +34,8 @@ class DebugChecks:
     def __init__(self, ranks: RankChecker) -> None:
         self._ranks = ranks
         self._steps: dict[PackAttention, StepChecker] = defaultdict(StepChecker)
-        # By reader: who planned its last step, and for which lengths.
-        self._before: dict[BatchReader, tuple[PackAttention, IntArray]] = {}
+        # By builder: who planned its last step, and for which lengths.
+        self._before: dict[DecodeBatchBuilder, tuple[PackAttention, IntArray]] = {}
 
     @classmethod
     def of_sglang(cls) -> DebugChecks:
@@ -47,15 +47,15 @@ class DebugChecks:
         return {"ranks_alike": self._ranks.checked, "ranks_apart_ns": self._ranks.apart_ns}
 
     def check_growth(
-        self, attention: PackAttention, reader: BatchReader, *, would_repeat: bool
+        self, attention: PackAttention, builder: DecodeBatchBuilder, *, would_repeat: bool
     ) -> None:
         """Raise RuntimeError unless each request is a token longer, in a step that would repeat.
 
         attention: the first that has planned the step. would_repeat: the last one, if each step
         were not checked.
         """
-        planner, lens = self._before.get(reader, (None, attention.seq_lens))
-        self._before[reader] = attention, attention.seq_lens
+        planner, lens = self._before.get(builder, (None, attention.seq_lens))
+        self._before[builder] = attention, attention.seq_lens
         # Graphs differ in padding.
         if would_repeat and planner is attention and len(lens) == len(attention.seq_lens):
             check_growth(lens, attention.seq_lens)
@@ -64,7 +64,7 @@ class DebugChecks:
         self,
         attention: PackAttention,
         plan: DecodePlan,
-        reader: BatchReader,
+        builder: DecodeBatchBuilder,
         req_to_token: torch.Tensor,
         req_pool_indices: torch.Tensor,
     ) -> None:
@@ -76,13 +76,13 @@ class DebugChecks:
             Which has planned the step just now.
         plan : DecodePlan
             The plan of the step.
-        reader : BatchReader
+        builder : DecodeBatchBuilder
             Which has read the step just now.
         req_to_token, req_pool_indices : torch.Tensor
             As given to `attention.plan()`.
         """
         self._ranks.check(plan, attention.step_time)
-        if (shared := reader.last_shared) is not None:
+        if (shared := builder.last_shared) is not None:
             plan_is_new = attention.step_time.kind != "unchanged"
             self._steps[attention].check(
                 *shared, req_to_token, req_pool_indices, plan_is_new=plan_is_new

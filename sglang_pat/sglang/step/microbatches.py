@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from sglang_pat.sglang.layer.step_plans import StepPlans
-from sglang_pat.sglang.tree.batch_builder import BatchReader
+from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder
 from sglang_pat.sglang.tree.request_tracker import StepRequests
 
 
@@ -18,7 +18,7 @@ from sglang_pat.sglang.tree.request_tracker import StepRequests
 class Microbatch:
     """One of the batches: its paths, and its plans for eager steps and for CUDA graphs."""
 
-    reader: BatchReader
+    builder: DecodeBatchBuilder
     eager: StepPlans
     captured: StepPlans | None = None
 
@@ -36,7 +36,7 @@ class Microbatches:
         self,
         count: int,
         new_plans: Callable[..., StepPlans],
-        new_reader: Callable[[], BatchReader] = BatchReader,
+        new_builder: Callable[[], DecodeBatchBuilder] = DecodeBatchBuilder,
     ) -> None:
         """Make the plans of the batches that take turns.
 
@@ -46,13 +46,13 @@ class Microbatches:
             How many batches take turns.
         new_plans : callable
             Makes a StepPlans; takes the arguments of `reserve()`.
-        new_reader : callable
+        new_builder : callable
             Makes what reads the steps of one batch.
         """
         self._kinds = [new_plans]
         self._reservation: dict[str, int] | None = None
         # The one that was used last comes first.
-        self._recent = [Microbatch(new_reader(), new_plans()) for _ in range(count)]
+        self._recent = [Microbatch(new_builder(), new_plans()) for _ in range(count)]
 
     @property
     def current(self) -> Microbatch:
@@ -68,7 +68,7 @@ class Microbatches:
         if len(self._recent) == 1 or step is None:
             return self._recent[0]
         index = next(
-            (i for i, each in enumerate(self._recent) if each.reader.knows(step)),
+            (i for i, each in enumerate(self._recent) if each.builder.knows(step)),
             len(self._recent) - 1,
         )
         found = self._recent[index]

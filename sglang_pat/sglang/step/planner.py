@@ -25,7 +25,7 @@ from sglang_pat.sglang.step.debug_checks import DebugChecks, check_host_lengths
 from sglang_pat.sglang.step.microbatches import Microbatch, Microbatches
 from sglang_pat.sglang.step.plan_reuse import PlanReuse, Reason, SkippedPlanning
 from sglang_pat.sglang.step.step_type import ExecutionMode, StepType
-from sglang_pat.sglang.tree.batch_builder import OVERFLOW, BatchReader
+from sglang_pat.sglang.tree.batch_builder import OVERFLOW, DecodeBatchBuilder
 from sglang_pat.sglang.tree.request_tracker import StepRequests
 from sglang_pat.stats import Counters, PlanStats, read_counters
 
@@ -47,11 +47,11 @@ class StepPlanner:
         The layers. Plans are made for their shapes.
     dtypes
         Of queries and of the KV cache.
-    new_reader
+    new_builder
         Makes what reads the steps of one batch.
     """
 
-    new_reader: Callable[..., BatchReader] = BatchReader
+    new_builder: Callable[..., DecodeBatchBuilder] = DecodeBatchBuilder
 
     def __init__(self, model_runner: Any, environment: Environment, routes: Routes) -> None:
         """Make the planner of a model.
@@ -79,7 +79,7 @@ class StepPlanner:
         self._microbatches = Microbatches(
             _num_microbatches(model_runner.server_args),
             partial(self._new_plans, {*routes.shapes.values()}),
-            partial(self.new_reader, strict=environment.debug),
+            partial(self.new_builder, strict=environment.debug),
         )
         self._checks = DebugChecks.of_sglang() if environment.debug else None
         self._max_requests = 0  # of the largest graph
@@ -139,7 +139,7 @@ class StepPlanner:
         """Read a step's paths, and plan it."""
         plans = microbatch.eager if execution is ExecutionMode.EAGER else microbatch.captured
         assert plans is not None
-        reader, num_repeated = microbatch.reader, self._skipped.end()
+        builder, num_repeated = microbatch.builder, self._skipped.end()
         reqs = None if requests is None else requests.reqs
         num_requests: int = forward_batch.batch_size
         would_repeat = False
@@ -150,7 +150,7 @@ class StepPlanner:
         self._reuse.begin_plan(kind, reqs, plans, num_requests, first)
         view = kind.view(forward_batch, requests)
         req_pool_indices, seq_lens = kind.rows(view, forward_batch, execution)
-        batch = reader.read(view)
+        batch = builder.read(view)
         table = self._req_to_token_pool.req_to_token
         tensors = {
             "req_to_token": table,
@@ -160,25 +160,25 @@ class StepPlanner:
         try:
             made = plans.plan(batch, **tensors)
         except PlanOverflowError:
-            made = plans.plan(reader.without_sharing(batch, OVERFLOW), **tensors)
+            made = plans.plan(builder.without_sharing(batch, OVERFLOW), **tensors)
         if self._checks is not None:
-            self._checks.check_growth(made[0][0], reader, would_repeat=would_repeat)
+            self._checks.check_growth(made[0][0], builder, would_repeat=would_repeat)
             for attention, plan in made:
-                self._checks.check(attention, plan, reader, table, req_pool_indices)
-            if reader.last_shared is not None:
-                check_host_lengths(reader.lens, view.seq_lens)
+                self._checks.check(attention, plan, builder, table, req_pool_indices)
+            if builder.last_shared is not None:
+                check_host_lengths(builder.lens, view.seq_lens)
         if requests is not None:
             kind.count_planned(forward_batch, batch, plans)
             self._reasons[why or Reason.FIRST] += 1
         if execution is not ExecutionMode.CAPTURE and self._reports is not None:
             self._reports.add_step(plans.step_time, num_repeated)
         if execution is ExecutionMode.REPLAY:
-            self._allow_repeats(kind, reader, plans)
+            self._allow_repeats(kind, builder, plans)
         return plans
 
-    def _allow_repeats(self, kind: StepType, reader: BatchReader, plans: StepPlans) -> None:
+    def _allow_repeats(self, kind: StepType, builder: DecodeBatchBuilder, plans: StepPlans) -> None:
         """Let the next steps repeat this one, unless each is to be checked or counted."""
-        shared = reader.last_shared
+        shared = builder.last_shared
         if shared is None:
             return
         if self._checks is not None:
@@ -187,7 +187,7 @@ class StepPlanner:
             self._reuse.block_skips(Reason.GRAPH)
         else:
             steps = sys.maxsize if self._reports is None else self._reports.steps_left
-            self._reuse.permit_skips(min(kind.steps_to_repeat(reader, plans.steps_left()), steps))
+            self._reuse.permit_skips(min(kind.steps_to_repeat(builder, plans.steps_left()), steps))
             self._skipped.begin(plans.step_tokens, len(shared.reqs))
 
     # --- CUDA graphs ---
@@ -238,15 +238,15 @@ class TargetPlanner(StepPlanner):
     def counters(self) -> Counters:
         """Return the numbers of all steps so far. May be called by any thread."""
         microbatches = list(self._microbatches)
-        readers = [each.reader for each in microbatches]
-        # One tree, whose events all readers see. None until a step has shown it.
-        events = [each.events.counts for each in readers if each.events is not None][:1]
+        builders = [each.builder for each in microbatches]
+        # One tree, whose events all builders see. None until a step has shown it.
+        events = [each.events.counts for each in builders if each.events is not None][:1]
         return read_counters(
             self._plan_stats(),
-            private_steps=[each.private_steps for each in readers],
+            private_steps=[each.private_steps for each in builders],
             steps_planned=[self._reasons],
             tree_events=events,
-            batch_changes=[each.changes for each in readers],
+            batch_changes=[each.changes for each in builders],
             **self._more_counters(),
         )
 

@@ -15,7 +15,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.batch import DecodeBatch
 from sglang_pat.sglang.layer.step_plans import StepPlans
-from sglang_pat.sglang.tree.batch_builder import BatchReader, StepInputs
+from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder, StepInputs
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, StepRequests
 
 
@@ -60,7 +60,7 @@ class StepType:
         """Return `req_pool_indices` and `seq_lens` of the rows, which layers read on the device."""
         return view.req_pool_indices, view.seq_lens
 
-    def steps_to_repeat(self, reader: BatchReader, growth: int) -> int:
+    def steps_to_repeat(self, builder: DecodeBatchBuilder, growth: int) -> int:
         """Return how many steps may repeat the one that was just planned.
 
         growth: tokens by which each request may grow until the plan is outgrown.

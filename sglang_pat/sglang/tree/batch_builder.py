@@ -1,6 +1,6 @@
 """Builds the DecodeBatch of the step that SGLang runs.
 
-`StepInputs` has the fields of the step. `BatchReader` reads the paths of requests that are new or
+`StepInputs` has the fields of the step. `DecodeBatchBuilder` reads the paths of requests that are new or
 whose path may have changed (`radix_paths.py`); a forest keeps those of the others.
 """
 
@@ -56,7 +56,7 @@ class SharedStep(NamedTuple):
     forest: PrefixForest
 
 
-class BatchReader:
+class DecodeBatchBuilder:
     """Turns the step that is being run into a DecodeBatch.
 
     A path is read when its request joins, and again when it has moved: a checkpoint, an extend or a
@@ -71,7 +71,7 @@ class BatchReader:
     """
 
     def __init__(self, tracker: RequestTracker = REQUEST_TRACKER, *, strict: bool = False) -> None:
-        """Make a reader of one model's batches.
+        """Make a builder of one model's batches.
 
         Parameters
         ----------
@@ -104,7 +104,7 @@ class BatchReader:
         return SharedStep(self._source_of_rows(), self._reqs, self._forest)
 
     def knows(self, step: StepRequests) -> bool:
-        """True if the step's first request was in the last step that this reader has read."""
+        """True if the step's first request was in the last step that this builder has read."""
         return step.reqs is self._reqs or any(req is step.reqs[0] for req in self._reqs)
 
     def read(self, view: StepInputs) -> DecodeBatch:

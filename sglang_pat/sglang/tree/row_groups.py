@@ -114,7 +114,7 @@ class GroupSource:
     """A RadixSource of rows, and of requests among them."""
 
     def __init__(self, source: RadixSource, req_to_token_pool: Any) -> None:
-        """Make the reader of rows.
+        """Make the builder of rows.
 
         Parameters
         ----------
