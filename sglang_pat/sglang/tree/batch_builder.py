@@ -1,7 +1,7 @@
 """Builds the DecodeBatch of the step that SGLang runs.
 
-`StepInputs` has the fields of the step. `DecodeBatchBuilder` reads the paths of requests that are new or
-whose path may have changed (`radix_paths.py`); a forest keeps those of the others.
+`StepInputs` has the fields of the step. `DecodeBatchBuilder` reads the paths of requests that are
+new, or whose path may have changed (`radix_paths.py`). A forest keeps those of the others.
 """
 
 from __future__ import annotations
