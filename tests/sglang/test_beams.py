@@ -13,7 +13,7 @@ from sglang_trees import TREE_KINDS, Tree
 from sglang_pat.sglang.step.debug_checks import StepChecker
 from sglang_pat.sglang.step.plan_reuse import PlanReuse, Reason
 from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder, StepInputs
-from sglang_pat.sglang.tree.radix_paths import radix_source
+from sglang_pat.sglang.tree.radix_paths import path_reader
 from sglang_pat.sglang.tree.request_tracker import RequestTracker
 from sglang_pat.sglang.tree.row_groups import GroupSource, Row, batch_with_beams
 
@@ -125,7 +125,7 @@ def test_two_searches_of_one_prompt_share_what_the_tree_holds() -> None:
     ]
     rows = batch_with_beams(batch.reqs, SimpleNamespace(entries=entries), lambda reqs: None)
     assert [req.kv.req_pool_idx for req in rows] == [1, 2, 5, 6, 7]
-    source = radix_source(batch.tree.cache)
+    source = path_reader(batch.tree.cache)
     assert source is not None
     paths = GroupSource(source, SimpleNamespace(req_to_token=batch.req_to_token)).read(rows)
     assert paths[0] == paths[2] == paths[3]
@@ -176,7 +176,7 @@ def test_a_split_of_the_tree_beside_beams(kind: str) -> None:
     batch.req_to_token[3, :6] = slots.to(torch.int32)
     batch.reqs.append(newcomer)
     rows = batch_with_beams(batch.reqs, batch.tail, lambda reqs: None)
-    source = radix_source(batch.tree.cache)
+    source = path_reader(batch.tree.cache)
     assert source is not None
     before = batch.builder.last_shared
     assert before is not None
@@ -201,7 +201,7 @@ def test_the_rest_of_the_prompt_is_checked() -> None:
 
 def test_a_prompt_whose_part_in_the_tree_changes_is_another_node() -> None:
     batch = Batch()
-    source = radix_source(batch.tree.cache)
+    source = path_reader(batch.tree.cache)
     assert source is not None
     rows = batch_with_beams(batch.reqs, batch.tail, lambda reqs: None)
     beams = GroupSource(source, SimpleNamespace(req_to_token=batch.req_to_token))

@@ -18,7 +18,7 @@ from sglang_pat.sglang.step.debug_checks import (
     check_growth,
     check_host_lengths,
 )
-from sglang_pat.sglang.tree.radix_paths import RadixSource, radix_source
+from sglang_pat.sglang.tree.radix_paths import PathReader, path_reader
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 
@@ -34,7 +34,7 @@ class Step:
         self.req_to_token[1:3, :6] = torch.arange(10, 16)
         self.rows = torch.tensor([1, 2])
         self.checker = StepChecker()
-        source: RadixSource | None = radix_source(self.tree.cache)
+        source: PathReader | None = path_reader(self.tree.cache)
         assert source is not None
         self.source = source
         self.forest = PrefixForest()

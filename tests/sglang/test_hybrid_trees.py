@@ -17,7 +17,7 @@ from sglang_trees import place
 
 from sglang_pat._scheduler import PrefixForest
 from sglang_pat.sglang.step.debug_checks import StepChecker
-from sglang_pat.sglang.tree.radix_paths import RadixSource, radix_source
+from sglang_pat.sglang.tree.radix_paths import PathReader, path_reader
 
 PROMPT = [*range(100, 140)]
 
@@ -27,7 +27,7 @@ class Serving:
 
     def __init__(self, kind: str, **sizes: int) -> None:
         self.cache = HybridCache(kind, **sizes)
-        source: RadixSource | None = radix_source(self.cache.cache)
+        source: PathReader | None = path_reader(self.cache.cache)
         assert source is not None
         self.source = source
         self.forest = PrefixForest()
@@ -160,18 +160,18 @@ def test_everything_at_random(kind: str, seed: int) -> None:
 
 def test_a_component_that_we_do_not_know_has_no_source() -> None:
     cache = HybridCache(HYBRID_KINDS[0]).cache
-    assert radix_source(cache) is not None
+    assert path_reader(cache) is not None
     full = cache.components[ComponentType.FULL]
 
     class Heir(type(full)):  # type: ignore[misc]
         """May hold other slots."""
 
     full.__class__ = Heir
-    assert radix_source(cache) is None
+    assert path_reader(cache) is None
 
 
 def test_a_tree_with_unknown_components_has_no_source() -> None:
     cache = HybridCache(HYBRID_KINDS[0]).cache
     other = type("Other", (), {"name": "C128"})()
     cache.components = cache.components | {other: object()}
-    assert radix_source(cache) is None
+    assert path_reader(cache) is None

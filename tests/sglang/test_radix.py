@@ -1,4 +1,4 @@
-"""RadixSource on SGLang's real trees: Python nodes, and ids with each core the version has."""
+"""PathReader on SGLang's real trees: Python nodes, and ids with each core the version has."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sglang_trees import TREE_KINDS, Tree, place, request
 from sglang_pat._scheduler import PrefixForest
 from sglang_pat.batch import PrefixPaths
 from sglang_pat.sglang.tree.radix_paths import (
-    IdSource,
+    NodeIdPaths,
     PathMismatchError,
-    RadixSource,
-    radix_source,
+    PathReader,
+    path_reader,
     raise_mismatch,
 )
 
@@ -29,8 +29,8 @@ def tree(request: pytest.FixtureRequest) -> Tree:
     return Tree(request.param)
 
 
-def source_of(tree: Tree) -> RadixSource:
-    source = radix_source(tree.cache)
+def source_of(tree: Tree) -> PathReader:
+    source = path_reader(tree.cache)
     assert source is not None
     return source
 
@@ -123,9 +123,9 @@ class OlderCore:
         return SimpleNamespace(parent_node_id=self.nodes[node][1]) if self.has_kv else None
 
 
-def older_source(tree: Tree, reqs: list[Any], *, collects: bool) -> IdSource:
+def older_source(tree: Tree, reqs: list[Any], *, collects: bool) -> NodeIdPaths:
     core = OlderCore([*source_of(tree).read(reqs)], collects=collects)
-    return IdSource(SimpleNamespace(tree_core=core), raise_mismatch)
+    return NodeIdPaths(SimpleNamespace(tree_core=core), raise_mismatch)
 
 
 @pytest.mark.parametrize("collects", [True, False])
@@ -169,7 +169,7 @@ def test_the_first_cores_in_rust_show_no_paths() -> None:
     tree = Tree("unified")
     core = SimpleNamespace(_binding=object(), validate_buffer_backup=None)  # 0.5.20
     tree.cache.tree_core = core
-    assert radix_source(tree.cache) is None
+    assert path_reader(tree.cache) is None
 
 
 @pytest.mark.parametrize("change", ["rid", "row", "protected", "node", "order"])
@@ -251,7 +251,7 @@ def test_pages_of_16(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TREE_KINDS)
 def test_a_disabled_cache_has_no_source(kind: str) -> None:
-    assert radix_source(Tree(kind, disable=True).cache) is None
+    assert path_reader(Tree(kind, disable=True).cache) is None
 
 
 def test_other_caches_have_no_source() -> None:
@@ -259,11 +259,11 @@ def test_other_caches_have_no_source() -> None:
         """Like the caches of LMCache and FlexKV, which may keep other nodes."""
 
     heir = Tree("python nodes").cache
-    assert radix_source(heir) is not None
+    assert path_reader(heir) is not None
     heir.__class__ = Heir
-    assert radix_source(heir) is None
-    assert radix_source(SimpleNamespace(disable=False)) is None
-    assert radix_source(None) is None
+    assert path_reader(heir) is None
+    assert path_reader(SimpleNamespace(disable=False)) is None
+    assert path_reader(None) is None
 
 
 def test_a_cache_wrapped_for_sessions_is_unwrapped() -> None:
@@ -273,7 +273,7 @@ def test_a_cache_wrapped_for_sessions_is_unwrapped() -> None:
     wrapped = StreamingSession(tree.cache)
     if not hasattr(wrapped, "inner"):
         pytest.skip("this SGLang does not wrap the cache")
-    source = radix_source(wrapped)
+    source = path_reader(wrapped)
     assert source is not None
     reqs = three_levels(tree)
     assert spans(source.paths(reqs, 3))[2] == [(0, 8), (8, 17)]

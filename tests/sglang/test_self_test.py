@@ -25,14 +25,14 @@ def untested(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def break_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     """An adapter that misreads: the first node of each path ends a token too late."""
-    read = radix_paths.PythonNodeSource.read
+    read = radix_paths.NodeObjectPaths.read
 
     def misread(self: Any, reqs: Any) -> Any:
         return [
             [(*path[0][:3], path[0][3] + 1, *path[0][4:]), *path[1:]] for path in read(self, reqs)
         ]
 
-    monkeypatch.setattr(radix_paths.PythonNodeSource, "read", misread)
+    monkeypatch.setattr(radix_paths.NodeObjectPaths, "read", misread)
 
 
 def test_it_passes_and_names_the_caches() -> None:
@@ -100,7 +100,7 @@ def test_a_cache_that_lost_a_method_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("untested")
 def test_slots_of_another_prompt_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(radix_paths.IdSource, "shared_slots", lambda self, req: torch.arange(3))
+    monkeypatch.setattr(radix_paths.NodeIdPaths, "shared_slots", lambda self, req: torch.arange(3))
     with pytest.raises(RuntimeError, match=r"UnifiedRadixCache: ValueError: KV slots: found"):
         self_test.check_version()
 

@@ -1,7 +1,7 @@
 """A plug-in of SGLang for tests: writes what every decode step of a real engine looks like.
 
 It reads the requests of a batch when SGLang makes the batch, and their paths through the product's
-own RadixSource. It also holds the first step back until all requests of the test have arrived, so
+own PathReader. It also holds the first step back until all requests of the test have arrived, so
 that the schedule does not depend on how fast they come in.
 """
 
@@ -61,7 +61,7 @@ def _digest(tokens: array[int]) -> str:
 
 def _record(result: Any, cls: type, batch: Any, *args: object, **kwargs: object) -> None:
     """AFTER ForwardBatch.init_new."""
-    from sglang_pat.sglang.tree.radix_paths import radix_source
+    from sglang_pat.sglang.tree.radix_paths import path_reader
 
     if not result.forward_mode.is_decode():
         return
@@ -69,7 +69,7 @@ def _record(result: Any, cls: type, batch: Any, *args: object, **kwargs: object)
     lens = result.seq_lens_cpu.tolist()
     tree = batch.tree_cache
     line = {
-        "requests": described(batch.reqs, lens, tokens, radix_source(tree)),
+        "requests": described(batch.reqs, lens, tokens, path_reader(tree)),
         "free_tokens": int(batch.token_to_kv_pool_allocator.available_size()),
         "evictable_tokens": int(tree.evictable_size()),
     }

@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.version import __version__ as sglang_version
 
 from sglang_pat.batch import PrefixPaths
-from sglang_pat.sglang.tree.radix_paths import radix_source
+from sglang_pat.sglang.tree.radix_paths import path_reader
 
 
 class _CountingPool:
@@ -85,7 +85,7 @@ class _RequestKv:
 
 
 class ServedRequest:
-    """The part of a Req that a prefix cache and a RadixSource read, in either layout."""
+    """The part of a Req that a prefix cache and a PathReader read, in either layout."""
 
     extra_key = cache_salt = session = session_id = kv_rotation_base = None
     priority = 0
@@ -141,8 +141,8 @@ class SGLangTree(ABC):
                 tree_components=(ComponentType.FULL,),
             )
         )
-        source = radix_source(self.tree)
-        assert source is not None, f"no RadixSource reads {type(self.tree).__name__}"
+        source = path_reader(self.tree)
+        assert source is not None, f"no PathReader reads {type(self.tree).__name__}"
         self.source = source
 
     @property

@@ -18,7 +18,7 @@ import torch
 from sglang_pat.batch import IntArray
 from sglang_pat.sglang.compat import RequestFields, unwrapped
 from sglang_pat.sglang.tree.batch_builder import CUT, DecodeBatchBuilder, StepInputs
-from sglang_pat.sglang.tree.radix_paths import RadixSource, Request
+from sglang_pat.sglang.tree.radix_paths import PathReader, Request
 from sglang_pat.sglang.tree.request_tracker import StepRequests
 from sglang_pat.sglang.tree.row_groups import GroupSource, Row, RowGroup
 
@@ -234,7 +234,7 @@ class DraftBatchBuilder(DecodeBatchBuilder):
         self._drafts = drafts
         return drafts.rows
 
-    def _source_of_rows(self) -> RadixSource:
+    def _source_of_rows(self) -> PathReader:
         source = super()._source_of_rows()
         if self._drafts is None:
             return source

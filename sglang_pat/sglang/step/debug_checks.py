@@ -24,7 +24,7 @@ from sglang_pat.batch import IntArray, PrefixPaths
 from sglang_pat.plan import DecodePlan
 from sglang_pat.sglang.compat import RequestFields
 from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder
-from sglang_pat.sglang.tree.radix_paths import RadixSource, Request
+from sglang_pat.sglang.tree.radix_paths import PathReader, Request
 from sglang_pat.stats import PlanningTime, bound_of
 
 
@@ -108,7 +108,7 @@ class StepChecker:
 
     def check(
         self,
-        source: RadixSource,
+        source: PathReader,
         reqs: Sequence[Request],
         forest: PrefixForest,
         req_to_token: torch.Tensor,

@@ -22,10 +22,10 @@ from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths
 from sglang_pat.sglang import compat
 from sglang_pat.sglang.tree.radix_paths import (
     PathMismatchError,
+    PathReader,
     RadixEvents,
-    RadixSource,
     Request,
-    radix_source,
+    path_reader,
 )
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, RequestTracker, StepRequests
 from sglang_pat.sglang.tree.row_groups import GroupSource
@@ -51,7 +51,7 @@ class SharedStep(NamedTuple):
     reqs: one per row.
     """
 
-    source: RadixSource
+    source: PathReader
     reqs: list[Request]
     forest: PrefixForest
 
@@ -87,7 +87,7 @@ class DecodeBatchBuilder:
         self.changes: Counter[str] = Counter(dict.fromkeys((*_CHANGES, MISMATCH), 0))
         self.events: RadixEvents | None = None
         self._tree: Any = None
-        self._source: RadixSource | None = None
+        self._source: PathReader | None = None
         self._reqs: list[Request] = []  # whose paths the forest keeps
         self._forest = PrefixForest()
         self._version = 0  # of the requests and their paths
@@ -156,7 +156,7 @@ class DecodeBatchBuilder:
         """Return the rows of the requests."""
         return reqs
 
-    def _source_of_rows(self) -> RadixSource:
+    def _source_of_rows(self) -> PathReader:
         """Return the source of the paths of the last step's rows."""
         assert self._source is not None
         return self._source
@@ -195,7 +195,7 @@ class DecodeBatchBuilder:
 
     def _watch(self, tree: Any) -> None:
         self.invalidate_all()
-        self._source = radix_source(tree, self._on_mismatch)
+        self._source = path_reader(tree, self._on_mismatch)
         if self._source is not None:
             self.events = RadixEvents.of(
                 tree, lambda req: self._tracker.invalidate([req]), self._tracker.invalidate_all

@@ -1,4 +1,4 @@
-"""RadixSource: the root-to-leaf paths of running requests, read from SGLang's prefix cache.
+"""PathReader: the root-to-leaf paths of running requests, read from SGLang's prefix cache.
 
 One adapter per kind of tree, chosen by type and capability. Reads only: no tree is changed, nor the
 recency of its nodes. `sglang/tree/batch_builder.py` makes a DecodeBatch of it.
@@ -65,7 +65,7 @@ def raise_mismatch(error: PathMismatchError) -> None:
     raise error
 
 
-class RadixSource(Protocol):
+class PathReader(Protocol):
     """Reads one tree, for requests that are running."""
 
     def key(self, reqs: Sequence[Request]) -> Hashable:
@@ -80,7 +80,7 @@ class RadixSource(Protocol):
 
         A request whose last node is not one of the tree's (streaming sessions) gets an empty path.
         A request whose path does not end where its shared KV ends gets one too, if `on_mismatch`
-        of `radix_source()` returns.
+        of `path_reader()` returns.
         """
 
     def paths(self, reqs: Sequence[Request], num_rows: int) -> PrefixPaths:
@@ -90,7 +90,7 @@ class RadixSource(Protocol):
         """The KV slots along the path of a request, as the tree holds them. For checks."""
 
 
-def radix_source(tree: Any, on_mismatch: OnMismatch = raise_mismatch) -> RadixSource | None:
+def path_reader(tree: Any, on_mismatch: OnMismatch = raise_mismatch) -> PathReader | None:
     """The adapter for a prefix cache; None if it holds no paths that we can read.
 
     Parameters
@@ -102,9 +102,9 @@ def radix_source(tree: Any, on_mismatch: OnMismatch = raise_mismatch) -> RadixSo
     tree = unwrapped(tree)
     name = qualified_name(tree)
     if name in _PYTHON_NODE_TREES and not tree.disable:
-        return PythonNodeSource(tree, on_mismatch)
+        return NodeObjectPaths(tree, on_mismatch)
     if name in _ID_TREES and not tree.disable and _is_readable(tree):
-        return IdSource(tree, on_mismatch)
+        return NodeIdPaths(tree, on_mismatch)
     return None
 
 
@@ -126,7 +126,7 @@ def _has_full_component(tree: Any) -> bool:
     )
 
 
-class PythonNodeSource:
+class NodeObjectPaths:
     """RadixCache and HiRadixCache: nodes are objects with `id`, `parent`, `key` and `value`."""
 
     def __init__(self, tree: Any, on_mismatch: OnMismatch) -> None:
@@ -155,7 +155,7 @@ class PythonNodeSource:
         return _joined(node.value for node in path)
 
 
-class IdSource:
+class NodeIdPaths:
     """UnifiedRadixCache: nodes are integer ids. Its core, in Rust or Python, collects whole paths.
 
     In older versions it does not (`compat.path_access`).

@@ -19,7 +19,7 @@ from sglang_pat.batch import PrefixPaths
 from sglang_pat.sglang.compat import RequestFields
 from sglang_pat.sglang.tree.radix_paths import (
     Path,
-    RadixSource,
+    PathReader,
     Request,
     extended_path,
     new_node_id,
@@ -111,14 +111,14 @@ def _with_group(req: Request | Row) -> tuple[Request, RowGroup | None]:
 
 
 class GroupSource:
-    """A RadixSource of rows, and of requests among them."""
+    """A PathReader of rows, and of requests among them."""
 
-    def __init__(self, source: RadixSource, req_to_token_pool: Any) -> None:
+    def __init__(self, source: PathReader, req_to_token_pool: Any) -> None:
         """Make the builder of rows.
 
         Parameters
         ----------
-        source : RadixSource
+        source : PathReader
             Reads the tree, for requests.
         req_to_token_pool : ReqToTokenPool
             SGLang's, with the slots of each request.

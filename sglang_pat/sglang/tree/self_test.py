@@ -17,7 +17,7 @@ import torch
 
 from sglang_pat import support
 from sglang_pat.sglang.report import reports
-from sglang_pat.sglang.tree.radix_paths import RadixEvents, radix_source
+from sglang_pat.sglang.tree.radix_paths import RadixEvents, path_reader
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def _test(kind: type[Any]) -> None:
     reqs = [_request(f"request {i}", prompt, cache) for i, prompt in enumerate(_PROMPTS)]
     for req in reqs:
         _lock(cache, req)
-    source = radix_source(cache)
+    source = path_reader(cache)
     if source is None:
         raise RuntimeError("its paths cannot be read")
     paths = source.read(reqs)
