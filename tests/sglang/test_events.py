@@ -1,4 +1,4 @@
-"""RadixEvents on SGLang's real trees: every kind is counted, and what cannot be is said."""
+"""CacheEventMonitor on SGLang's real trees: every kind is counted, and what cannot be is said."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sglang_trees import TREE_KINDS, Tree
 
-from sglang_pat.sglang.tree.radix_paths import RadixEvents
+from sglang_pat.sglang.tree.radix_paths import CacheEventMonitor
 
 
 class Watched:
@@ -17,7 +17,7 @@ class Watched:
     def __init__(self, kind: str) -> None:
         self.tree = Tree(kind)
         self.told: list[Any] = []
-        self.events = RadixEvents.of(
+        self.events = CacheEventMonitor.of(
             self.tree.cache, self.told.append, lambda: self.told.append("reset")
         )
 
@@ -35,7 +35,7 @@ def test_insert_and_split(watched: Watched) -> None:
     watched.tree.insert([1, 2, 3], range(3))
     assert watched.counts == {"insert": 1}
     watched.tree.insert([1, 2, 9], range(3))
-    if "split" in watched.events.unseen:
+    if "split" in watched.events.unobservable:
         assert watched.counts == {"insert": 2}
         assert "split" not in watched.events.counts
     else:
@@ -63,7 +63,7 @@ def test_lock_unlock_evict_and_reset(watched: Watched) -> None:
 
 
 def test_a_tree_is_watched_once(watched: Watched) -> None:
-    again = RadixEvents.of(watched.tree.cache, print, print)
+    again = CacheEventMonitor.of(watched.tree.cache, print, print)
     assert again is watched.events
     watched.tree.insert([1], range(1))
     assert watched.counts == {"insert": 1}
@@ -90,7 +90,7 @@ class Cache:
 def test_a_checkpoint_that_fails_moved_its_request_all_the_same() -> None:
     told: list[Any] = []
     cache = Cache()
-    events = RadixEvents.of(cache, told.append, print)
+    events = CacheEventMonitor.of(cache, told.append, print)
     with pytest.raises(KeyError):
         cache.checkpoint("request", up_to=3)
     assert told == ["request"]
@@ -105,13 +105,13 @@ def test_a_missing_method_is_an_error(method: str) -> None:
 
     setattr(Changed, method, None)
     with pytest.raises(RuntimeError, match=rf"could not hook Changed\..*{method}, where it learns"):
-        RadixEvents.of(Changed(), print, print)
+        CacheEventMonitor.of(Changed(), print, print)
 
 
 def test_a_split_that_cannot_be_seen_is_said() -> None:
     cache = Cache()
     cache._split_node = None  # type: ignore[assignment]
-    assert RadixEvents.of(cache, print, print).unseen == ("split",)
+    assert CacheEventMonitor.of(cache, print, print).unobservable == ("split",)
 
 
 def test_an_overriding_subclass_is_watched() -> None:
@@ -122,7 +122,7 @@ def test_an_overriding_subclass_is_watched() -> None:
             return "by the heir"
 
     cache = Heir()
-    events = RadixEvents.of(cache, print, print)
+    events = CacheEventMonitor.of(cache, print, print)
     assert cache.insert("this") == "by the heir"
     assert events.counts["insert"] == 1
 
@@ -134,7 +134,7 @@ def test_a_cache_wrapped_for_sessions_is_watched_in_both_layers() -> None:
     if not hasattr(wrapped, "inner"):
         pytest.skip("this SGLang does not wrap the cache")
     told: list[Any] = []
-    events = RadixEvents.of(wrapped, told.append, print)
+    events = CacheEventMonitor.of(wrapped, told.append, print)
     wrapped.inner.cache_unfinished_req = lambda req, **kwargs: None
     request = SimpleNamespace(session=None)
     wrapped.cache_unfinished_req(request)

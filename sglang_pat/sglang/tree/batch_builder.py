@@ -21,9 +21,9 @@ from sglang_pat._scheduler import PrefixForest, row_lengths
 from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths
 from sglang_pat.sglang import compat
 from sglang_pat.sglang.tree.radix_paths import (
+    CacheEventMonitor,
     PathMismatchError,
     PathReader,
-    RadixEvents,
     Request,
     path_reader,
 )
@@ -85,7 +85,7 @@ class DecodeBatchBuilder:
         self._strict = strict
         self.private_steps: Counter[str] = Counter()
         self.changes: Counter[str] = Counter(dict.fromkeys((*_CHANGES, MISMATCH), 0))
-        self.events: RadixEvents | None = None
+        self.events: CacheEventMonitor | None = None
         self._tree: Any = None
         self._source: PathReader | None = None
         self._reqs: list[Request] = []  # whose paths the forest keeps
@@ -197,7 +197,7 @@ class DecodeBatchBuilder:
         self.invalidate_all()
         self._source = path_reader(tree, self._on_mismatch)
         if self._source is not None:
-            self.events = RadixEvents.of(
+            self.events = CacheEventMonitor.of(
                 tree, lambda req: self._tracker.invalidate([req]), self._tracker.invalidate_all
             )
         self._tree = tree

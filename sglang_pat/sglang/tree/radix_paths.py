@@ -3,7 +3,7 @@
 One adapter per kind of tree, chosen by type and capability. Reads only: no tree is changed, nor the
 recency of its nodes. `sglang/tree/batch_builder.py` makes a DecodeBatch of it.
 
-RadixEvents: counts the mutations of SGLang's prefix cache, and reports moved requests.
+CacheEventMonitor: counts the mutations of SGLang's prefix cache, and reports moved requests.
 
 A path that `tree/radix_paths.py` has read stays right until one of these events invalidates it.
 `tree/batch_builder.py` watches the cache of each step's requests.
@@ -346,11 +346,11 @@ _KINDS = (
 _SPLIT = _Kind("split", ("_split_node",))
 
 
-class RadixEvents:
+class CacheEventMonitor:
     """Counts what happens to one prefix cache, as long as that lives.
 
     counts: calls by kind: insert, split, evict, checkpoint (a request's KV enters the tree, and its
-    row is made to point there), lock, unlock, reset. unseen: kinds that cannot be seen in this
+    row is made to point there), lock, unlock, reset. unobservable: kinds that cannot be seen in this
     cache: a core in Rust splits nodes without telling; `counts` does not hold them.
     """
 
@@ -361,7 +361,7 @@ class RadixEvents:
         on_reset: Callable[[], object],
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self.unseen: tuple[str, ...] = ()
+        self.unobservable: tuple[str, ...] = ()
         self._on_checkpoint = on_checkpoint
         self._on_reset = on_reset
         inner = unwrapped(cache)
@@ -370,7 +370,7 @@ class RadixEvents:
             self._watch(cache if kind.name == "checkpoint" else inner, kind)
         splitter = node_splitter(inner, *_SPLIT.methods)
         if splitter is None:
-            self.unseen = (_SPLIT.name,)
+            self.unobservable = (_SPLIT.name,)
         else:
             self._watch(splitter, _SPLIT)
 
@@ -380,7 +380,7 @@ class RadixEvents:
         cache: Any,
         on_checkpoint: Callable[[Request], object],
         on_reset: Callable[[], object],
-    ) -> RadixEvents:
+    ) -> CacheEventMonitor:
         """The events of a cache. The first call starts watching it, and sets the callbacks.
 
         Parameters
@@ -396,7 +396,7 @@ class RadixEvents:
         RuntimeError
             If the cache lacks a method in which an event happens. Names the method.
         """
-        events: RadixEvents | None = vars(cache).get(_EVENTS)
+        events: CacheEventMonitor | None = vars(cache).get(_EVENTS)
         if events is None:
             events = cls(cache, on_checkpoint, on_reset)
             setattr(cache, _EVENTS, events)

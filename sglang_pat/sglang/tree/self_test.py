@@ -17,7 +17,7 @@ import torch
 
 from sglang_pat import support
 from sglang_pat.sglang.report import reports
-from sglang_pat.sglang.tree.radix_paths import RadixEvents, path_reader
+from sglang_pat.sglang.tree.radix_paths import CacheEventMonitor, path_reader
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def _failed(where: str, what: str) -> str:
 def _test(kind: type[Any]) -> None:
     """Exceptions say what is wrong with a class of prefix caches."""
     cache = _new_cache(kind)
-    events = RadixEvents.of(cache, lambda req: None, lambda: None)
+    events = CacheEventMonitor.of(cache, lambda req: None, lambda: None)
     _insert(cache)
     reqs = [_request(f"request {i}", prompt, cache) for i, prompt in enumerate(_PROMPTS)]
     for req in reqs:
@@ -114,7 +114,7 @@ def _test(kind: type[Any]) -> None:
     _expect("nodes of both paths", len({node[0] for path in paths for node in path}), 3)
     slots = [source.shared_slots(req).tolist() for req in reqs]
     _expect("KV slots", slots, [prompt.slots for prompt in _PROMPTS])
-    expected = {"insert": 2, "lock": 2} | ({} if events.unseen else {"split": 1})
+    expected = {"insert": 2, "lock": 2} | ({} if events.unobservable else {"split": 1})
     _expect("events", {name: events.counts[name] for name in expected}, expected)
 
 
