@@ -15,7 +15,7 @@ from sglang_pat.sglang.step.plan_reuse import PlanReuse, Reason
 from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder, StepInputs
 from sglang_pat.sglang.tree.radix_paths import path_reader
 from sglang_pat.sglang.tree.request_tracker import RequestTracker
-from sglang_pat.sglang.tree.row_groups import GroupSource, Row, batch_with_beams
+from sglang_pat.sglang.tree.row_groups import RowPaths, VirtualRequest, batch_with_beams
 
 SYSTEM, PROMPT = [*range(100, 108)], [*range(100, 108), 1, 2, 3, 4]
 
@@ -127,7 +127,7 @@ def test_two_searches_of_one_prompt_share_what_the_tree_holds() -> None:
     assert [req.kv.req_pool_idx for req in rows] == [1, 2, 5, 6, 7]
     source = path_reader(batch.tree.cache)
     assert source is not None
-    paths = GroupSource(source, SimpleNamespace(req_to_token=batch.req_to_token)).read(rows)
+    paths = RowPaths(source, SimpleNamespace(req_to_token=batch.req_to_token)).read(rows)
     assert paths[0] == paths[2] == paths[3]
     assert paths[1] == paths[4]
     assert paths[0][-1][0] != paths[1][-1][0]
@@ -184,7 +184,7 @@ def test_a_split_of_the_tree_beside_beams(kind: str) -> None:
         before.reqs,
         rows,
         set(),
-        GroupSource(source, SimpleNamespace(req_to_token=batch.req_to_token)).read,
+        RowPaths(source, SimpleNamespace(req_to_token=batch.req_to_token)).read,
     )
     paths = [[(begin, end) for _, begin, end in path] for path in before.forest.paths()]
     assert paths[0] == paths[3] == paths[4] == [(0, 4), (4, 8), (8, 12)]
@@ -204,7 +204,7 @@ def test_a_prompt_whose_part_in_the_tree_changes_is_another_node() -> None:
     source = path_reader(batch.tree.cache)
     assert source is not None
     rows = batch_with_beams(batch.reqs, batch.tail, lambda reqs: None)
-    beams = GroupSource(source, SimpleNamespace(req_to_token=batch.req_to_token))
+    beams = RowPaths(source, SimpleNamespace(req_to_token=batch.req_to_token))
     (before,) = beams.read([rows[2]])
     batch.leader.last_node = batch.tree.last_node(SYSTEM[:4])
     batch.leader.kv.cache_protected_len = 4
@@ -220,5 +220,5 @@ def test_rows_of_beams_are_made_once() -> None:
     again = batch_with_beams(batch.reqs, batch.tail, moved.extend)
     assert [id(row) for row in first] == [id(row) for row in again]
     assert moved == [batch.leader]
-    assert all(isinstance(row, Row) for row in first[2:])
+    assert all(isinstance(row, VirtualRequest) for row in first[2:])
     assert [row.rid for row in first[2:]] == ["leader, beam 2", "leader, beam 3"]

@@ -20,7 +20,7 @@ from sglang_pat.sglang.compat import RequestFields, unwrapped
 from sglang_pat.sglang.tree.batch_builder import CUT, DecodeBatchBuilder, StepInputs
 from sglang_pat.sglang.tree.radix_paths import PathReader, Request
 from sglang_pat.sglang.tree.request_tracker import StepRequests
-from sglang_pat.sglang.tree.row_groups import GroupSource, Row, RowGroup
+from sglang_pat.sglang.tree.row_groups import RequestRows, RowPaths, VirtualRequest
 
 # Committed tokens that the rows of a request may read one by one. Then all paths are read again,
 # and the step is planned: a fraction of a millisecond, every ten verify steps or so.
@@ -31,7 +31,7 @@ MAX_READ_APART = 32
 class RowShape:
     """The rows of each request of a step, and what they read.
 
-    Row `i` of a request reads its KV and `first + i * step` tokens more. SGLang's lengths of a
+    VirtualRequest `i` of a request reads its KV and `first + i * step` tokens more. SGLang's lengths of a
     decode step count the new token: its rows read nothing more.
 
     Attributes
@@ -39,7 +39,7 @@ class RowShape:
     per_request, first, step
         See above.
     are_drafts
-        Whether the rows are draft tokens, one `RowGroup` per request.
+        Whether the rows are draft tokens, one `RequestRows` per request.
     speculates
         Whether a request grows by any number of tokens from one step to the next.
     """
@@ -120,13 +120,13 @@ class RowTensors:
         return rows.view(-1), lens.view(-1)
 
 
-class DraftGroups:
+class DraftRowCache:
     """The rows of the draft tokens of the last step. The same requests give the same list."""
 
     def __init__(self) -> None:
         self.reqs: list[Request] = []
-        self.rows: list[Row] = []
-        self._groups: list[RowGroup] = []
+        self.rows: list[VirtualRequest] = []
+        self._groups: list[RequestRows] = []
         nothing: IntArray = np.zeros(0, dtype=np.int32)
         self._ends = nothing  # of the groups' nodes
 
@@ -156,7 +156,7 @@ class DraftGroups:
             # Requests that stay keep their rows.
             kept = {id(each.req): each for each in self._groups if len(each.rows) == count}
             self.reqs = reqs
-            self._groups = [kept.get(id(req)) or RowGroup(req, count) for req in reqs]
+            self._groups = [kept.get(id(req)) or RequestRows(req, count) for req in reqs]
             self.rows = [row for each in self._groups for row in each.rows]
             self._ends = np.array([each.end for each in self._groups], dtype=np.int32)
         apart = committed - self._ends
@@ -192,7 +192,7 @@ class DraftBatchBuilder(DecodeBatchBuilder):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self._drafts: DraftGroups | None = None  # of the last step, if its rows were draft tokens
+        self._drafts: DraftRowCache | None = None  # of the last step, if its rows were draft tokens
         self._committed = self.lens  # how far a node below the tree's may reach
 
     def knows(self, step: StepRequests) -> bool:
@@ -229,7 +229,7 @@ class DraftBatchBuilder(DecodeBatchBuilder):
         shape = view.shape
         # Each row has at least one token more, which it reads live.
         self._committed = self.lens + np.int32(shape.first - 1)
-        drafts = self._drafts or DraftGroups()
+        drafts = self._drafts or DraftRowCache()
         self._moved = drafts.take(reqs, shape.per_request, self._committed, self._moved)
         self._drafts = drafts
         return drafts.rows
@@ -238,7 +238,7 @@ class DraftBatchBuilder(DecodeBatchBuilder):
         source = super()._source_of_rows()
         if self._drafts is None:
             return source
-        return GroupSource(source, unwrapped(self._tree).req_to_token_pool)
+        return RowPaths(source, unwrapped(self._tree).req_to_token_pool)
 
 
 def committed_lengths(reqs: list[Request]) -> npt.NDArray[np.int64]:

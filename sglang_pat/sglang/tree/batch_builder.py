@@ -28,7 +28,7 @@ from sglang_pat.sglang.tree.radix_paths import (
     path_reader,
 )
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, RequestTracker, StepRequests
-from sglang_pat.sglang.tree.row_groups import GroupSource
+from sglang_pat.sglang.tree.row_groups import RowPaths
 
 logger = logging.getLogger(__name__)
 
@@ -189,8 +189,8 @@ class DecodeBatchBuilder:
         if self._source is None:
             is_off = ", which is disabled" if getattr(step.tree, "disable", False) else ""
             return f"no shared paths are known to {type(step.tree).__name__}{is_off}"
-        if step.has_beams and not isinstance(self._source, GroupSource):  # from now on
-            self._source = GroupSource(self._source, step.tree.req_to_token_pool)
+        if step.has_beams and not isinstance(self._source, RowPaths):  # from now on
+            self._source = RowPaths(self._source, step.tree.req_to_token_pool)
         return None
 
     def _watch(self, tree: Any) -> None:

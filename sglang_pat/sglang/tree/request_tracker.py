@@ -26,7 +26,7 @@ _NOTE = "_sglang_pat_requests"  # attribute of ForwardBatch
 class StepRequests(NamedTuple):
     """The requests of a batch in row order, and the prefix cache that they are in.
 
-    has_beams: rows of beams are among them (`row_groups.Row`).
+    has_beams: rows of beams are among them (`row_groups.VirtualRequest`).
     """
 
     reqs: list[Request]  # never written to: equal lists in a row are one object

@@ -29,7 +29,7 @@ from sglang_pat.sglang.tree.radix_paths import (
 _GROUP = "_sglang_pat_rows"  # attribute of a BeamGroup
 
 
-class Row:
+class VirtualRequest:
     """A row of a request, in place of a Req. What it has not itself, the request has."""
 
     __slots__ = ("group", "kv", "rid")
@@ -37,7 +37,7 @@ class Row:
     kv: Any
     rid: str
 
-    def __init__(self, group: RowGroup) -> None:
+    def __init__(self, group: RequestRows) -> None:
         self.group = group
 
     def __getattr__(self, name: str) -> Any:
@@ -59,7 +59,7 @@ class _BeamKv:
         return length
 
 
-class RowGroup:
+class RequestRows:
     """The rows of a request, and the node below its path in the tree.
 
     Attributes
@@ -78,14 +78,14 @@ class RowGroup:
 
     def __init__(self, req: Request, count: int, end: int = -1) -> None:
         self.req = req
-        self.rows = [Row(self) for _ in range(count)]
+        self.rows = [VirtualRequest(self) for _ in range(count)]
         self.ids = tuple(map(id, self.rows))
         self.end = end
         self._node_id = -1
         self._span = (-1, -1)
 
     @classmethod
-    def of_beams(cls, leader: Request, rows: Sequence[int]) -> RowGroup:
+    def of_beams(cls, leader: Request, rows: Sequence[int]) -> RequestRows:
         """Return the rows of a beam search. rows: where their slots are in SGLang's table."""
         group = cls(leader, len(rows), leader.beam_group.prompt_len)
         for number, (beam, row) in enumerate(zip(group.rows, rows, strict=True), start=2):
@@ -103,14 +103,14 @@ class RowGroup:
         return extended_path(path, self._node_id, self.end)
 
 
-def _with_group(req: Request | Row) -> tuple[Request, RowGroup | None]:
+def _with_group(req: Request | VirtualRequest) -> tuple[Request, RequestRows | None]:
     """Return the request of a row, or the request, and the group; leaders of beams have one."""
-    if isinstance(req, Row):
+    if isinstance(req, VirtualRequest):
         return req.group.req, req.group
     return req, getattr(getattr(req, "beam_group", None), _GROUP, None)
 
 
-class GroupSource:
+class RowPaths:
     """A PathReader of rows, and of requests among them."""
 
     def __init__(self, source: PathReader, req_to_token_pool: Any) -> None:
@@ -168,10 +168,10 @@ def batch_with_beams(
     """
     result = list(reqs)
     for entry in beam_tail.entries:
-        beams: RowGroup | None = getattr(entry.group, _GROUP, None)
+        beams: RequestRows | None = getattr(entry.group, _GROUP, None)
         if beams is None:
             leader = reqs[entry.leader_idx]
-            beams = RowGroup.of_beams(leader, entry.group.member_rows_cpu.tolist())
+            beams = RequestRows.of_beams(leader, entry.group.member_rows_cpu.tolist())
             setattr(entry.group, _GROUP, beams)
             invalidate([leader])
         result += beams.rows
