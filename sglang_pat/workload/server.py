@@ -316,7 +316,7 @@ class Server:
         tree.make_room(new_tokens + spare)
         pairs = 0.0
         for request, new, had in admitted:
-            tree.take(self._pages(had + new) - self._pages(had))
+            tree.allocate(self._pages(had + new) - self._pages(had))
             request.kv_len = had + new
             pairs += new * (had + new / 2)
         self.now += self.clock.prefill(new_tokens, pairs, len(admitted))
@@ -398,7 +398,7 @@ class Server:
             tree.make_room(self._needed(self._lengths, steps - 1) + page * size)
         needed = self._needed(self._lengths, steps)
         tree.make_room(needed)
-        tree.take(needed)
+        tree.allocate(needed)
         begin = self.now
         self.now += steps * seconds
         if next_arrival < math.inf and not self._waiting:

@@ -87,7 +87,7 @@ class Tree(Protocol):
     def make_room(self, num_tokens: int) -> bool:
         """Evict what nobody uses until that many tokens are free. False: there are not as many."""
 
-    def take(self, num_tokens: int) -> None:
+    def allocate(self, num_tokens: int) -> None:
         """Allocate whole pages. They must be free."""
 
     def checkpoint(self, request: CachedRequest) -> None:
@@ -191,7 +191,7 @@ class RadixTree:
             self._note_leaf(parent)
         return num_tokens <= self.available
 
-    def take(self, num_tokens: int) -> None:
+    def allocate(self, num_tokens: int) -> None:
         if num_tokens > self.available:
             raise RuntimeError(f"{num_tokens} tokens wanted of a KV pool with {self.available}")
         self.available -= num_tokens

@@ -95,7 +95,7 @@ def test_the_plan_has_the_root() -> None:
         spec_info=SimpleNamespace(custom_mask=masks.flatten()),
         seq_lens=torch.full((2,), 9),
     )
-    trees.take(batch, 2, in_capture=False)
+    trees.update(batch, 2, in_capture=False)
     expected = masks.clone()
     expected[:, :, 0] = False
     assert torch.equal(trees._biases[:2].exp().bool(), expected)
@@ -107,7 +107,7 @@ def test_a_kernel_gets_the_slots_of_a_rows_own_branch(
     step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     branches = BranchKv(3, torch.device("cpu"))
-    branches.take(torch.arange(100, 124), num_rows=6)  # 4 drafts each
+    branches.update(torch.arange(100, 124), num_rows=6)  # 4 drafts each
     branches.go_to(step)
     given: list[tuple[Any, ...]] = []
     monkeypatch.setattr(tree_attention_kernel, "merge_drafts", lambda *each: given.append(each))

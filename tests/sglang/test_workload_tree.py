@@ -54,7 +54,7 @@ class Both:
         if not self.make_room(pages * self.page):
             return False
         for tree, request in zip((self.ours, self.theirs), pair, strict=True):
-            tree.take(pages * self.page)
+            tree.allocate(pages * self.page)
             request.kv_len = kv_len
         return True
 

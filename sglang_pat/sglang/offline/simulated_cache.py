@@ -179,7 +179,7 @@ class SGLangTree(ABC):
             self.tree.evict(EvictParams(num_tokens=missing))
         return num_tokens <= self.available
 
-    def take(self, num_tokens: int) -> None:
+    def allocate(self, num_tokens: int) -> None:
         if num_tokens > self.available:
             raise RuntimeError(f"{num_tokens} tokens wanted of a KV pool with {self.available}")
         self._pool.available -= num_tokens

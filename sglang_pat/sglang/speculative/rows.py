@@ -31,7 +31,7 @@ MAX_READ_APART = 32
 class RowShape:
     """The rows of each request of a step, and what they read.
 
-    VirtualRequest `i` of a request reads its KV and `first + i * step` tokens more. SGLang's lengths of a
+    Row `i` of a request reads its KV and `first + i * step` tokens more. SGLang's lengths of a
     decode step count the new token: its rows read nothing more.
 
     Attributes
@@ -130,7 +130,7 @@ class DraftRowCache:
         nothing: IntArray = np.zeros(0, dtype=np.int32)
         self._ends = nothing  # of the groups' nodes
 
-    def take(
+    def update(
         self, reqs: list[Request], count: int, committed: IntArray, moved: set[int]
     ) -> set[int]:
         """Go to the next step.
@@ -230,7 +230,7 @@ class DraftBatchBuilder(DecodeBatchBuilder):
         # Each row has at least one token more, which it reads live.
         self._committed = self.lens + np.int32(shape.first - 1)
         drafts = self._drafts or DraftRowCache()
-        self._moved = drafts.take(reqs, shape.per_request, self._committed, self._moved)
+        self._moved = drafts.update(reqs, shape.per_request, self._committed, self._moved)
         self._drafts = drafts
         return drafts.rows
 

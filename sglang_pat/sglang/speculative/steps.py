@@ -168,7 +168,7 @@ class TargetVerifyStep(SpeculativeStep):
         """Let `extra_kv` be that of a step with so many known requests."""
         if self.shape.is_tree:
             _, trees = self._eager if execution is ExecutionMode.EAGER else self._captured
-            trees.take(
+            trees.update(
                 forward_batch, num_known, self.masks, in_capture=execution is ExecutionMode.CAPTURE
             )
             self.extra_kv = trees
@@ -390,7 +390,7 @@ class DraftTreeSteps(DraftChainSteps):
         rows, self.extra_kv = self._eager if execution is ExecutionMode.EAGER else self._captured
         if execution is not ExecutionMode.REPLAY:  # a graph reads SGLang's own buffer
             num_rows = forward_batch.batch_size * self.shape.per_request
-            self.extra_kv.take(forward_batch.out_cache_loc, num_rows)
+            self.extra_kv.update(forward_batch.out_cache_loc, num_rows)
         return rows.of(view.req_pool_indices, view.seq_lens)
 
     def go_to(self, step: int, plans: StepPlans) -> None:

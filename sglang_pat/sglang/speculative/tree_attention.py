@@ -60,7 +60,7 @@ class TreeKv(_DraftKv):
         # [requests, draft tokens, draft tokens that it reads]: 0 for one that is read, else -inf.
         self._biases = self._chain.expand(0, -1, -1)
 
-    def take(
+    def update(
         self,
         forward_batch: Any,
         num_known: int,
@@ -135,7 +135,7 @@ class BranchKv(_DraftKv):
         self._slots = torch.zeros(0, num_steps, dtype=torch.int64, device=device)
         self._num_read = 0
 
-    def take(self, out_cache_loc: torch.Tensor, num_rows: int) -> None:
+    def update(self, out_cache_loc: torch.Tensor, num_rows: int) -> None:
         """Go to the next round.
 
         out_cache_loc: SGLang's slots, `[rows * drafts]`. No step reads the slot of a branch's last

@@ -350,8 +350,8 @@ class CacheEventMonitor:
     """Counts what happens to one prefix cache, as long as that lives.
 
     counts: calls by kind: insert, split, evict, checkpoint (a request's KV enters the tree, and its
-    row is made to point there), lock, unlock, reset. unobservable: kinds that cannot be seen in this
-    cache: a core in Rust splits nodes without telling; `counts` does not hold them.
+    row is made to point there), lock, unlock, reset. unobservable: kinds that this cache does not
+    show, so that `counts` lacks them: a core in Rust splits nodes without telling.
     """
 
     def __init__(
