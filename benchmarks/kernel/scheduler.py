@@ -10,9 +10,9 @@ paths in, plan assembled. "write" copies the plan into its buffer.
 Steps: decode steps of 256, 1,024 and 4,096 requests in each of SGLang's prefix caches, all Python
 included. The unit is CPU time, so other processes do not count. "read" is
 DecodeBatchBuilder.read(). "plan" is PackAttention.plan() up to the plan in its buffer, without the
-copy to a device. Documents are equally long, or of varied lengths. With varied lengths every document has more turns in the
-cache than run, and every fourth newcomer brings a document that no running request has: what looks
-like a split node must not be taken for one.
+copy to a device. Documents are equally long, or of varied lengths. With varied lengths every
+document has more turns in the cache than run, and every fourth newcomer brings a document that no
+running request has: what looks like a split node must not be taken for one.
 
 Batches replaced: PrefixForest.update() from one batch to another one that shares no request with
 it, up to 16,384 requests.
