@@ -18,7 +18,7 @@ from sglang_pat.sglang.report.layer_report import report_routes
 from sglang_pat.sglang.start.environment import Environment
 from sglang_pat.sglang.start.hooks import install_hooks
 from sglang_pat.sglang.start.layer_rules import layers_of_runner
-from sglang_pat.sglang.start.layer_support import Routes
+from sglang_pat.sglang.start.layer_support import LayerSupport
 from sglang_pat.sglang.start.server_options import attention_backends, batch_invariant, drafts_of
 from sglang_pat.sglang.step.planner import TargetPlanner
 from sglang_pat.sglang.step.step_type import DecodeStep
@@ -79,7 +79,7 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
     return default
 
 
-def _new_state(model_runner: Any, environment: Environment, routes: Routes) -> BackendState:
+def _new_state(model_runner: Any, environment: Environment, routes: LayerSupport) -> BackendState:
     install_hooks(TRACKER_HOOKS)
     check_version()
     return BackendState(

@@ -17,7 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.sglang.layer.attention import LayerAttention
 from sglang_pat.sglang.layer.step_plans import StepPlans
-from sglang_pat.sglang.start.layer_support import Routes
+from sglang_pat.sglang.start.layer_support import LayerSupport
 from sglang_pat.sglang.step.planner import StepPlanner
 from sglang_pat.sglang.step.step_type import StepType
 from sglang_pat.support import Unsupported
@@ -57,7 +57,7 @@ class BackendState:
         layers: LayerAttention,
         kinds: Sequence[StepType],
         *,
-        report: Callable[[Routes], None],
+        report: Callable[[LayerSupport], None],
         is_strict: bool = False,
     ) -> None:
         self.planner = planner
@@ -85,7 +85,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     @property
     def needs_default(self) -> bool:
         """True if the default backend has layers to do in steps that pat plans."""
-        return bool(self._pat.routes.delegated)
+        return bool(self._pat.routes.fallback)
 
     # --- once per step ---
 
@@ -97,7 +97,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
             super().init_forward_metadata(forward_batch)
             return
         pat.kind, pat.is_captured = kind, False
-        if pat.routes.delegated:
+        if pat.routes.fallback:
             self._prepare_default(forward_batch)
         if pat.routes.shapes:
             pat.plans = pat.planner.plan_eager(kind, forward_batch)
@@ -117,7 +117,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
             super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
             return
         pat.kind, pat.is_captured = kind, True
-        if pat.routes.delegated:
+        if pat.routes.fallback:
             super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
         if pat.routes.shapes:
             pat.plans = pat.planner.plan_captured(kind, forward_batch, in_capture)
@@ -125,7 +125,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Record what a CUDA graph does before its layers. pat has planned before its replay."""
         pat = self._pat
-        if forward_batch.forward_mode not in pat.kinds or pat.in_default or pat.routes.delegated:
+        if forward_batch.forward_mode not in pat.kinds or pat.in_default or pat.routes.fallback:
             super().init_forward_metadata_in_graph(forward_batch)
 
     def shared_read_ends(self, mode: ForwardMode) -> Any:
@@ -141,7 +141,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what graphs capture: before the first one, and before all are captured again."""
-        if self._pat.routes.delegated:
+        if self._pat.routes.fallback:
             super().init_cuda_graph_state(max_bs, max_num_tokens)
         else:
             self._pat.graph_sizes = (max_bs, max_num_tokens)
@@ -155,7 +155,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         The default backend looks it up in its metadata, which a step may do without. 0.5.17 does
         not ask.
         """
-        if forward_batch.forward_mode in self._pat.kinds and not self._pat.routes.delegated:
+        if forward_batch.forward_mode in self._pat.kinds and not self._pat.routes.fallback:
             return None
         return super().get_fused_kv_write_buffers(layer, forward_batch)
 
@@ -188,19 +188,19 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     ) -> bool:
         """Return True if pat attends in a layer of this step."""
         routes, layer_id = self._pat.routes, layer.layer_id
-        reason = routes.reason_to_leave(layer, arguments)
+        reason = routes.fallback_reason(layer, arguments)
         if reason is not None:
-            self._leave(layer_id, reason, forward_batch)
+            self._fall_back(layer_id, reason, forward_batch)
         return layer_id in routes.shapes
 
-    def _leave(self, layer_id: int, reason: Unsupported, forward_batch: Any) -> None:
+    def _fall_back(self, layer_id: int, reason: Unsupported, forward_batch: Any) -> None:
         """Let a layer fall back for a reason that only a step shows: the first, a warm-up."""
         pat = self._pat
         if pat.is_strict:
             raise reason.refusal(f" (layer {layer_id})")
-        if not pat.routes.delegated:  # the default backend is not prepared for this step
+        if not pat.routes.fallback:  # the default backend is not prepared for this step
             self._catch_up(forward_batch)
-        pat.routes.delegate(layer_id, reason)
+        pat.routes.fall_back(layer_id, reason)
         pat.report(pat.routes)
 
     def _catch_up(self, forward_batch: Any) -> None:
@@ -218,7 +218,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
 
 def attach(
     parts: Sequence[tuple[Any, type]],
-    routes: Routes,
+    routes: LayerSupport,
     new_states: Callable[[], Sequence[Any]],
     *,
     reason: Unsupported | None = None,
@@ -253,7 +253,7 @@ def attach(
     if reason is None and closed:
         reason = Unsupported("default backend", f"{closed[0]}, which is closed")
     if reason is not None and routes.shapes:
-        routes.delegate_all(reason)
+        routes.fall_back_all(reason)
     if is_strict:
         routes.check_strict()
     if routes.shapes:

@@ -313,7 +313,7 @@ def test_arguments_that_pat_does_not_know(name: str) -> None:
     q, k, rope = step.parts()
     given = rope | {name: torch.zeros(HEADS)}
     assert step.backend.forward(q, k, k, step.layer(), step.batch, **given).isinf().all()
-    reason = inside.planner(step.backend).routes.delegated[0]
+    reason = inside.planner(step.backend).routes.fallback[0]
     assert str(reason) == f"the argument {name}"
 
 
@@ -424,8 +424,8 @@ def test_models_that_are_left_to_the_default_backend(
     make_runner, reason = DELEGATED[name]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     routes = layers_of_runner(make_runner(), "fa3")
-    assert {str(each) for each in routes.delegated.values()} == {reason}
-    assert {each.topic for each in routes.delegated.values()} <= {
+    assert {str(each) for each in routes.fallback.values()} == {reason}
+    assert {each.topic for each in routes.fallback.values()} <= {
         row.topic for row in support.support_matrix()
     }
 
@@ -450,7 +450,7 @@ def test_models_over_an_fp8_cache(default: str) -> None:
 def test_backends_that_scale_latent_kv_keep_it(default: str) -> None:
     routes = layers_of_runner(fp8_runner(scale=0.5), default)
     reason = f"KV pool latent KV scaled by 0.5, under {default}"
-    assert {str(each) for each in routes.delegated.values()} == {reason}
+    assert {str(each) for each in routes.fallback.values()} == {reason}
 
 
 @pytest.mark.parametrize("default", ["fa3", "flashinfer"])

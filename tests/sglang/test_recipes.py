@@ -14,7 +14,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang_pat import support
 from sglang_pat.cli.main import build_parser
 from sglang_pat.plan import Shape
-from sglang_pat.sglang.start.layer_support import Routes
+from sglang_pat.sglang.start.layer_support import LayerSupport
 from sglang_pat.support import Unsupported
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,16 +66,16 @@ def log_lines(text: str) -> list[str]:
 
 
 def as_logged(line: str) -> str:
-    """Line that `Routes` writes for the numbers and names of a quoted one."""
+    """Line that `LayerSupport` writes for the numbers and names of a quoted one."""
     draft = "draft model: " if line.startswith("draft model: ") else ""
     pat, total = map(int, re.findall(r"\d+", line)[:2])
     prefill = re.search(r"prefill on (\w+)", line)
-    routes = Routes(re.findall(r" on (\w+)", line)[0] if " on " in line else "")
+    routes = LayerSupport(re.findall(r" on (\w+)", line)[0] if " on " in line else "")
     routes.prefill = prefill[1] if prefill else None if draft else "not named"
     routes.shapes = dict.fromkeys(range(pat), Shape(32, 8, 128, 128))
     for layer_id in range(pat, total):
         window = re.findall(r"sliding window (\d+)", line)[0]
-        routes.delegate(layer_id, Unsupported("sliding window", window))
+        routes.fall_back(layer_id, Unsupported("sliding window", window))
     return f"{draft}{routes}"
 
 

@@ -352,7 +352,7 @@ def test_gpus_without_kernels(
         device="cuda", dtype=dtype, kv_cache_dtype=dtype, token_to_kv_pool=KVPool(dtype)
     )
     routes = layers_of_runner(model_runner, "triton")
-    assert {str(each) for each in routes.delegated.values()} == ({reason} if reason else set())
+    assert {str(each) for each in routes.fallback.values()} == ({reason} if reason else set())
 
 
 @pytest.mark.parametrize("container", [list, tuple, lambda found: dict(enumerate(found))])
@@ -376,7 +376,7 @@ def test_layers_of_one_id_are_routed_together() -> None:
     same[2].sliding_window_size = 16
     routes = layers_of_runner(runner(model=same), "triton")
     assert routes.shapes == {}
-    assert [*routes.delegated] == [0]
+    assert [*routes.fallback] == [0]
     same[1].layer_id = 1
     assert [*layers_of_runner(runner(model=same), "triton").shapes] == [1]
 
@@ -385,7 +385,7 @@ def test_layers_of_one_id_have_one_shape() -> None:
     same = layers(2, layer_id=0, tp_q_head_num=8)
     routes = layers_of_runner(runner(model=same), "triton")
     assert routes.shapes == {}
-    assert str(routes.delegated[0]) == "layers of different shapes with the same id"
+    assert str(routes.fallback[0]) == "layers of different shapes with the same id"
 
 
 def test_a_table_joins_neighbours() -> None:
@@ -513,7 +513,7 @@ def test_every_topic_is_one_of_the_support_table() -> None:
     topics = {row.topic for row in support.support_matrix()}
     for make_runner, *_ in (OF_A_LAYER | OF_THE_MODEL).values():
         routes = layers_of_runner(make_runner(), "triton")
-        assert {reason.topic for reason in routes.delegated.values()} <= topics
+        assert {reason.topic for reason in routes.fallback.values()} <= topics
 
 
 @pytest.mark.parametrize("default", support.DEFAULT_BACKENDS)
@@ -528,7 +528,7 @@ def test_scales_count_where_the_default_backend_stores_by_them() -> None:
     assert [*layers_of_runner(model_runner, "fa3").shapes] == [0, 1]
     assert [*layers_of_runner(model_runner, "torch_native").shapes] == [0, 1]
     uncertain = layers_of_runner(model_runner, "intel_amx")
-    assert str(uncertain.delegated[1]) == "KV pool scaled, under intel_amx"
+    assert str(uncertain.fallback[1]) == "KV pool scaled, under intel_amx"
     odd = fp8_runner(model=scaled_layers(k_scale=torch.ones(2)))
     assert [*layers_of_runner(odd, "torch_native").shapes] == [0, 1]
 

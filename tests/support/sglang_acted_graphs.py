@@ -146,7 +146,7 @@ def register() -> None:
         if size == 0:
             eager(backend, batch)
             return
-        if pat.routes.delegated:
+        if pat.routes.fallback:
             backend._prepare_default(batch)
         view = place.view(batch, size)
         # SGLang loads verify steps into graphs before their forward.

@@ -12,7 +12,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang_pat.executors.layer import Scale
 from sglang_pat.sglang.layer.kv_writes import KvWrites
 from sglang_pat.sglang.layer.step_plans import StepPlans
-from sglang_pat.sglang.start.layer_support import Routes, read_scales
+from sglang_pat.sglang.start.layer_support import LayerSupport, read_scales
 
 
 class ExtraKv(Protocol):
@@ -36,7 +36,7 @@ class ExtraKv(Protocol):
 class LayerAttention:
     """Stores the KV of a layer's new tokens, and attends."""
 
-    def __init__(self, model_runner: Any, routes: Routes) -> None:
+    def __init__(self, model_runner: Any, routes: LayerSupport) -> None:
         """model_runner: SGLang's, of the model whose layers these are."""
         self._pool = model_runner.token_to_kv_pool
         self.routes = routes

@@ -24,7 +24,7 @@ from sglang_pat.executors.kv_writer import KvWriter
 from sglang_pat.plan import Shape
 from sglang_pat.sglang.compat import kv_write_location, latent_write_location
 from sglang_pat.sglang.report import reports
-from sglang_pat.sglang.start.layer_support import Routes
+from sglang_pat.sglang.start.layer_support import LayerSupport
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +38,11 @@ class KvWrites:
     ----------
     model_runner : ModelRunner
         With the model and the KV pool.
-    routes : Routes
+    routes : LayerSupport
         Which layers pat decodes.
     """
 
-    def __init__(self, model_runner: Any, routes: Routes) -> None:
+    def __init__(self, model_runner: Any, routes: LayerSupport) -> None:
         self._pool = model_runner.token_to_kv_pool
         self._are_scaled = routes.are_scaled
         self._writers: dict[int, KvWriter] = {}  # by layer id

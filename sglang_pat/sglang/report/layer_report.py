@@ -11,7 +11,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_pat.sglang.report import reports
 from sglang_pat.sglang.report.metrics import LayerMetrics
 from sglang_pat.sglang.start.hooks import Hook, install_hooks
-from sglang_pat.sglang.start.layer_support import Routes
+from sglang_pat.sglang.start.layer_support import LayerSupport
 from sglang_pat.support import BACKEND
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class _LastReport:
     metrics: LayerMetrics | None = None
 
 
-def report_routes(routes: Routes, model_runner: Any = None) -> None:
+def report_routes(routes: LayerSupport, model_runner: Any = None) -> None:
     """Tell the routes, at start-up and when they change.
 
     Parameters
@@ -62,14 +62,14 @@ def report_routes(routes: Routes, model_runner: Any = None) -> None:
         _LastReport.metrics.set(routes.counts())
 
 
-def report_draft_routes(routes: Routes) -> None:
+def report_draft_routes(routes: LayerSupport) -> None:
     """Tell the routes of the draft model, when its backend has been built and when they change."""
     _LastReport.draft_routes = routes.as_json()
     if reports.rank_speaks():
         logger.info("draft model: %s", routes)
 
 
-def report_extend_routes(routes: Routes) -> None:
+def report_extend_routes(routes: LayerSupport) -> None:
     """Report the routes of draft extend, as `report_draft_routes` does those of decode steps."""
     _LastReport.extend_routes = routes.as_json()
     if reports.rank_speaks():

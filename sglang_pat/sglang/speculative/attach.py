@@ -49,7 +49,7 @@ from sglang_pat.sglang.start.argument_rewrite import is_asked_for, named_draft_b
 from sglang_pat.sglang.start.environment import Environment
 from sglang_pat.sglang.start.hooks import Hook, install_hooks
 from sglang_pat.sglang.start.layer_rules import layers_of_runner
-from sglang_pat.sglang.start.layer_support import Routes
+from sglang_pat.sglang.start.layer_support import LayerSupport
 from sglang_pat.sglang.start.server_options import (
     BLOCKS,
     TREES,
@@ -81,7 +81,7 @@ class _TargetModel:
 
 
 def attach_verification(
-    default: Any, model_runner: Any, environment: Environment, routes: Routes
+    default: Any, model_runner: Any, environment: Environment, routes: LayerSupport
 ) -> None:
     """Let a served model verify drafts through pat where it can, and await its draft model.
 
@@ -118,12 +118,14 @@ def attach_verification(
     )
     if planner is not None and resolved(arguments, "speculative_algorithm") in TREES:
         # SGLang's watermark reads the n-gram worker's masks as full ones.
-        others_read = routes.delegated or resolved(arguments, "enable_watermark")
+        others_read = routes.fallback or resolved(arguments, "enable_watermark")
         choose_masks(square=model_runner.device == "cuda" and not others_read)
     await_draft_model(planner, model_runner)
 
 
-def _new_planner(model_runner: Any, environment: Environment, routes: Routes) -> VerifyPlanner:
+def _new_planner(
+    model_runner: Any, environment: Environment, routes: LayerSupport
+) -> VerifyPlanner:
     install_hooks(TRACKER_HOOKS)
     watch_draft_batches()
     check_version()
@@ -398,12 +400,12 @@ def _extend_reason(model_runner: Any, served: VerifyPlanner) -> Unsupported | No
     return None
 
 
-def _routes(model_runner: Any) -> Routes:
+def _routes(model_runner: Any) -> LayerSupport:
     arguments = model_runner.server_args
     named = draft_backend(model_runner)
     routes = layers_of_runner(model_runner, named or attention_backends(arguments)[1])
     if named is not None:
-        routes.delegate_all(_names_backend(named))
+        routes.fall_back_all(_names_backend(named))
     return routes
 
 

@@ -51,7 +51,7 @@ class PatSpeculativeMixin(PatMixin):
         if (
             not isinstance(kind, TargetVerifyStep)
             or kind.masks is None
-            or self._pat.routes.delegated
+            or self._pat.routes.fallback
         ):
             return super().verify_mask
         count = len(kind.masks) // kind.shape.per_request**2
@@ -64,7 +64,7 @@ class PatSpeculativeMixin(PatMixin):
 
         All that pat prepares was after the drafts. Some default backends cannot.
         """
-        if self._pat.routes.delegated:
+        if self._pat.routes.fallback:
             super().update_verify_buffers_to_fill_after_draft(spec_info, cuda_graph_bs)
 
     def shared_read_ends(self, mode: ForwardMode) -> Any:
@@ -197,7 +197,7 @@ class PatDraftSteps:
         It is prepared for its layers, and as long as a layer may turn out to be one of them.
         """
         routes = self._pat.routes
-        self._pat.has_default = bool(routes.delegated) or not self._pat.seen >= routes.shapes.keys()
+        self._pat.has_default = bool(routes.fallback) or not self._pat.seen >= routes.shapes.keys()
         return self._pat.has_default
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -236,7 +236,7 @@ class PatDraftSteps:
         in which each layer runs first.
         """
         routes, layer_id = self._pat.routes, layer.layer_id
-        reason = routes.reason_to_leave(layer, arguments)
+        reason = routes.fallback_reason(layer, arguments)
         if reason is not None:
             if not self._pat.has_default:
                 raise RuntimeError(
@@ -244,7 +244,7 @@ class PatDraftSteps:
                     "--speculative-draft-attention-backend to leave the draft model to another "
                     "backend"
                 )
-            routes.delegate(layer_id, reason)
+            routes.fall_back(layer_id, reason)
             report_draft_routes(routes)
         return layer_id in routes.shapes
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.speculative.rows import DraftBatchBuilder
 from sglang_pat.sglang.speculative.steps import DraftExtendStep, SpeculativeStep, TargetVerifyStep
-from sglang_pat.sglang.start.layer_support import Routes
+from sglang_pat.sglang.start.layer_support import LayerSupport
 from sglang_pat.sglang.step.microbatches import Microbatch
 from sglang_pat.sglang.step.plan_reuse import Reason
 from sglang_pat.sglang.step.planner import StepPlanner, TargetPlanner
@@ -36,7 +36,7 @@ class SpeculativePlanner(StepPlanner):
         self,
         model_runner: Any,
         environment: Environment,
-        routes: Routes,
+        routes: LayerSupport,
         kinds: Sequence[SpeculativeStep],
     ) -> None:
         self.kinds = tuple(kinds)
@@ -109,7 +109,7 @@ class VerifyPlanner(SpeculativePlanner, TargetPlanner):
         self,
         model_runner: Any,
         environment: Environment,
-        routes: Routes,
+        routes: LayerSupport,
         verifies: Mapping[int, TargetVerifyStep],
     ) -> None:
         self.verifies = dict(verifies)
@@ -117,7 +117,7 @@ class VerifyPlanner(SpeculativePlanner, TargetPlanner):
         self._drafting: list[SpeculativePlanner] = []
         super().__init__(model_runner, environment, routes, [*self.verifies.values()])
 
-    def new_extend(self, routes: Routes, count: int) -> DraftExtendStep:
+    def new_extend(self, routes: LayerSupport, count: int) -> DraftExtendStep:
         """Return draft extend for a draft model with these layers and `count` tokens per request.
 
         Plans are made for the shapes of its layers, too.

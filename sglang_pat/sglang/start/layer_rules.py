@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang_pat import support
 from sglang_pat.plan import Shape
 from sglang_pat.sglang import compat
-from sglang_pat.sglang.start.layer_support import Routes, read_scales
+from sglang_pat.sglang.start.layer_support import LayerSupport, read_scales
 from sglang_pat.sglang.start.server_options import drafts_of, server_reason
 from sglang_pat.support import Unsupported
 
@@ -33,7 +33,7 @@ def layers_of_runner(
     model_runner: Any,
     default: str,
     types: Collection[AttentionType] = (AttentionType.DECODER,),
-) -> Routes:
+) -> LayerSupport:
     """Decide for all layers of a model.
 
     Parameters
@@ -60,13 +60,13 @@ def layers_of_model(
     default: str,
     whole: Unsupported | None,
     reason_of: Callable[[RadixAttention], Unsupported | None],
-) -> Routes:
+) -> LayerSupport:
     """Decide for all layers of a model, by reasons that are known; see `layers_of_runner`."""
     layers = attention_layers(model)
     if whole is None and not layers:
         name = type(model).__name__
         whole = Unsupported("attention", f"no attention layer (RadixAttention) in {name}")
-    routes = Routes(default)
+    routes = LayerSupport(default)
     routes.whole = whole
     routes.layers = layers
     routes.sinks = _layers_with_sinks(model)
@@ -76,8 +76,8 @@ def layers_of_model(
         if reason is None and routes.shapes.get(layer.layer_id, shape) != shape:
             reason = Unsupported("attention", "layers of different shapes with the same id")
         if reason is not None:
-            routes.delegate(layer.layer_id, reason)
-        elif layer.layer_id not in routes.delegated:
+            routes.fall_back(layer.layer_id, reason)
+        elif layer.layer_id not in routes.fallback:
             routes.shapes[layer.layer_id] = shape
     return routes
 
@@ -201,7 +201,7 @@ def layer_reason(
     default: str,
     types: Collection[AttentionType] = (AttentionType.DECODER,),
 ) -> Unsupported | None:
-    """Why pat does not decode a layer. types: see `Routes.of_runner`."""
+    """Why pat does not decode a layer. types: see `LayerSupport.of_runner`."""
     chunk = getattr(model_runner, "attention_chunk_size", None)
     reason = shape_reason(layer, chunk, types)
     if reason is None and shape_of(layer).is_latent:
@@ -273,7 +273,7 @@ def shape_reason(
     """Unsupported not to decode a layer, by its description; None: pat decodes it.
 
     chunk_size: of the layers with RoPE in models that attend within chunks. types: see
-    `Routes.of_runner`.
+    `LayerSupport.of_runner`.
     """
     if layer.is_cross_attention:
         return Unsupported("attention", "cross attention")

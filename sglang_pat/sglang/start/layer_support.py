@@ -22,7 +22,7 @@ PAT, DEFAULT = "pat", "default"  # the routes
 _LATENT_ARGUMENTS = ("q_rope", "k_rope")
 
 
-class Routes:
+class LayerSupport:
     """The route of each attention layer of a model's part on this rank.
 
     Attributes
@@ -33,7 +33,7 @@ class Routes:
         The name of the backend that prefills the model that is served. None: it is not named.
     shapes
         Layer id -> shape of each layer that pat decodes.
-    delegated
+    fallback
         Layer id -> reason of each layer that the default backend decodes.
     whole
         The reason why the whole model falls back, even if it has no layers.
@@ -53,14 +53,14 @@ class Routes:
         self.default = default
         self.prefill: str | None = None
         self.shapes: dict[int, Shape] = {}
-        self.delegated: dict[int, Unsupported] = {}
+        self.fallback: dict[int, Unsupported] = {}
         self.sinks: frozenset[int] = frozenset()
         self.batch_invariant = False
         self.are_scaled = self.is_converted = False
         self.layers: Sequence[RadixAttention] = ()
         self.whole: Unsupported | None = None
 
-    def reason_to_leave(
+    def fallback_reason(
         self, layer: RadixAttention, arguments: dict[str, Any]
     ) -> Unsupported | None:
         """Return why the default backend must attend, for a reason that only a step shows.
@@ -81,31 +81,31 @@ class Routes:
             return (
                 Unsupported("attention", f"the argument {', '.join(unknown)}") if unknown else None
             )
-        if layer_id in self.delegated:
+        if layer_id in self.fallback:
             return None
         return Unsupported("attention", "a layer that was not found in the model")
 
-    def delegate(self, layer_id: int, reason: Unsupported) -> None:
+    def fall_back(self, layer_id: int, reason: Unsupported) -> None:
         """Leave a layer to the default backend."""
         self.shapes.pop(layer_id, None)
-        self.delegated.setdefault(layer_id, reason)
+        self.fallback.setdefault(layer_id, reason)
 
-    def delegate_all(self, reason: Unsupported) -> None:
+    def fall_back_all(self, reason: Unsupported) -> None:
         """Leave the model to the default backend."""
         self.whole = reason
-        self.delegated |= dict.fromkeys(self.shapes, reason)
+        self.fallback |= dict.fromkeys(self.shapes, reason)
         self.shapes = {}
 
     def check_strict(self) -> None:
-        """ValueError that names the first thing that is delegated."""
+        """ValueError that names the first thing that is fallback."""
         if self.whole is not None:
             raise self.whole.refusal()
-        for layer_id, reason in sorted(self.delegated.items()):
+        for layer_id, reason in sorted(self.fallback.items()):
             raise reason.refusal(f" (layer {layer_id})")
 
     def counts(self) -> dict[tuple[str, str], int]:
         """(route, reason) -> how many layers. The reason of pat's own is empty."""
-        reasons = Counter(str(reason) for reason in self.delegated.values())
+        reasons = Counter(str(reason) for reason in self.fallback.values())
         if self.whole is not None and not reasons:
             reasons[str(self.whole)] = 0
         counted = {(PAT, ""): len(self.shapes)} if self.shapes else {}
@@ -123,7 +123,7 @@ class Routes:
 
     def __str__(self) -> str:
         """For the log."""
-        total = len(self.shapes) + len(self.delegated)
+        total = len(self.shapes) + len(self.fallback)
         groups = [
             f"{count} on {self.default}: {reason}"
             for (route, reason), count in self.counts().items()
@@ -144,8 +144,8 @@ class Routes:
     def table(self) -> Iterator[tuple[str, str, str]]:
         """(layers, route, reason), for neighbours that have the same."""
         rows: list[tuple[int, int, str, str]] = []
-        for layer_id in sorted({*self.shapes, *self.delegated}):
-            reason = str(self.delegated.get(layer_id, ""))
+        for layer_id in sorted({*self.shapes, *self.fallback}):
+            reason = str(self.fallback.get(layer_id, ""))
             route = self.default if reason else PAT
             if rows and rows[-1][2:] == (route, reason) and rows[-1][1] == layer_id - 1:
                 rows[-1] = (rows[-1][0], layer_id, route, reason)

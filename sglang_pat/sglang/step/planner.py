@@ -20,7 +20,7 @@ from sglang_pat.executors.cuda import PlanOverflowError
 from sglang_pat.plan import Shape
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.report.reports import StepReports
-from sglang_pat.sglang.start.layer_support import Routes
+from sglang_pat.sglang.start.layer_support import LayerSupport
 from sglang_pat.sglang.step.debug_checks import DebugChecks, check_host_lengths
 from sglang_pat.sglang.step.microbatches import Microbatch, Microbatches
 from sglang_pat.sglang.step.plan_reuse import PlanReuse, Reason, SkippedPlanning
@@ -53,7 +53,7 @@ class StepPlanner:
 
     new_builder: Callable[..., DecodeBatchBuilder] = DecodeBatchBuilder
 
-    def __init__(self, model_runner: Any, environment: Environment, routes: Routes) -> None:
+    def __init__(self, model_runner: Any, environment: Environment, routes: LayerSupport) -> None:
         """Make the planner of a model.
 
         Parameters
@@ -229,7 +229,7 @@ class StepPlanner:
 class TargetPlanner(StepPlanner):
     """The planner of the model that a server serves: it reports what is counted."""
 
-    def __init__(self, model_runner: Any, environment: Environment, routes: Routes) -> None:
+    def __init__(self, model_runner: Any, environment: Environment, routes: LayerSupport) -> None:
         super().__init__(model_runner, environment, routes)
         self._reports = StepReports(environment, model_runner, self.counters)
         self._skipped = SkippedPlanning(self._reports.add_repeated, self._reports.on_step)
