@@ -14,7 +14,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang_pat.sglang.backend import BackendState, PatMixin, attach
 from sglang_pat.sglang.compat import resolved
 from sglang_pat.sglang.layer.attention import LayerAttention
-from sglang_pat.sglang.report.layer_report import report_routes
+from sglang_pat.sglang.report.layer_report import report_layer_support
 from sglang_pat.sglang.start.environment import Environment
 from sglang_pat.sglang.start.hooks import install_hooks
 from sglang_pat.sglang.start.layer_rules import layers_of_runner
@@ -54,24 +54,24 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
     """
     environment = Environment.read()
     arguments = model_runner.server_args
-    routes = layers_of_runner(model_runner, name)
-    routes.prefill, _ = attention_backends(arguments)
-    routes.batch_invariant = batch_invariant(arguments, environment)
+    layer_support = layers_of_runner(model_runner, name)
+    layer_support.prefill, _ = attention_backends(arguments)
+    layer_support.batch_invariant = batch_invariant(arguments, environment)
     if drafts_of(arguments) is not None:
         from sglang_pat.sglang.speculative.attach import attach_verification
 
-        attach_verification(default, model_runner, environment, routes)
+        attach_verification(default, model_runner, environment, layer_support)
     else:
         attach(
             [(default, PatMixin)],
-            routes,
-            lambda: [_new_state(model_runner, environment, routes)],
+            layer_support,
+            lambda: [_new_state(model_runner, environment, layer_support)],
             is_strict=environment.strict,
         )
-        if routes.shapes:
+        if layer_support.shapes:
             default.needs_cpu_seq_lens = True  # on the object: some classes set it
-    report_routes(routes, model_runner)
-    if routes.shapes and resolved(arguments, "rl_on_policy_target") is not None:
+    report_layer_support(layer_support, model_runner)
+    if layer_support.shapes and resolved(arguments, "rl_on_policy_target") is not None:
         logger.warning(
             "--rl-on-policy-target: decode by pat gives the same bits in any batch, but not the "
             "bits of the trainer's forward pass; for those, leave out --attention-backend pat"
@@ -79,13 +79,15 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
     return default
 
 
-def _new_state(model_runner: Any, environment: Environment, routes: LayerSupport) -> BackendState:
+def _new_state(
+    model_runner: Any, environment: Environment, layer_support: LayerSupport
+) -> BackendState:
     install_hooks(TRACKER_HOOKS)
     check_version()
     return BackendState(
-        TargetPlanner(model_runner, environment, routes),
-        LayerAttention(model_runner, routes),
+        TargetPlanner(model_runner, environment, layer_support),
+        LayerAttention(model_runner, layer_support),
         [DecodeStep()],
-        report=report_routes,
+        report=report_layer_support,
         is_strict=environment.strict,
     )

@@ -32,12 +32,12 @@ class BackendState:
         Plans the steps.
     layers
         Attends in the layers.
-    routes
+    layer_support
         Which layers pat decodes.
     kinds
         The types of steps that pat plans, by SGLang's mode.
     report
-        Called with `routes` each time that a layer falls back.
+        Called with `layer_support` each time that a layer falls back.
     is_strict
         Whether a layer that falls back is an error instead.
     plans, kind
@@ -62,7 +62,7 @@ class BackendState:
     ) -> None:
         self.planner = planner
         self.layers = layers
-        self.routes = layers.routes
+        self.layer_support = layers.layer_support
         self.kinds = {kind.mode: kind for kind in kinds}
         self.report = report
         self.is_strict = is_strict
@@ -85,7 +85,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     @property
     def needs_default(self) -> bool:
         """True if the default backend has layers to do in steps that pat plans."""
-        return bool(self._pat.routes.fallback)
+        return bool(self._pat.layer_support.fallback)
 
     # --- once per step ---
 
@@ -97,9 +97,9 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
             super().init_forward_metadata(forward_batch)
             return
         pat.kind, pat.is_captured = kind, False
-        if pat.routes.fallback:
+        if pat.layer_support.fallback:
             self._prepare_default(forward_batch)
-        if pat.routes.shapes:
+        if pat.layer_support.shapes:
             pat.plans = pat.planner.plan_eager(kind, forward_batch)
 
     def _prepare_default(self, forward_batch: Any) -> None:
@@ -117,15 +117,19 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
             super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
             return
         pat.kind, pat.is_captured = kind, True
-        if pat.routes.fallback:
+        if pat.layer_support.fallback:
             super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
-        if pat.routes.shapes:
+        if pat.layer_support.shapes:
             pat.plans = pat.planner.plan_captured(kind, forward_batch, in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Record what a CUDA graph does before its layers. pat has planned before its replay."""
         pat = self._pat
-        if forward_batch.forward_mode not in pat.kinds or pat.in_default or pat.routes.fallback:
+        if (
+            forward_batch.forward_mode not in pat.kinds
+            or pat.in_default
+            or pat.layer_support.fallback
+        ):
             super().init_forward_metadata_in_graph(forward_batch)
 
     def shared_read_ends(self, mode: ForwardMode) -> Any:
@@ -141,7 +145,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what graphs capture: before the first one, and before all are captured again."""
-        if self._pat.routes.fallback:
+        if self._pat.layer_support.fallback:
             super().init_cuda_graph_state(max_bs, max_num_tokens)
         else:
             self._pat.graph_sizes = (max_bs, max_num_tokens)
@@ -155,7 +159,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         The default backend looks it up in its metadata, which a step may do without. 0.5.17 does
         not ask.
         """
-        if forward_batch.forward_mode in self._pat.kinds and not self._pat.routes.fallback:
+        if forward_batch.forward_mode in self._pat.kinds and not self._pat.layer_support.fallback:
             return None
         return super().get_fused_kv_write_buffers(layer, forward_batch)
 
@@ -187,21 +191,21 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         self, layer: RadixAttention, forward_batch: Any, arguments: dict[str, Any]
     ) -> bool:
         """Return True if pat attends in a layer of this step."""
-        routes, layer_id = self._pat.routes, layer.layer_id
-        reason = routes.fallback_reason(layer, arguments)
+        layer_support, layer_id = self._pat.layer_support, layer.layer_id
+        reason = layer_support.fallback_reason(layer, arguments)
         if reason is not None:
             self._fall_back(layer_id, reason, forward_batch)
-        return layer_id in routes.shapes
+        return layer_id in layer_support.shapes
 
     def _fall_back(self, layer_id: int, reason: Unsupported, forward_batch: Any) -> None:
         """Let a layer fall back for a reason that only a step shows: the first, a warm-up."""
         pat = self._pat
         if pat.is_strict:
             raise reason.refusal(f" (layer {layer_id})")
-        if not pat.routes.fallback:  # the default backend is not prepared for this step
+        if not pat.layer_support.fallback:  # the default backend is not prepared for this step
             self._catch_up(forward_batch)
-        pat.routes.fall_back(layer_id, reason)
-        pat.report(pat.routes)
+        pat.layer_support.fall_back(layer_id, reason)
+        pat.report(pat.layer_support)
 
     def _catch_up(self, forward_batch: Any) -> None:
         """Prepare the default backend for a step that pat has been prepared for."""
@@ -218,7 +222,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
 
 def attach(
     parts: Sequence[tuple[Any, type]],
-    routes: LayerSupport,
+    layer_support: LayerSupport,
     new_states: Callable[[], Sequence[Any]],
     *,
     reason: Unsupported | None = None,
@@ -230,7 +234,7 @@ def attach(
     ----------
     parts
         Each object, and the mixin whose methods it gets.
-    routes
+    layer_support
         Which layers pat decodes. If there are none, nothing changes.
     new_states
         Called if something changes: makes what each object keeps as `_pat`.
@@ -252,11 +256,11 @@ def attach(
     ]
     if reason is None and closed:
         reason = Unsupported("default backend", f"{closed[0]}, which is closed")
-    if reason is not None and routes.shapes:
-        routes.fall_back_all(reason)
+    if reason is not None and layer_support.shapes:
+        layer_support.fall_back_all(reason)
     if is_strict:
-        routes.check_strict()
-    if routes.shapes:
+        layer_support.check_strict()
+    if layer_support.shapes:
         for (part, _), kind, state in zip(parts, kinds, new_states(), strict=True):
             part.__class__ = kind
             part._pat = state

@@ -41,13 +41,13 @@ def test_deterministic_inference_turns_it_on(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.INFO):
         backend = pat_backend(runner(server_args=deterministic()))
     assert "pat decodes 2 of 2 layers, batch-invariant; prefill on triton" in messages(caplog)
-    assert inside.planner(backend).routes.as_json()["batch_invariant"] is True
+    assert inside.planner(backend).layer_support.as_json()["batch_invariant"] is True
 
 
 def test_its_variable_turns_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not inside.planner(pat_backend(runner())).routes.batch_invariant
+    assert not inside.planner(pat_backend(runner())).layer_support.batch_invariant
     monkeypatch.setenv("SGLANG_PAT_BATCH_INVARIANT", "1")
-    assert inside.planner(pat_backend(runner())).routes.batch_invariant
+    assert inside.planner(pat_backend(runner())).layer_support.batch_invariant
 
 
 def test_the_bits_of_a_trainer_are_not_promised(caplog: pytest.LogCaptureFixture) -> None:

@@ -374,8 +374,8 @@ def test_what_is_read_is_captured_where_sglang_does_not(worker: Any) -> None:
 def test_what_is_read_is_not_captured(
     worker: Any, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    routes, before = inside.routes(worker.extending.backend), None
-    leave = lambda: routes.fall_back(1, Unsupported("attention", "a test"))  # noqa: E731
+    layer_support, before = inside.layer_support(worker.extending.backend), None
+    leave = lambda: layer_support.fall_back(1, Unsupported("attention", "a test"))  # noqa: E731
     if why == "captured":
         before = worker.cuda_graph_runner_for_draft_extend = object()
     elif why == "cpu":

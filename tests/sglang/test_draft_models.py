@@ -549,7 +549,7 @@ def test_a_layer_that_is_passed_more_is_left_to_the_default_backend() -> None:
 def test_a_layer_that_was_not_found_is_left_to_the_default_backend() -> None:
     """In the round that shows it, which all others have run in, and in those that follow."""
     drafting = Drafting()
-    inside.routes(drafting.steps).shapes.pop(1)
+    inside.layer_support(drafting.steps).shapes.pop(1)
     view = drafting.view([25, 31])
     drafting.steps.init_forward_metadata(view)
     q, out = drafting.attend(view, 0, layer=0)

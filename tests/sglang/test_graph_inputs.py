@@ -70,7 +70,7 @@ class Served:
         self.table = self.runner.req_to_token_pool.req_to_token
         self.backend = pat_backend(self.runner)
         self.backend.init_cuda_graph_state(max_bs=ROWS, max_num_tokens=ROWS)
-        assert [*inside.planner(self.backend).routes.shapes] == [0, 1]
+        assert [*inside.planner(self.backend).layer_support.shapes] == [0, 1]
         # A graph's queries and outputs, in buffers of its own.
         self.q = torch.randn(ROWS, QO_HEADS, HEAD_DIM)
         self.out: list[torch.Tensor] = []

@@ -90,9 +90,9 @@ of_both_pools = pytest.mark.parametrize("runner_of", [fp8_runner, bf16_runner], 
 
 
 def writes_of(model_runner: Any, default: str = "triton") -> KvWrites:
-    routes = layers_of_model(model_runner.model, default, None, lambda layer: None)
-    routes.are_scaled = are_scaled(model_runner, default)
-    return KvWrites(model_runner, routes)
+    layer_support = layers_of_model(model_runner.model, default, None, lambda layer: None)
+    layer_support.are_scaled = are_scaled(model_runner, default)
+    return KvWrites(model_runner, layer_support)
 
 
 def store(writes: KvWrites, model_runner: Any, layer_id: int = 1) -> torch.Tensor:

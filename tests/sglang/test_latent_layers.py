@@ -286,7 +286,7 @@ def test_an_idle_rank_has_no_rows() -> None:
 
 def test_the_twin_of_an_absorbed_layer_attends_in_prompts() -> None:
     step = Step()
-    assert inside.planner(step.backend).routes.shapes == dict.fromkeys(
+    assert inside.planner(step.backend).layer_support.shapes == dict.fromkeys(
         (0, 1), Shape(HEADS, 1, KEYS, VALUES)
     )
     step.batch.forward_mode = ForwardMode.EXTEND
@@ -304,7 +304,7 @@ def test_a_twin_that_decodes_is_left_to_the_default_backend(
     with caplog.at_level("INFO"):
         assert step.backend.forward(q, None, None, twin, step.batch).isinf().all()
     assert "latent attention that is not absorbed" in caplog.text
-    assert [*inside.planner(step.backend).routes.shapes] == [1]
+    assert [*inside.planner(step.backend).layer_support.shapes] == [1]
 
 
 @pytest.mark.parametrize("name", ["attn_sink", "topk_indices", "cos_sin_cache", "sinks"])
@@ -313,7 +313,7 @@ def test_arguments_that_pat_does_not_know(name: str) -> None:
     q, k, rope = step.parts()
     given = rope | {name: torch.zeros(HEADS)}
     assert step.backend.forward(q, k, k, step.layer(), step.batch, **given).isinf().all()
-    reason = inside.planner(step.backend).routes.fallback[0]
+    reason = inside.planner(step.backend).layer_support.fallback[0]
     assert str(reason) == f"the argument {name}"
 
 
@@ -423,9 +423,9 @@ def test_models_that_are_left_to_the_default_backend(
 ) -> None:
     make_runner, reason = DELEGATED[name]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    routes = layers_of_runner(make_runner(), "fa3")
-    assert {str(each) for each in routes.fallback.values()} == {reason}
-    assert {each.topic for each in routes.fallback.values()} <= {
+    layer_support = layers_of_runner(make_runner(), "fa3")
+    assert {str(each) for each in layer_support.fallback.values()} == {reason}
+    assert {each.topic for each in layer_support.fallback.values()} <= {
         row.topic for row in support.support_matrix()
     }
 
@@ -436,21 +436,21 @@ def test_models_that_pat_decodes(default: str, page_size: int) -> None:
     model_runner = latent_runner(token_to_kv_pool=make_pool(page_size=page_size))
     backend = pat_backend(model_runner, default)
     assert type(backend) is not DefaultBackend
-    assert [*inside.planner(backend).routes.shapes] == [0, 1]
+    assert [*inside.planner(backend).layer_support.shapes] == [0, 1]
 
 
 @pytest.mark.parametrize("default", ["fa3", "flashinfer", "triton", "flashmla", "torch_native"])
 def test_models_over_an_fp8_cache(default: str) -> None:
     """SGLang stores it without scales, and so it is read."""
     backend = pat_backend(fp8_runner(scale=1.0), default)
-    assert [*inside.planner(backend).routes.shapes] == [0, 1]
+    assert [*inside.planner(backend).layer_support.shapes] == [0, 1]
 
 
 @pytest.mark.parametrize("default", ["triton", "flashmla"])
 def test_backends_that_scale_latent_kv_keep_it(default: str) -> None:
-    routes = layers_of_runner(fp8_runner(scale=0.5), default)
+    layer_support = layers_of_runner(fp8_runner(scale=0.5), default)
     reason = f"KV pool latent KV scaled by 0.5, under {default}"
-    assert {str(each) for each in routes.fallback.values()} == {reason}
+    assert {str(each) for each in layer_support.fallback.values()} == {reason}
 
 
 @pytest.mark.parametrize("default", ["fa3", "flashinfer"])
@@ -472,5 +472,5 @@ def test_chains_of_drafts_that_leave_room_in_a_tile(drafts: int) -> None:
 def test_a_gpu_with_kernels(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     pool = make_pool(torch.bfloat16)
-    routes = layers_of_runner(latent_runner(**GPU, token_to_kv_pool=pool), "fa3")
-    assert [*routes.shapes] == [0, 1]
+    layer_support = layers_of_runner(latent_runner(**GPU, token_to_kv_pool=pool), "fa3")
+    assert [*layer_support.shapes] == [0, 1]

@@ -242,4 +242,4 @@ def test_a_layer_that_is_given_up_in_a_warm_up_finds_all_prepared(
         backend.init_forward_metadata_in_graph(batch)
         backend.forward_decode(q, None, None, life.layer, batch, score_mod=max)
         assert decoded.pop() is backend.decode_cuda_graph_metadata[GRAPH_ROWS]
-    assert inside.planner(backend).routes.shapes == {}
+    assert inside.planner(backend).layer_support.shapes == {}

@@ -70,13 +70,13 @@ def as_logged(line: str) -> str:
     draft = "draft model: " if line.startswith("draft model: ") else ""
     pat, total = map(int, re.findall(r"\d+", line)[:2])
     prefill = re.search(r"prefill on (\w+)", line)
-    routes = LayerSupport(re.findall(r" on (\w+)", line)[0] if " on " in line else "")
-    routes.prefill = prefill[1] if prefill else None if draft else "not named"
-    routes.shapes = dict.fromkeys(range(pat), Shape(32, 8, 128, 128))
+    layer_support = LayerSupport(re.findall(r" on (\w+)", line)[0] if " on " in line else "")
+    layer_support.prefill = prefill[1] if prefill else None if draft else "not named"
+    layer_support.shapes = dict.fromkeys(range(pat), Shape(32, 8, 128, 128))
     for layer_id in range(pat, total):
         window = re.findall(r"sliding window (\d+)", line)[0]
-        routes.fall_back(layer_id, Unsupported("sliding window", window))
-    return f"{draft}{routes}"
+        layer_support.fall_back(layer_id, Unsupported("sliding window", window))
+    return f"{draft}{layer_support}"
 
 
 @pytest.mark.parametrize(

@@ -295,7 +295,7 @@ def test_a_layer_is_left_to_the_default_backend(
         backend = pat_backend(make_runner())
     messages = our_messages(caplog)
     assert messages == [f"pat decodes 1 of 2 layers; 1 on triton: {reason}; prefill on triton"]
-    assert [*inside.planner(backend).routes.shapes] == [0]
+    assert [*inside.planner(backend).layer_support.shapes] == [0]
 
 
 @pytest.mark.parametrize("name", OF_THE_MODEL)
@@ -351,8 +351,10 @@ def test_gpus_without_kernels(
     model_runner = runner(
         device="cuda", dtype=dtype, kv_cache_dtype=dtype, token_to_kv_pool=KVPool(dtype)
     )
-    routes = layers_of_runner(model_runner, "triton")
-    assert {str(each) for each in routes.fallback.values()} == ({reason} if reason else set())
+    layer_support = layers_of_runner(model_runner, "triton")
+    assert {str(each) for each in layer_support.fallback.values()} == (
+        {reason} if reason else set()
+    )
 
 
 @pytest.mark.parametrize("container", [list, tuple, lambda found: dict(enumerate(found))])
@@ -374,18 +376,18 @@ def test_layers_of_one_id_are_routed_together() -> None:
     same = layers(3)
     same[1].layer_id = same[2].layer_id = 0
     same[2].sliding_window_size = 16
-    routes = layers_of_runner(runner(model=same), "triton")
-    assert routes.shapes == {}
-    assert [*routes.fallback] == [0]
+    layer_support = layers_of_runner(runner(model=same), "triton")
+    assert layer_support.shapes == {}
+    assert [*layer_support.fallback] == [0]
     same[1].layer_id = 1
     assert [*layers_of_runner(runner(model=same), "triton").shapes] == [1]
 
 
 def test_layers_of_one_id_have_one_shape() -> None:
     same = layers(2, layer_id=0, tp_q_head_num=8)
-    routes = layers_of_runner(runner(model=same), "triton")
-    assert routes.shapes == {}
-    assert str(routes.fallback[0]) == "layers of different shapes with the same id"
+    layer_support = layers_of_runner(runner(model=same), "triton")
+    assert layer_support.shapes == {}
+    assert str(layer_support.fallback[0]) == "layers of different shapes with the same id"
 
 
 def test_a_table_joins_neighbours() -> None:
@@ -394,14 +396,14 @@ def test_a_table_joins_neighbours() -> None:
         each.sliding_window_size = 16
     pool = KVPool()
     pool.keys, pool.values = [pool.keys[0]] * 5, [pool.values[0]] * 5
-    routes = layers_of_runner(runner(model=five, token_to_kv_pool=pool), "fa3")
-    assert [*routes.table()] == [
+    layer_support = layers_of_runner(runner(model=five, token_to_kv_pool=pool), "fa3")
+    assert [*layer_support.table()] == [
         ("0", "pat", ""),
         ("1-2", "fa3", "sliding window 16"),
         ("3-4", "pat", ""),
     ]
-    assert str(routes) == "pat decodes 3 of 5 layers; 2 on fa3: sliding window 16"
-    assert routes.as_json() == {
+    assert str(layer_support) == "pat decodes 3 of 5 layers; 2 on fa3: sliding window 16"
+    assert layer_support.as_json() == {
         "default_backend": "fa3",
         "pat_layers": 3,
         "default_layers": {"sliding window 16": 2},
@@ -442,8 +444,8 @@ def test_layers_with_sinks_are_named(name: str) -> None:
         layer.sliding_window_size = 16 if layer.layer_id == 2 else -1
     pool = KVPool()
     pool.keys, pool.values = [pool.keys[0]] * 3, [pool.values[0]] * 3
-    routes = layers_of_runner(runner(model=modules, token_to_kv_pool=pool), "fa3")
-    assert str(routes) == (
+    layer_support = layers_of_runner(runner(model=modules, token_to_kv_pool=pool), "fa3")
+    assert str(layer_support) == (
         "pat decodes 2 of 3 layers, 1 of them with attention sinks; 1 on fa3: sliding window 16"
     )
 
@@ -512,15 +514,15 @@ def test_a_plan_stream_that_does_not_wait_delegates(
 def test_every_topic_is_one_of_the_support_table() -> None:
     topics = {row.topic for row in support.support_matrix()}
     for make_runner, *_ in (OF_A_LAYER | OF_THE_MODEL).values():
-        routes = layers_of_runner(make_runner(), "triton")
-        assert {reason.topic for reason in routes.fallback.values()} <= topics
+        layer_support = layers_of_runner(make_runner(), "triton")
+        assert {reason.topic for reason in layer_support.fallback.values()} <= topics
 
 
 @pytest.mark.parametrize("default", support.DEFAULT_BACKENDS)
 def test_an_fp8_pool_is_pats(default: str) -> None:
-    routes = layers_of_runner(fp8_runner(), default)
-    assert [*routes.shapes] == [0, 1]
-    assert routes.are_scaled == (default != "torch_native")
+    layer_support = layers_of_runner(fp8_runner(), default)
+    assert [*layer_support.shapes] == [0, 1]
+    assert layer_support.are_scaled == (default != "torch_native")
 
 
 def test_scales_count_where_the_default_backend_stores_by_them() -> None:

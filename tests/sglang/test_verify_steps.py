@@ -608,7 +608,7 @@ def test_a_step_of_a_plan_stream_is_prepared_once(server: Server) -> None:
     server.backend.init_forward_metadata_out_graph(view)
     server.backend.update_verify_buffers_to_fill_after_draft(view.spec_info, 2)
     server.assert_exact(view, [25, 31], CHAIN)
-    inside.routes(server.backend).fall_back(0, Unsupported("attention", "of a test"))
+    inside.layer_support(server.backend).fall_back(0, Unsupported("attention", "of a test"))
     with pytest.raises(NotImplementedError):
         server.backend.update_verify_buffers_to_fill_after_draft(view.spec_info, 2)
 
@@ -685,7 +685,7 @@ def test_sglang_may_write_masks_over_the_drafts_alone(
         else:
             branching.backend.init_forward_metadata(view)
         branching.assert_exact(view, lens, reads)
-    inside.routes(branching.backend).fall_back(0, Unsupported("attention", "of a test"))
+    inside.layer_support(branching.backend).fall_back(0, Unsupported("attention", "of a test"))
     assert branching.backend.verify_mask is None
 
 
@@ -717,7 +717,7 @@ def test_full_masks_are_back_with_a_layer_that_is_delegated_late(
     assert worker.USE_FULL_MASK
     assert branching.backend.calls[-1] == "extend"
     assert "out_graph" in branching.backend.calls[0]  # the default backend has been prepared
-    assert 0 in inside.planner(branching.backend).routes.fallback
+    assert 0 in inside.planner(branching.backend).layer_support.fallback
     exact = full_mask(lens, [BRANCHES, CHAIN]) if is_known else mask
     assert torch.equal(view.spec_info.custom_mask, exact)
 

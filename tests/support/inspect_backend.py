@@ -23,9 +23,9 @@ def plans(backend: Any) -> Any:
     return backend._pat.plans
 
 
-def routes(backend: Any) -> Any:
+def layer_support(backend: Any) -> Any:
     """Return which layers pat decodes in a backend."""
-    return backend._pat.routes
+    return backend._pat.layer_support
 
 
 def kinds(backend: Any) -> Any:

@@ -125,15 +125,15 @@ def register() -> None:
         is_new = id(owner) not in places
         return places.setdefault(id(owner), Place()), is_new
 
-    def watch(layers: Any, model_runner: Any, routes: Any) -> None:
-        init_layers(layers, model_runner, routes)
+    def watch(layers: Any, model_runner: Any, layer_support: Any) -> None:
+        init_layers(layers, model_runner, layer_support)
         spoiler.watch(model_runner)
 
     def prepare(backend: Any, batch: Any) -> None:
         spoiler.spoil()
         pat = backend._pat
         kind = pat.kinds.get(batch.forward_mode)
-        if kind is None or not pat.routes.shapes:
+        if kind is None or not pat.layer_support.shapes:
             eager(backend, batch)
             return
         place, is_new = place_of(backend)
@@ -146,7 +146,7 @@ def register() -> None:
         if size == 0:
             eager(backend, batch)
             return
-        if pat.routes.fallback:
+        if pat.layer_support.fallback:
             backend._prepare_default(batch)
         view = place.view(batch, size)
         # SGLang loads verify steps into graphs before their forward.
@@ -165,7 +165,7 @@ def register() -> None:
         place, is_new = place_of(steps)
         if is_new:
             steps._pat.planner.reserve(MAX_REQUESTS)
-        size = place.size(batch.batch_size) if steps._pat.routes.shapes else 0
+        size = place.size(batch.batch_size) if steps._pat.layer_support.shapes else 0
         if size == 0:
             eager_round(steps, batch)
             return

@@ -153,9 +153,9 @@ def extending_by_pat(
             runner.model_config.is_local_attention_model = False
             model = getattr(runner, "model", None)
             runner.model = torch.nn.ModuleList([_layer_of(runner, head_dim)])
-            routes = layers_of_runner(runner, runner.server_args.attention_backend)
+            layer_support = layers_of_runner(runner, runner.server_args.attention_backend)
             planner = VerifyPlanner(
-                runner, Environment.read(), routes, speculative_attach.verify_steps(runner)
+                runner, Environment.read(), layer_support, speculative_attach.verify_steps(runner)
             )
             planner.reserve(requests)
             with_pat_extend(backend, runner, planner)

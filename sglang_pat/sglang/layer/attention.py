@@ -36,11 +36,11 @@ class ExtraKv(Protocol):
 class LayerAttention:
     """Stores the KV of a layer's new tokens, and attends."""
 
-    def __init__(self, model_runner: Any, routes: LayerSupport) -> None:
+    def __init__(self, model_runner: Any, layer_support: LayerSupport) -> None:
         """model_runner: SGLang's, of the model whose layers these are."""
         self._pool = model_runner.token_to_kv_pool
-        self.routes = routes
-        self._kv_writes = KvWrites(model_runner, routes)
+        self.layer_support = layer_support
+        self._kv_writes = KvWrites(model_runner, layer_support)
 
     def attend(
         self,
@@ -98,10 +98,10 @@ class LayerAttention:
         q = q.reshape(-1, layer.tp_q_head_num, q_dim)
         if plans is None:
             return q.new_zeros(len(q), layer.tp_q_head_num * layer.v_head_dim)
-        shape = self.routes.shapes[layer.layer_id]
+        shape = self.layer_support.shapes[layer.layer_id]
         if not shape.is_latent:  # whose heads may lie apart
             q = _dense(q)
-        scales = read_scales(layer) if self.routes.are_scaled else (1.0, 1.0)
+        scales = read_scales(layer) if self.layer_support.are_scaled else (1.0, 1.0)
         run: Callable[..., Any] = partial(
             plans.of_shape[shape].run,
             k_cache=keys,

@@ -38,22 +38,22 @@ class KvWrites:
     ----------
     model_runner : ModelRunner
         With the model and the KV pool.
-    routes : LayerSupport
+    layer_support : LayerSupport
         Which layers pat decodes.
     """
 
-    def __init__(self, model_runner: Any, routes: LayerSupport) -> None:
+    def __init__(self, model_runner: Any, layer_support: LayerSupport) -> None:
         self._pool = model_runner.token_to_kv_pool
-        self._are_scaled = routes.are_scaled
+        self._are_scaled = layer_support.are_scaled
         self._writers: dict[int, KvWriter] = {}  # by layer id
         if model_runner.device != "cuda":
             return
         # Few default backends store in fp8 without scales: some pools scale by 1 then.
-        if routes.is_converted and not routes.are_scaled:
+        if layer_support.is_converted and not layer_support.are_scaled:
             return
         writers: dict[Shape, KvWriter | str] = {}
         reasons: dict[str, None] = {}
-        for layer_id, shape in routes.shapes.items():
+        for layer_id, shape in layer_support.shapes.items():
             reason = pool_reason(self._pool, layer_id)
             if reason is None:
                 if shape not in writers:
@@ -65,7 +65,7 @@ class KvWrites:
                     reason = writer
             if reason is not None:
                 reasons[reason] = None
-        for layer in routes.layers:
+        for layer in layer_support.layers:
             known = self._writers.get(layer.layer_id)
             if known is not None:  # before a capture, in which a number cannot be prepared
                 known.scale(layer.k_scale)

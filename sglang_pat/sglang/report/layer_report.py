@@ -23,27 +23,27 @@ _SCHEDULER = "sglang.srt.managers.scheduler"
 class _LastReport:
     """Last report of this process. SGLang may build its backend several times."""
 
-    routes: dict[str, Any] | None = None
+    layer_support: dict[str, Any] | None = None
     model_runner: Any = None
     # If there is a draft model: of its decode steps, and where it reads what was accepted.
-    draft_routes: dict[str, Any] | None = None
-    extend_routes: dict[str, Any] | None = None
+    draft_support: dict[str, Any] | None = None
+    extend_support: dict[str, Any] | None = None
     line: str = ""
     metrics: LayerMetrics | None = None
 
 
-def report_routes(routes: LayerSupport, model_runner: Any = None) -> None:
-    """Tell the routes, at start-up and when they change.
+def report_layer_support(layer_support: LayerSupport, model_runner: Any = None) -> None:
+    """Report which layers pat decodes, at start-up and when they change.
 
     Parameters
     ----------
-    routes
+    layer_support
         Of the model that this process serves.
     model_runner
         SGLang's, at start-up.
     """
-    _LastReport.routes = routes.as_json()
-    line = str(routes)
+    _LastReport.layer_support = layer_support.as_json()
+    line = str(layer_support)
     if reports.rank_speaks() and line != _LastReport.line:
         logger.info(line)
     _LastReport.line = line
@@ -51,7 +51,7 @@ def report_routes(routes: LayerSupport, model_runner: Any = None) -> None:
         # SGLang builds the backends of a draft model after the model's first one, and before the
         # model's others (adaptive drafts).
         if model_runner is not _LastReport.model_runner:
-            _LastReport.draft_routes = _LastReport.extend_routes = None
+            _LastReport.draft_support = _LastReport.extend_support = None
         _LastReport.model_runner = model_runner
         if _SCHEDULER in sys.modules:  # nobody else asks, and its import is heavy
             install_hooks([_SERVER_INFO_HOOK])
@@ -59,21 +59,21 @@ def report_routes(routes: LayerSupport, model_runner: Any = None) -> None:
             labels = reports.scheduler_labels(model_runner)
             _LastReport.metrics = LayerMetrics(labels, reports.metric_classes())
     if _LastReport.metrics is not None:
-        _LastReport.metrics.set(routes.counts())
+        _LastReport.metrics.set(layer_support.counts())
 
 
-def report_draft_routes(routes: LayerSupport) -> None:
-    """Tell the routes of the draft model, when its backend has been built and when they change."""
-    _LastReport.draft_routes = routes.as_json()
+def report_draft_support(layer_support: LayerSupport) -> None:
+    """Report which layers of the draft model pat decodes, when that is decided and when it changes."""
+    _LastReport.draft_support = layer_support.as_json()
     if reports.rank_speaks():
-        logger.info("draft model: %s", routes)
+        logger.info("draft model: %s", layer_support)
 
 
-def report_extend_routes(routes: LayerSupport) -> None:
-    """Report the routes of draft extend, as `report_draft_routes` does those of decode steps."""
-    _LastReport.extend_routes = routes.as_json()
+def report_extend_support(layer_support: LayerSupport) -> None:
+    """Report the same for draft extend, where it differs from decode steps."""
+    _LastReport.extend_support = layer_support.as_json()
     if reports.rank_speaks():
-        logger.info("draft model, reading what was accepted: %s", routes)
+        logger.info("draft model, reading what was accepted: %s", layer_support)
 
 
 def _after_get_init_info(result: dict[str, Any], *_: object) -> dict[str, Any]:
@@ -81,12 +81,12 @@ def _after_get_init_info(result: dict[str, Any], *_: object) -> dict[str, Any]:
 
     Those name the default backend.
     """
-    told = _LastReport.routes
+    told = _LastReport.layer_support
     decodes = told is not None and told["pat_layers"] > 0
-    if told is not None and _LastReport.draft_routes is not None:
-        told = told | {"draft_model": _LastReport.draft_routes}
-    if told is not None and _LastReport.extend_routes is not None:
-        told = told | {"draft_extend": _LastReport.extend_routes}
+    if told is not None and _LastReport.draft_support is not None:
+        told = told | {"draft_model": _LastReport.draft_support}
+    if told is not None and _LastReport.extend_support is not None:
+        told = told | {"draft_extend": _LastReport.extend_support}
     decode_backend = {"decode_attention_backend": BACKEND} if decodes else {}
     return result | decode_backend | {SERVER_INFO_KEY: told}
 

@@ -19,9 +19,9 @@ from sglang_pat.sglang.backend import BackendState, PatMixin, attach
 from sglang_pat.sglang.compat import draft_backend, resolved
 from sglang_pat.sglang.layer.attention import LayerAttention
 from sglang_pat.sglang.report.layer_report import (
-    report_draft_routes,
-    report_extend_routes,
-    report_routes,
+    report_draft_support,
+    report_extend_support,
+    report_layer_support,
 )
 from sglang_pat.sglang.speculative.backends import (
     DraftStepsState,
@@ -81,7 +81,7 @@ class _TargetModel:
 
 
 def attach_verification(
-    default: Any, model_runner: Any, environment: Environment, routes: LayerSupport
+    default: Any, model_runner: Any, environment: Environment, layer_support: LayerSupport
 ) -> None:
     """Let a served model verify drafts through pat where it can, and await its draft model.
 
@@ -93,7 +93,7 @@ def attach_verification(
         SGLang's ModelRunner for the served model.
     environment
         The SGLANG_PAT_* variables.
-    routes
+    layer_support
         Which layers pat decodes.
     """
     arguments = model_runner.server_args
@@ -101,35 +101,37 @@ def attach_verification(
 
     def new_state() -> BackendState:
         nonlocal planner
-        planner = _TargetModel.of(model_runner) or _new_planner(model_runner, environment, routes)
+        planner = _TargetModel.of(model_runner) or _new_planner(
+            model_runner, environment, layer_support
+        )
         return BackendState(
             planner,
-            LayerAttention(model_runner, routes),
+            LayerAttention(model_runner, layer_support),
             [DecodeStep(), planner.verifies[drafts_now(arguments)]],
-            report=report_routes,
+            report=report_layer_support,
             is_strict=environment.strict,
         )
 
     attach(
         [(default, PatSpeculativeMixin)],
-        routes,
+        layer_support,
         lambda: [new_state()],
         is_strict=environment.strict,
     )
     if planner is not None and resolved(arguments, "speculative_algorithm") in TREES:
         # SGLang's watermark reads the n-gram worker's masks as full ones.
-        others_read = routes.fallback or resolved(arguments, "enable_watermark")
+        others_read = layer_support.fallback or resolved(arguments, "enable_watermark")
         choose_masks(square=model_runner.device == "cuda" and not others_read)
     await_draft_model(planner, model_runner)
 
 
 def _new_planner(
-    model_runner: Any, environment: Environment, routes: LayerSupport
+    model_runner: Any, environment: Environment, layer_support: LayerSupport
 ) -> VerifyPlanner:
     install_hooks(TRACKER_HOOKS)
     watch_draft_batches()
     check_version()
-    return VerifyPlanner(model_runner, environment, routes, verify_steps(model_runner))
+    return VerifyPlanner(model_runner, environment, layer_support, verify_steps(model_runner))
 
 
 def verify_steps(model_runner: Any) -> dict[int, TargetVerifyStep]:
@@ -289,7 +291,7 @@ def with_pat_drafts(steps: Any, model_runner: Any, served: VerifyPlanner) -> Non
     served
         The planner of the served model, which reports what is counted here.
     """
-    routes = _routes(model_runner)
+    layer_support = _draft_layer_support(model_runner)
     backends = list(getattr(steps, "attn_backends", ()))
 
     def new_states() -> list[Any]:
@@ -300,19 +302,19 @@ def with_pat_drafts(steps: Any, model_runner: Any, served: VerifyPlanner) -> Non
             if topk == 1
             else DraftTreeSteps(len(backends), topk, device)
         )
-        planner = SpeculativePlanner(model_runner, Environment.read(), routes, (drafting,))
+        planner = SpeculativePlanner(model_runner, Environment.read(), layer_support, (drafting,))
         served.report(planner)
-        state = DraftStepsState(planner, drafting, LayerAttention(model_runner, routes))
+        state = DraftStepsState(planner, drafting, LayerAttention(model_runner, layer_support))
         return [*(DraftStepState(steps, step) for step in range(len(backends))), state]
 
     name = type(steps).__name__
     attach(
         [*((each, PatDraftStep) for each in backends), (steps, PatDraftSteps)],
-        routes,
+        layer_support,
         new_states,
         reason=None if backends else Unsupported("default backend", f"{name}, which is closed"),
     )
-    report_draft_routes(routes)
+    report_draft_support(layer_support)
 
 
 def with_pat_blocks(worker: Any, model_runner: Any, served: VerifyPlanner) -> None:
@@ -330,23 +332,23 @@ def with_pat_blocks(worker: Any, model_runner: Any, served: VerifyPlanner) -> No
     backend, arguments = model_runner.attn_backend, model_runner.server_args
     types = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
     name = draft_backend(model_runner) or attention_backends(arguments)[1]
-    routes = layers_of_runner(model_runner, name, types)
+    layer_support = layers_of_runner(model_runner, name, types)
 
     def new_state() -> BackendState:
         device = model_runner.req_to_token_pool.req_to_token.device
         drafting = BlockDraftStep(worker._draft_block_spec_info.draft_token_num, device)
-        planner = SpeculativePlanner(model_runner, Environment.read(), routes, (drafting,))
+        planner = SpeculativePlanner(model_runner, Environment.read(), layer_support, (drafting,))
         served.report(planner)
-        layers = LayerAttention(model_runner, routes)
-        return BackendState(planner, layers, [drafting], report=report_draft_routes)
+        layers = LayerAttention(model_runner, layer_support)
+        return BackendState(planner, layers, [drafting], report=report_draft_support)
 
     attach(
         [(backend, PatSpeculativeMixin)],
-        routes,
+        layer_support,
         lambda: [new_state()],
         reason=_block_reason(worker, arguments),
     )
-    report_draft_routes(routes)
+    report_draft_support(layer_support)
 
 
 def _block_reason(worker: Any, arguments: Any) -> Unsupported | None:
@@ -372,20 +374,20 @@ def with_pat_extend(backend: Any, model_runner: Any, served: VerifyPlanner) -> N
     served
         The planner of the served model, whose plans are used.
     """
-    routes = _routes(model_runner)
+    layer_support = _draft_layer_support(model_runner)
 
     def new_state() -> BackendState:
-        extend = served.new_extend(routes, drafts_now(model_runner.server_args))
-        layers = LayerAttention(model_runner, routes)
-        return BackendState(served, layers, [extend], report=report_extend_routes)
+        extend = served.new_extend(layer_support, drafts_now(model_runner.server_args))
+        layers = LayerAttention(model_runner, layer_support)
+        return BackendState(served, layers, [extend], report=report_extend_support)
 
     attach(
         [(backend, PatSpeculativeMixin)],
-        routes,
+        layer_support,
         lambda: [new_state()],
         reason=_extend_reason(model_runner, served),
     )
-    report_extend_routes(routes)
+    report_extend_support(layer_support)
 
 
 def _extend_reason(model_runner: Any, served: VerifyPlanner) -> Unsupported | None:
@@ -400,13 +402,13 @@ def _extend_reason(model_runner: Any, served: VerifyPlanner) -> Unsupported | No
     return None
 
 
-def _routes(model_runner: Any) -> LayerSupport:
+def _draft_layer_support(model_runner: Any) -> LayerSupport:
     arguments = model_runner.server_args
     named = draft_backend(model_runner)
-    routes = layers_of_runner(model_runner, named or attention_backends(arguments)[1])
+    layer_support = layers_of_runner(model_runner, named or attention_backends(arguments)[1])
     if named is not None:
-        routes.fall_back_all(_names_backend(named))
-    return routes
+        layer_support.fall_back_all(_names_backend(named))
+    return layer_support
 
 
 def _names_backend(name: str) -> Unsupported:

@@ -19,7 +19,7 @@ from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from sglang_pat.sglang.backend import PatMixin
 from sglang_pat.sglang.layer.attention import LayerAttention
 from sglang_pat.sglang.layer.step_plans import StepPlans
-from sglang_pat.sglang.report.layer_report import report_draft_routes
+from sglang_pat.sglang.report.layer_report import report_draft_support
 from sglang_pat.sglang.speculative.planners import SpeculativePlanner
 from sglang_pat.sglang.speculative.steps import DraftChainSteps, SpeculativeStep, TargetVerifyStep
 from sglang_pat.sglang.speculative.tree_attention import undo_square_masks
@@ -37,7 +37,7 @@ class PatSpeculativeMixin(PatMixin):
         """Record what a CUDA graph does before its layers: it writes what its rows read."""
         super().init_forward_metadata_in_graph(forward_batch)
         kind = self._pat.kinds.get(forward_batch.forward_mode)
-        is_pats = not self._pat.in_default and self._pat.routes.shapes
+        is_pats = not self._pat.in_default and self._pat.layer_support.shapes
         if isinstance(kind, SpeculativeStep) and is_pats:
             kind.record_in_graph(forward_batch)
 
@@ -51,7 +51,7 @@ class PatSpeculativeMixin(PatMixin):
         if (
             not isinstance(kind, TargetVerifyStep)
             or kind.masks is None
-            or self._pat.routes.fallback
+            or self._pat.layer_support.fallback
         ):
             return super().verify_mask
         count = len(kind.masks) // kind.shape.per_request**2
@@ -64,7 +64,7 @@ class PatSpeculativeMixin(PatMixin):
 
         All that pat prepares was after the drafts. Some default backends cannot.
         """
-        if self._pat.routes.fallback:
+        if self._pat.layer_support.fallback:
             super().update_verify_buffers_to_fill_after_draft(spec_info, cuda_graph_bs)
 
     def shared_read_ends(self, mode: ForwardMode) -> Any:
@@ -92,7 +92,9 @@ class PatSpeculativeMixin(PatMixin):
 
     def _extends(self) -> bool:
         """Return True if pat plans draft extend."""
-        return ForwardMode.DRAFT_EXTEND_V2 in self._pat.kinds and bool(self._pat.routes.shapes)
+        return ForwardMode.DRAFT_EXTEND_V2 in self._pat.kinds and bool(
+            self._pat.layer_support.shapes
+        )
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what graphs capture: before the first one, and before all are captured again.
@@ -168,7 +170,7 @@ class DraftStepsState:
         self.planner = planner
         self.round = kind
         self.layers = layers
-        self.routes = layers.routes
+        self.layer_support = layers.layer_support
         self.plans: StepPlans | None = None
         self.seen: set[int] = set()
         self.has_default = False
@@ -196,15 +198,17 @@ class PatDraftSteps:
 
         It is prepared for its layers, and as long as a layer may turn out to be one of them.
         """
-        routes = self._pat.routes
-        self._pat.has_default = bool(routes.fallback) or not self._pat.seen >= routes.shapes.keys()
+        layer_support = self._pat.layer_support
+        self._pat.has_default = (
+            bool(layer_support.fallback) or not self._pat.seen >= layer_support.shapes.keys()
+        )
         return self._pat.has_default
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Prepare a round without a graph."""
         if self._takes_default():
             super().init_forward_metadata(forward_batch)  # type: ignore[misc]
-        if self._pat.routes.shapes:
+        if self._pat.layer_support.shapes:
             self._pat.plans = self._pat.planner.plan_eager(self._pat.round, forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
@@ -213,7 +217,7 @@ class PatDraftSteps:
             super().init_forward_metadata_out_graph(  # type: ignore[misc]
                 forward_batch, in_capture=in_capture
             )
-        if self._pat.routes.shapes:
+        if self._pat.layer_support.shapes:
             self._pat.plans = self._pat.planner.plan_captured(
                 self._pat.round, forward_batch, in_capture
             )
@@ -235,8 +239,8 @@ class PatDraftSteps:
         A layer that it cannot decode goes to the default backend, which is prepared for the round
         in which each layer runs first.
         """
-        routes, layer_id = self._pat.routes, layer.layer_id
-        reason = routes.fallback_reason(layer, arguments)
+        layer_support, layer_id = self._pat.layer_support, layer.layer_id
+        reason = layer_support.fallback_reason(layer, arguments)
         if reason is not None:
             if not self._pat.has_default:
                 raise RuntimeError(
@@ -244,9 +248,9 @@ class PatDraftSteps:
                     "--speculative-draft-attention-backend to leave the draft model to another "
                     "backend"
                 )
-            routes.fall_back(layer_id, reason)
-            report_draft_routes(routes)
-        return layer_id in routes.shapes
+            layer_support.fall_back(layer_id, reason)
+            report_draft_support(layer_support)
+        return layer_id in layer_support.shapes
 
     def attend(
         self,
@@ -275,7 +279,7 @@ class PatDraftStep(AttentionBackend):  # type: ignore[misc]  # SGLang has no typ
 
     def get_fused_kv_write_buffers(self, layer: RadixAttention, forward_batch: Any) -> Any:
         """Return where a model may store a layer's KV itself; None: nowhere. Not in 0.5.17."""
-        if layer.layer_id in self._pat.steps._pat.routes.shapes:
+        if layer.layer_id in self._pat.steps._pat.layer_support.shapes:
             return None
         return super().get_fused_kv_write_buffers(layer, forward_batch)
 

@@ -36,11 +36,11 @@ class SpeculativePlanner(StepPlanner):
         self,
         model_runner: Any,
         environment: Environment,
-        routes: LayerSupport,
+        layer_support: LayerSupport,
         kinds: Sequence[SpeculativeStep],
     ) -> None:
         self.kinds = tuple(kinds)
-        super().__init__(model_runner, environment, routes)
+        super().__init__(model_runner, environment, layer_support)
 
     @property
     def verifies_trees(self) -> bool:
@@ -109,20 +109,20 @@ class VerifyPlanner(SpeculativePlanner, TargetPlanner):
         self,
         model_runner: Any,
         environment: Environment,
-        routes: LayerSupport,
+        layer_support: LayerSupport,
         verifies: Mapping[int, TargetVerifyStep],
     ) -> None:
         self.verifies = dict(verifies)
         self._reported: list[SpeculativeStep] = [*self.verifies.values()]
         self._drafting: list[SpeculativePlanner] = []
-        super().__init__(model_runner, environment, routes, [*self.verifies.values()])
+        super().__init__(model_runner, environment, layer_support, [*self.verifies.values()])
 
-    def new_extend(self, routes: LayerSupport, count: int) -> DraftExtendStep:
+    def new_extend(self, layer_support: LayerSupport, count: int) -> DraftExtendStep:
         """Return draft extend for a draft model with these layers and `count` tokens per request.
 
         Plans are made for the shapes of its layers, too.
         """
-        more = {*routes.shapes.values()} - self._microbatches.current.eager.of_shape.keys()
+        more = {*layer_support.shapes.values()} - self._microbatches.current.eager.of_shape.keys()
         if more:
             self._microbatches.add(partial(self._new_plans, more))
         extend = DraftExtendStep(self.verifies[count])

@@ -1,4 +1,4 @@
 """Decisions before the first step: options, environment, which layers pat decodes.
 
-`routes` changes once more: a warm-up step may show that a layer must fall back.
+`layer_support` changes once more: a warm-up step may show that a layer must fall back.
 """

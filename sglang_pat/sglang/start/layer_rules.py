@@ -47,12 +47,12 @@ def layers_of_runner(
     """
     model = model_runner.model
     whole = _reason_for_all(model_runner, default)
-    routes = layers_of_model(
+    layer_support = layers_of_model(
         model, default, whole, lambda layer: layer_reason(layer, model_runner, default, types)
     )
-    routes.are_scaled = are_scaled(model_runner, default)
-    routes.is_converted = is_converted(model_runner)
-    return routes
+    layer_support.are_scaled = are_scaled(model_runner, default)
+    layer_support.is_converted = is_converted(model_runner)
+    return layer_support
 
 
 def layers_of_model(
@@ -66,20 +66,20 @@ def layers_of_model(
     if whole is None and not layers:
         name = type(model).__name__
         whole = Unsupported("attention", f"no attention layer (RadixAttention) in {name}")
-    routes = LayerSupport(default)
-    routes.whole = whole
-    routes.layers = layers
-    routes.sinks = _layers_with_sinks(model)
+    layer_support = LayerSupport(default)
+    layer_support.whole = whole
+    layer_support.layers = layers
+    layer_support.sinks = _layers_with_sinks(model)
     for layer in layers:
         reason = whole or reason_of(layer)
         shape = shape_of(layer)
-        if reason is None and routes.shapes.get(layer.layer_id, shape) != shape:
+        if reason is None and layer_support.shapes.get(layer.layer_id, shape) != shape:
             reason = Unsupported("attention", "layers of different shapes with the same id")
         if reason is not None:
-            routes.fall_back(layer.layer_id, reason)
-        elif layer.layer_id not in routes.fallback:
-            routes.shapes[layer.layer_id] = shape
-    return routes
+            layer_support.fall_back(layer.layer_id, reason)
+        elif layer.layer_id not in layer_support.fallback:
+            layer_support.shapes[layer.layer_id] = shape
+    return layer_support
 
 
 def shape_of(layer: RadixAttention) -> Shape:
@@ -201,7 +201,7 @@ def layer_reason(
     default: str,
     types: Collection[AttentionType] = (AttentionType.DECODER,),
 ) -> Unsupported | None:
-    """Why pat does not decode a layer. types: see `LayerSupport.of_runner`."""
+    """Why pat does not decode a layer. types: see `layers_of_runner`."""
     chunk = getattr(model_runner, "attention_chunk_size", None)
     reason = shape_reason(layer, chunk, types)
     if reason is None and shape_of(layer).is_latent:
@@ -273,7 +273,7 @@ def shape_reason(
     """Unsupported not to decode a layer, by its description; None: pat decodes it.
 
     chunk_size: of the layers with RoPE in models that attend within chunks. types: see
-    `LayerSupport.of_runner`.
+    `layers_of_runner`.
     """
     if layer.is_cross_attention:
         return Unsupported("attention", "cross attention")

@@ -43,7 +43,7 @@ class StepPlanner:
 
     Attributes
     ----------
-    routes
+    layer_support
         The layers. Plans are made for their shapes.
     dtypes
         Of queries and of the KV cache.
@@ -53,7 +53,9 @@ class StepPlanner:
 
     new_builder: Callable[..., DecodeBatchBuilder] = DecodeBatchBuilder
 
-    def __init__(self, model_runner: Any, environment: Environment, routes: LayerSupport) -> None:
+    def __init__(
+        self, model_runner: Any, environment: Environment, layer_support: LayerSupport
+    ) -> None:
         """Make the planner of a model.
 
         Parameters
@@ -62,23 +64,23 @@ class StepPlanner:
             SGLang's ModelRunner for this model.
         environment
             The SGLANG_PAT_* variables.
-        routes
+        layer_support
             Which layers pat decodes.
         """
-        self.routes = routes
+        self.layer_support = layer_support
         self.dtypes = (model_runner.dtype, model_runner.kv_cache_dtype)
         self._req_to_token_pool = model_runner.req_to_token_pool
         self._token_to_kv_pool = model_runner.token_to_kv_pool
-        self._layer_id = min(routes.shapes)
+        self._layer_id = min(layer_support.shapes)
         self._new_plans = partial(
             _new_plans,
             model_runner=model_runner,
             environment=environment,
-            batch_invariant=routes.batch_invariant,
+            batch_invariant=layer_support.batch_invariant,
         )
         self._microbatches = Microbatches(
             _num_microbatches(model_runner.server_args),
-            partial(self._new_plans, {*routes.shapes.values()}),
+            partial(self._new_plans, {*layer_support.shapes.values()}),
             partial(self.new_builder, strict=environment.debug),
         )
         self._checks = DebugChecks.of_sglang() if environment.debug else None
@@ -229,8 +231,10 @@ class StepPlanner:
 class TargetPlanner(StepPlanner):
     """The planner of the model that a server serves: it reports what is counted."""
 
-    def __init__(self, model_runner: Any, environment: Environment, routes: LayerSupport) -> None:
-        super().__init__(model_runner, environment, routes)
+    def __init__(
+        self, model_runner: Any, environment: Environment, layer_support: LayerSupport
+    ) -> None:
+        super().__init__(model_runner, environment, layer_support)
         self._reports = StepReports(environment, model_runner, self.counters)
         self._skipped = SkippedPlanning(self._reports.add_repeated, self._reports.on_step)
         self._reports.start()
