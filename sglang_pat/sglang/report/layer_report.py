@@ -63,7 +63,7 @@ def report_layer_support(layer_support: LayerSupport, model_runner: Any = None) 
 
 
 def report_draft_support(layer_support: LayerSupport) -> None:
-    """Report which layers of the draft model pat decodes, when that is decided and when it changes."""
+    """Report which layers of the draft model pat decodes: at start-up, and when that changes."""
     _LastReport.draft_support = layer_support.as_json()
     if reports.rank_speaks():
         logger.info("draft model: %s", layer_support)

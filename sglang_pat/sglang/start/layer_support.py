@@ -17,7 +17,7 @@ from sglang_pat.executors.layer import Scale
 from sglang_pat.plan import Shape
 from sglang_pat.support import Unsupported
 
-PAT, DEFAULT = "pat", "default"  # the layer_support
+PAT, DEFAULT = "pat", "default"  # who decodes a layer
 # Arguments that models pass to a layer beside queries, keys and values.
 _LATENT_ARGUMENTS = ("q_rope", "k_rope")
 
