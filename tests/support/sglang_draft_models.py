@@ -75,7 +75,7 @@ class DraftScene:
 
     @property
     def counters(self) -> dict[str, Any]:
-        counters: dict[str, Any] = self.served._pat.counters()
+        counters: dict[str, Any] = self.served._pat.planner.counters()
         return counters
 
     def assert_reads(
