@@ -26,7 +26,7 @@ _MLP = re.compile(r"mlp|expert")
 
 
 def describe_model(path: str, flags: Sequence[str] = ()) -> dict[str, Any]:
-    """The layers and the parameters of a model, for JSON. See `routes_of_model`.
+    """The layers and the parameters of a model, for JSON. See `layers_of_config`.
 
     Returns
     -------
@@ -40,10 +40,10 @@ def describe_model(path: str, flags: Sequence[str] = ()) -> dict[str, Any]:
     from sglang_pat.sglang.offline.model_support import build_model
     from sglang_pat.sglang.start.layer_rules import attention_layers, shape_of
 
-    model, routes = build_model(path, flags)
+    model, layer_support = build_model(path, flags)
     layers = []
     for layer in sorted(attention_layers(model), key=lambda each: each.layer_id):
-        reason = routes.delegated.get(layer.layer_id)
+        reason = layer_support.fallback.get(layer.layer_id)
         window = layer.sliding_window_size
         layers.append(
             [
@@ -53,7 +53,7 @@ def describe_model(path: str, flags: Sequence[str] = ()) -> dict[str, Any]:
                 reason and [reason.topic, str(reason.value)],
             ]
         )
-    whole = routes.whole
+    whole = layer_support.whole
     return {
         "class": type(model).__name__,
         "reason": whole and [whole.topic, str(whole.value)],
