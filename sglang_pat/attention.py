@@ -34,8 +34,8 @@ from sglang_pat.executors.reference import PlanExecution, ReferenceExecutor
 from sglang_pat.plan import (
     BufferSizes,
     DecodePlan,
+    HeadConfig,
     KvTokens,
-    Shape,
     new_scheduler,
     replan_cause,
 )
@@ -165,7 +165,7 @@ class PackAttention:
         if not isinstance(batch_invariant, bool):
             raise TypeError(f"batch_invariant must be True or False, got {batch_invariant!r}")
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        self.shape = shape = Shape(num_qo_heads, num_kv_heads, head_dim, v_head_dim)
+        self.shape = shape = HeadConfig(num_qo_heads, num_kv_heads, head_dim, v_head_dim)
         self.dtype = dtype
         self.kv_dtype = dtype if kv_dtype is None else kv_dtype
         _check_shape(shape)
@@ -695,7 +695,7 @@ def _check_number(name: str, value: float) -> None:
         raise TypeError(f"{name} must be a number, got {value!r}")
 
 
-def _check_shape(shape: Shape) -> None:
+def _check_shape(shape: HeadConfig) -> None:
     num_qo_heads, num_kv_heads, *head_dims = shape
     if num_qo_heads < 1 or num_kv_heads < 1 or num_qo_heads % num_kv_heads:
         raise ValueError(

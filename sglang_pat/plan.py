@@ -97,7 +97,7 @@ def shipped_latent_costs(gpu: str) -> CostModel:
     return next((costs for name, _, costs in SHIPPED_LATENT_COSTS if name in gpu), first)
 
 
-class Shape(NamedTuple):
+class HeadConfig(NamedTuple):
     """Heads of this rank, and the lengths of their keys and values: plans are made for them."""
 
     num_qo_heads: int

@@ -32,7 +32,7 @@ from sglang_pat.executors.calibration import (
     Calibration,
     Machine,
 )
-from sglang_pat.plan import DecodePlan, Shape, largest_tile
+from sglang_pat.plan import DecodePlan, HeadConfig, largest_tile
 from sglang_pat.support import LATENT_HEAD_DIMS
 
 FloatArray = npt.NDArray[np.float64]
@@ -47,7 +47,7 @@ SHORTEST = (0, 16, 32, 48, 64, 80, 96, 128, 192)  # tokens
 class Layers(NamedTuple):
     """Layers that are timed."""
 
-    shape: Shape
+    shape: HeadConfig
     kv_dtype: torch.dtype = torch.bfloat16
 
     @property
@@ -77,9 +77,9 @@ class Layers(NamedTuple):
         )
 
 
-_LATENT_SHAPE = Shape(16, 1, *LATENT_HEAD_DIMS)
+_LATENT_SHAPE = HeadConfig(16, 1, *LATENT_HEAD_DIMS)
 LAYERS_OF = {
-    PLAIN: Layers(Shape(32, 8, 128, 128)),
+    PLAIN: Layers(HeadConfig(32, 8, 128, 128)),
     LATENT: Layers(_LATENT_SHAPE),
     ONE_BYTE_LATENT: Layers(_LATENT_SHAPE, torch.float8_e4m3fn),
 }
@@ -101,7 +101,7 @@ class Features(NamedTuple):
     query_row: float
 
     @classmethod
-    def of(cls, plan: DecodePlan, shape: Shape) -> Features:
+    def of(cls, plan: DecodePlan, shape: HeadConfig) -> Features:
         header, tokens = plan.header, plan.kv_tokens
         return cls(
             1.0,
@@ -210,7 +210,7 @@ def designs(kind: str = PLAIN) -> list[Design]:
     ]
 
 
-def _for_body(rows: int, shape: Shape) -> Design:
+def _for_body(rows: int, shape: HeadConfig) -> Design:
     return Design(32, 4096, max(1, rows // shape.group_size), 16, "per-node", rows)
 
 

@@ -27,7 +27,7 @@ from sglang_pat import support
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kv_writer import UNSCALED, KvScale
 from sglang_pat.executors.reference import dense_attention
-from sglang_pat.plan import Shape
+from sglang_pat.plan import HeadConfig
 from sglang_pat.sglang.layer import kv_writes
 from sglang_pat.sglang.layer.kv_writes import KvWrites
 from sglang_pat.sglang.start.layer_rules import layers_of_runner
@@ -287,7 +287,7 @@ def test_an_idle_rank_has_no_rows() -> None:
 def test_the_twin_of_an_absorbed_layer_attends_in_prompts() -> None:
     step = Step()
     assert inside.planner(step.backend).layer_support.shapes == dict.fromkeys(
-        (0, 1), Shape(HEADS, 1, KEYS, VALUES)
+        (0, 1), HeadConfig(HEADS, 1, KEYS, VALUES)
     )
     step.batch.forward_mode = ForwardMode.EXTEND
     q = torch.randn(3, HEADS, 192)

@@ -10,13 +10,13 @@ import torch
 from sglang_trees import Tree
 
 from sglang_pat import PackAttention
-from sglang_pat.plan import Shape
+from sglang_pat.plan import HeadConfig
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.step.microbatches import Microbatches
 from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder, StepInputs
 from sglang_pat.sglang.tree.request_tracker import StepRequests
 
-SHAPE = Shape(4, 2, 64, 64)
+SHAPE = HeadConfig(4, 2, 64, 64)
 
 
 def new_plans(**reservation: int) -> StepPlans:

@@ -13,7 +13,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_pat import support
 from sglang_pat.cli.main import build_parser
-from sglang_pat.plan import Shape
+from sglang_pat.plan import HeadConfig
 from sglang_pat.sglang.start.layer_support import LayerSupport
 from sglang_pat.support import Unsupported
 
@@ -72,7 +72,7 @@ def as_logged(line: str) -> str:
     prefill = re.search(r"prefill on (\w+)", line)
     layer_support = LayerSupport(re.findall(r" on (\w+)", line)[0] if " on " in line else "")
     layer_support.prefill = prefill[1] if prefill else None if draft else "not named"
-    layer_support.shapes = dict.fromkeys(range(pat), Shape(32, 8, 128, 128))
+    layer_support.shapes = dict.fromkeys(range(pat), HeadConfig(32, 8, 128, 128))
     for layer_id in range(pat, total):
         window = re.findall(r"sliding window (\d+)", line)[0]
         layer_support.fall_back(layer_id, Unsupported("sliding window", window))

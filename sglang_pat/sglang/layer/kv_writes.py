@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kv_writer import KvWriter
-from sglang_pat.plan import Shape
+from sglang_pat.plan import HeadConfig
 from sglang_pat.sglang.compat import kv_write_location, latent_write_location
 from sglang_pat.sglang.report import reports
 from sglang_pat.sglang.start.layer_support import LayerSupport
@@ -51,7 +51,7 @@ class KvWrites:
         # Few default backends store in fp8 without scales: some pools scale by 1 then.
         if layer_support.is_converted and not layer_support.are_scaled:
             return
-        writers: dict[Shape, KvWriter | str] = {}
+        writers: dict[HeadConfig, KvWriter | str] = {}
         reasons: dict[str, None] = {}
         for layer_id, shape in layer_support.shapes.items():
             reason = pool_reason(self._pool, layer_id)
@@ -157,7 +157,7 @@ def pool_reason(pool: Any, layer_id: int) -> str | None:
     return None
 
 
-def _writer(model_runner: Any, shape: Shape) -> KvWriter | str:
+def _writer(model_runner: Any, shape: HeadConfig) -> KvWriter | str:
     """Writer for the layers of a shape; or the reason why there is none."""
     device = model_runner.req_to_token_pool.req_to_token.device
     config = KernelConfig.for_device(

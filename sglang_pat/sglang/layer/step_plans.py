@@ -8,7 +8,7 @@ import torch
 
 from sglang_pat.attention import PackAttention
 from sglang_pat.batch import DecodeBatch, IntArray
-from sglang_pat.plan import DecodePlan, KvTokens, Shape
+from sglang_pat.plan import DecodePlan, HeadConfig, KvTokens
 from sglang_pat.stats import PlanningTime, PlanStats
 
 
@@ -19,10 +19,10 @@ class StepPlans:
     its time begins where the step's does.
     """
 
-    def __init__(self, attentions: Mapping[Shape, PackAttention]):
+    def __init__(self, attentions: Mapping[HeadConfig, PackAttention]):
         self._set(attentions)
 
-    def _set(self, attentions: Mapping[Shape, PackAttention]) -> None:
+    def _set(self, attentions: Mapping[HeadConfig, PackAttention]) -> None:
         self.of_shape = attentions
         self._attentions = tuple(attentions.values())
         self._last = self._attentions[-1]

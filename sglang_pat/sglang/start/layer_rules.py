@@ -18,7 +18,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
 from sglang_pat import support
-from sglang_pat.plan import Shape
+from sglang_pat.plan import HeadConfig
 from sglang_pat.sglang import compat
 from sglang_pat.sglang.start.layer_support import LayerSupport, read_scales
 from sglang_pat.sglang.start.server_options import drafts_of, server_reason
@@ -82,9 +82,9 @@ def layers_of_model(
     return layer_support
 
 
-def shape_of(layer: RadixAttention) -> Shape:
+def shape_of(layer: RadixAttention) -> HeadConfig:
     """Return the shape of a layer on this rank."""
-    return Shape(layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim)
+    return HeadConfig(layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim)
 
 
 def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:

@@ -14,7 +14,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_pat import support
 from sglang_pat.executors.layer import Scale
-from sglang_pat.plan import Shape
+from sglang_pat.plan import HeadConfig
 from sglang_pat.support import Unsupported
 
 PAT, DEFAULT = "pat", "default"  # who decodes a layer
@@ -52,7 +52,7 @@ class LayerSupport:
     def __init__(self, default: str) -> None:
         self.default = default
         self.prefill: str | None = None
-        self.shapes: dict[int, Shape] = {}
+        self.shapes: dict[int, HeadConfig] = {}
         self.fallback: dict[int, Unsupported] = {}
         self.sinks: frozenset[int] = frozenset()
         self.batch_invariant = False

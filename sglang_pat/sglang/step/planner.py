@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_pat.attention import PackAttention
 from sglang_pat.executors.cuda import PlanOverflowError
-from sglang_pat.plan import Shape
+from sglang_pat.plan import HeadConfig
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.report.reports import StepReports
 from sglang_pat.sglang.start.layer_support import LayerSupport
@@ -261,7 +261,7 @@ class TargetPlanner(StepPlanner):
 
 
 def _new_plans(
-    shapes: Iterable[Shape],
+    shapes: Iterable[HeadConfig],
     model_runner: Any,
     environment: Environment,
     batch_invariant: bool,
