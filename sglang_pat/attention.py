@@ -69,7 +69,7 @@ class Executor(Protocol):
 
     def reuse_plan(self, step: Step, *, gather: bool = False) -> None: ...
 
-    def sibling(self) -> Executor: ...
+    def sharing_buffers(self) -> Executor: ...
 
     def run(self, layer: LayerInputs) -> None: ...
 
@@ -519,7 +519,7 @@ class PackAttention:
         )
         return out if lse is None else (out, lse)
 
-    def sibling(self) -> PackAttention:
+    def sharing_buffers(self) -> PackAttention:
         """Another one, for other batches, which executes its plans in the buffers of this one.
 
         One captured CUDA graph then serves both. A plan is sent to the device again when the
@@ -527,14 +527,14 @@ class PackAttention:
         """
         sibling = object.__new__(type(self))
         sibling.__dict__.update(self.__dict__)
-        sibling._executor = self._executor.sibling()
+        sibling._executor = self._executor.sharing_buffers()
         sibling._begin()
         return sibling
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             "a PackAttention cannot be copied or pickled: it has a plan and buffers on a device; "
-            "make another one, or take its sibling()"
+            "make another one, or take its sharing_buffers()"
         )
 
     def steps_left(self) -> int:

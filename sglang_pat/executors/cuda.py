@@ -228,7 +228,7 @@ class CudaExecutor:
         else:
             self._send(self._sent, step)
 
-    def sibling(self) -> CudaExecutor:
+    def sharing_buffers(self) -> CudaExecutor:
         """One for other plans, executed in the same buffers. ValueError without a reservation."""
         if not self._reserved:
             raise ValueError("only buffers that never move can be shared: pass max_requests")

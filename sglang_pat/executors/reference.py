@@ -239,7 +239,7 @@ class ReferenceExecutor:
         self.reuse_plan(step, gather=True)
         return self._plan
 
-    def sibling(self) -> ReferenceExecutor:
+    def sharing_buffers(self) -> ReferenceExecutor:
         """One for other plans. They share nothing."""
         return ReferenceExecutor(self._device, self._new_execution)
 

@@ -131,7 +131,7 @@ def test_pinned_memory_is_written_again_only_after_it_was_copied(sent: list[Stag
 
 def test_siblings_send_their_plan_again_when_the_other_was_there(sent: list[Staging]) -> None:
     first = make_executor(BufferSizes.for_requests(64, 4000, num_workers=33, group_size=4))
-    second = first.sibling()
+    second = first.sharing_buffers()
     assert second.buffers is first.buffers
     first.load_plan(planned(SMALL), NO_STEP)
     second.load_plan(planned(LARGE), NO_STEP)
@@ -152,7 +152,7 @@ def test_a_run_sends_its_plan_again_when_a_siblings_is_there(
     sent: list[Staging], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = make_executor(BufferSizes.for_requests(64, 4000, num_workers=33, group_size=4))
-    second = first.sibling()
+    second = first.sharing_buffers()
     first.load_plan(planned(SMALL), NO_STEP)
     second.load_plan(planned(LARGE), NO_STEP)
     of_first = sent[0]
@@ -175,7 +175,7 @@ def test_a_run_sends_its_plan_again_when_a_siblings_is_there(
 
 def test_buffers_that_may_move_are_not_shared(sent: list[Staging]) -> None:
     with pytest.raises(ValueError, match="pass max_requests"):
-        make_executor(None).sibling()
+        make_executor(None).sharing_buffers()
 
 
 def test_memory_is_pinned_in_the_context_of_the_executors_device(

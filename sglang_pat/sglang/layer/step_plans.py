@@ -46,9 +46,9 @@ class StepPlans:
         """Number of further steps that all plans serve: see `PackAttention.steps_left`."""
         return min(attention.steps_left() for attention in self._attentions)
 
-    def sibling(self) -> StepPlans:
-        """For other batches, in the buffers of this one: see `PackAttention.sibling`."""
-        return StepPlans({shape: each.sibling() for shape, each in self.of_shape.items()})
+    def sharing_buffers(self) -> StepPlans:
+        """For other batches, in the buffers of this one: see `PackAttention.sharing_buffers`."""
+        return StepPlans({shape: each.sharing_buffers() for shape, each in self.of_shape.items()})
 
     @property
     def num_rows(self) -> int:

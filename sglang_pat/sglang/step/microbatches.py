@@ -85,7 +85,7 @@ class Microbatches:
             more = new_plans(**self._reservation)
             for i, each in enumerate(self._recent):
                 assert each.captured is not None
-                each.captured.add(more if i == 0 else more.sibling())
+                each.captured.add(more if i == 0 else more.sharing_buffers())
 
     def _new_captured(self) -> StepPlans:
         assert self._reservation is not None
@@ -110,7 +110,7 @@ class Microbatches:
             if first is None:
                 captured = first = self._new_captured()
             else:
-                captured = first.sibling()
+                captured = first.sharing_buffers()
             if each.captured is not None:
                 captured.stats = each.captured.stats
             each.captured = captured
