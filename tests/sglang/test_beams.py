@@ -11,7 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_trees import TREE_KINDS, Tree
 
 from sglang_pat.sglang.step.debug_checks import StepChecker
-from sglang_pat.sglang.step.plan_reuse import PlanReuse, Reason
+from sglang_pat.sglang.step.plan_reuse import PlanReuse, ReplanReason
 from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder, StepInputs
 from sglang_pat.sglang.tree.radix_paths import path_reader
 from sglang_pat.sglang.tree.request_tracker import RequestTracker
@@ -41,7 +41,7 @@ class Batch:
         self.tracker = RequestTracker()
         self.builder = DecodeBatchBuilder(self.tracker, strict=True)
         self.reuse = PlanReuse(self.tracker)
-        self.why: Reason | None = None  # the last step did not repeat the one before
+        self.why: ReplanReason | None = None  # the last step did not repeat the one before
         self.checker = StepChecker()
 
     def _request(self, rid: str, cached: list[int], row: int) -> Any:
@@ -77,7 +77,7 @@ class Batch:
         kind: Any = "decode"
         plans: Any = "of the graphs"
         self.why = self.reuse.reason(kind, view.requests.reqs, plans, len(lens))
-        self.reuse.begin_plan(kind, view.requests.reqs, plans, len(lens), Reason.PRIVATE)
+        self.reuse.begin_plan(kind, view.requests.reqs, plans, len(lens), ReplanReason.PRIVATE)
         self.batch = self.builder.read(view)
         self.reuse.permit_skips(100)
         self.tracker.leave(outer)
@@ -139,7 +139,7 @@ def test_steps_of_the_same_beams_are_the_same_step() -> None:
     batch = Batch()
     batch.step([13, 20, 13, 13])
     key = batch.batch.key
-    assert batch.why is Reason.FIRST
+    assert batch.why is ReplanReason.FIRST
     batch.req_to_token[5, 12] = 40
     batch.req_to_token[6, 12] = 41
     for step in (1, 2):

@@ -37,7 +37,7 @@ from sglang_pat.sglang.speculative import draft_requests
 from sglang_pat.sglang.speculative.draft_requests import block_hook
 from sglang_pat.sglang.start import argument_rewrite
 from sglang_pat.sglang.start.hooks import check_hooks
-from sglang_pat.sglang.step.plan_reuse import Reason
+from sglang_pat.sglang.step.plan_reuse import ReplanReason
 from sglang_pat.sglang.tree import request_tracker
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER
 
@@ -262,7 +262,7 @@ def test_a_block_of_a_request_that_outgrows_the_plan_is_planned() -> None:
         view = scene.view(lens, 2)
         scene.draft(view, 2)
         scene.assert_block(captured, lens, scene.backend, scene.runner, READS)
-    assert inside.reasons(scene.backend) == {Reason.FIRST: 1, Reason.LENGTHS: 1}
+    assert inside.reasons(scene.backend) == {ReplanReason.FIRST: 1, ReplanReason.LENGTHS: 1}
 
 
 def test_a_graph_reads_a_block_where_it_was_captured() -> None:

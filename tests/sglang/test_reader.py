@@ -15,7 +15,7 @@ from sglang_trees import TREE_KINDS, Tree, place, request
 from sglang_pat._scheduler import row_lengths
 from sglang_pat.batch import DecodeBatch
 from sglang_pat.sglang.speculative.rows import DraftBatchBuilder, RowShape, SpeculativeInputs
-from sglang_pat.sglang.step.plan_reuse import PlanReuse, Reason
+from sglang_pat.sglang.step.plan_reuse import PlanReuse, ReplanReason
 from sglang_pat.sglang.tree import batch_builder, request_tracker
 from sglang_pat.sglang.tree.batch_builder import (
     CUT,
@@ -255,7 +255,7 @@ def test_only_a_step_right_after_one_of_the_same_requests_is_unchanged(
     def note_and_read(view: StepInputs) -> Any:
         assert view.requests is not None
         reasons.append(reuse.reason(kind, view.requests.reqs, plans, 1))
-        reuse.begin_plan(kind, view.requests.reqs, plans, 1, Reason.PRIVATE)
+        reuse.begin_plan(kind, view.requests.reqs, plans, 1, ReplanReason.PRIVATE)
         batch = original(view)
         reuse.permit_skips(100)
         return batch
@@ -269,7 +269,7 @@ def test_only_a_step_right_after_one_of_the_same_requests_is_unchanged(
     request_tracker._after_init_new(launched, object, between, RUNNER)
     request_tracker._around_forward(lambda runner, forward_batch: None, RUNNER, launched)
     assert reads.step([a]) == reads.step([a]) == []  # it has grown, not moved
-    assert reasons == [Reason.FIRST, None, Reason.REQUESTS, None]
+    assert reasons == [ReplanReason.FIRST, None, ReplanReason.REQUESTS, None]
 
 
 def test_a_request_that_left_and_came_back_is_read_again(reads: Reads) -> None:

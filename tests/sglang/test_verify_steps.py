@@ -37,7 +37,7 @@ from sglang_pat.sglang.speculative import draft_requests
 from sglang_pat.sglang.speculative.rows import MAX_READ_APART, RowShape
 from sglang_pat.sglang.speculative.tree_attention import TreeKv, square_masks
 from sglang_pat.sglang.start import layer_rules
-from sglang_pat.sglang.step.plan_reuse import Reason
+from sglang_pat.sglang.step.plan_reuse import ReplanReason
 from sglang_pat.sglang.tree import request_tracker
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, StepRequests
 from sglang_pat.support import Unsupported
@@ -480,7 +480,7 @@ def test_masks_of_trees_are_computed_once_per_step(
         masks.append(len(taken))
     assert masks == [1] * 7
     reasons = inside.planner(branching.backend).counters()["steps_planned"]
-    assert reasons[Reason.DUE] == 2
+    assert reasons[ReplanReason.DUE] == 2
 
 
 def test_graphs_that_do_not_write_their_rows_are_never_repeated(server: Server) -> None:

@@ -3,7 +3,7 @@
 A CUDA graph reads its plan from buffers that stay in place. Where the next step has the same
 requests and replays the same graph, the plan in the buffers serves it, and the host does nothing
 else. `PlanReuse.reason` is the one place that decides this. The reasons are asked in the order of
-`Reason`; counters, log and tests use the same names.
+`ReplanReason`; counters, log and tests use the same names.
 
 SkippedPlanning: counts the steps that repeat the last one (`step/plan_reuse.py`).
 
@@ -29,7 +29,7 @@ from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, RequestTrack
 from sglang_pat.stats import PlanningTime, PlanStats
 
 
-class Reason(StrEnum):
+class ReplanReason(StrEnum):
     """Why a step is planned, in the order in which it is asked."""
 
     FIRST = "first"  # no step has been planned, or none of known requests
@@ -59,7 +59,7 @@ class LastPlan:
         self.plans = plans
         self.num_rows = num_rows
         self.steps_left = 0
-        self.why = Reason.PRIVATE  # the reason once no steps are left
+        self.why = ReplanReason.PRIVATE  # the reason once no steps are left
 
 
 class PlanReuse:
@@ -75,7 +75,7 @@ class PlanReuse:
 
     def reason(
         self, kind: Any, reqs: list[Request] | None, plans: StepPlans | None, num_rows: int
-    ) -> Reason | None:
+    ) -> ReplanReason | None:
         """Return why a step must be planned.
 
         Parameters
@@ -91,20 +91,20 @@ class PlanReuse:
 
         Returns
         -------
-        Reason or None
+        ReplanReason or None
             None: the step repeats the last one, if `StepType.repeat` agrees.
         """
         last = self._last
         if last is None:
-            return Reason.FIRST
+            return ReplanReason.FIRST
         if reqs is not last.reqs or reqs is None:
-            return Reason.REQUESTS
+            return ReplanReason.REQUESTS
         if kind is not last.kind:
-            return Reason.KIND
+            return ReplanReason.KIND
         if plans is not last.plans:
-            return Reason.PLACE
+            return ReplanReason.PLACE
         if num_rows != last.num_rows:
-            return Reason.ROWS
+            return ReplanReason.ROWS
         return None if last.steps_left > 0 else last.why
 
     def count(self) -> None:
@@ -123,7 +123,12 @@ class PlanReuse:
     # --- around planning ---
 
     def begin_plan(
-        self, kind: Any, reqs: list[Request] | None, plans: StepPlans, num_rows: int, why: Reason
+        self,
+        kind: Any,
+        reqs: list[Request] | None,
+        plans: StepPlans,
+        num_rows: int,
+        why: ReplanReason,
     ) -> None:
         """Forget the last step: this one is planned now. Nothing repeats it until `permit_skips`.
 
@@ -138,14 +143,14 @@ class PlanReuse:
     def permit_skips(self, steps: int) -> None:
         """Let steps repeat the one that was planned: at most so many."""
         last = self._last
-        if last is None or last.why is Reason.MOVED:
+        if last is None or last.why is ReplanReason.MOVED:
             return
-        last.steps_left, last.why = steps, Reason.DUE
+        last.steps_left, last.why = steps, ReplanReason.DUE
 
-    def block_skips(self, why: Reason) -> None:
+    def block_skips(self, why: ReplanReason) -> None:
         """Let nothing repeat the last step, which stays in place."""
         last = self._last
-        if last is not None and last.why is not Reason.MOVED:
+        if last is not None and last.why is not ReplanReason.MOVED:
             last.steps_left, last.why = 0, why
 
     # --- PathCache ---
@@ -153,11 +158,11 @@ class PlanReuse:
     def invalidate(self, ids: Collection[int]) -> None:
         """Requests have moved, if any are given: in a mixed batch all may decode."""
         if ids:
-            self.block_skips(Reason.MOVED)
+            self.block_skips(ReplanReason.MOVED)
 
     def invalidate_all(self) -> None:
         """All paths may have changed."""
-        self.block_skips(Reason.MOVED)
+        self.block_skips(ReplanReason.MOVED)
 
 
 class SkippedPlanning:

@@ -23,7 +23,7 @@ from sglang_pat.sglang.report.reports import StepReports
 from sglang_pat.sglang.start.layer_support import LayerSupport
 from sglang_pat.sglang.step.debug_checks import DebugChecks, check_host_lengths
 from sglang_pat.sglang.step.microbatches import Microbatch, Microbatches
-from sglang_pat.sglang.step.plan_reuse import PlanReuse, Reason, SkippedPlanning
+from sglang_pat.sglang.step.plan_reuse import PlanReuse, ReplanReason, SkippedPlanning
 from sglang_pat.sglang.step.step_type import ExecutionMode, StepType
 from sglang_pat.sglang.tree.batch_builder import OVERFLOW, DecodeBatchBuilder
 from sglang_pat.sglang.tree.request_tracker import StepRequests
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from sglang_pat.sglang.start.environment import Environment
 
 # A step that is planned for one of these repeats the last one all the same.
-_WOULD_REPEAT = (Reason.CHECKED, Reason.DUE, Reason.EAGER)
+_WOULD_REPEAT = (ReplanReason.CHECKED, ReplanReason.DUE, ReplanReason.EAGER)
 
 
 class StepPlanner:
@@ -99,7 +99,7 @@ class StepPlanner:
         requests = kind.requests(forward_batch)
         microbatch = self._microbatches.of(requests)
         return self._plan(
-            kind, microbatch, requests, forward_batch, ExecutionMode.EAGER, Reason.EAGER
+            kind, microbatch, requests, forward_batch, ExecutionMode.EAGER, ReplanReason.EAGER
         )
 
     def plan_captured(
@@ -113,13 +113,13 @@ class StepPlanner:
         requests = kind.requests(forward_batch)
         microbatch = self._microbatches.of(requests)
         plans = microbatch.captured
-        why: Reason | None = Reason.FIRST
+        why: ReplanReason | None = ReplanReason.FIRST
         if requests is not None and not in_capture:
             reuse, growth = self._reuse, None  # None: each request has one token more
             why = reuse.reason(kind, requests.reqs, plans, forward_batch.batch_size)
             if why is None and kind.repeat is not None:
                 growth = kind.repeat(forward_batch, requests)
-                why = Reason.LENGTHS if growth is None else None
+                why = ReplanReason.LENGTHS if growth is None else None
             if why is None:
                 reuse.count()
                 self._skipped.add(begun_ns, growth)
@@ -136,7 +136,7 @@ class StepPlanner:
         requests: StepRequests | None,
         forward_batch: Any,
         execution: ExecutionMode,
-        why: Reason | None,
+        why: ReplanReason | None,
     ) -> StepPlans:
         """Read a step's paths, and plan it."""
         plans = microbatch.eager if execution is ExecutionMode.EAGER else microbatch.captured
@@ -148,7 +148,7 @@ class StepPlanner:
         if self._checks is not None and kind.repeat is None:
             last = self._reuse.reason(kind, reqs, plans, num_requests)
             would_repeat = last in _WOULD_REPEAT
-        first = Reason.EAGER if execution is ExecutionMode.EAGER else Reason.PRIVATE
+        first = ReplanReason.EAGER if execution is ExecutionMode.EAGER else ReplanReason.PRIVATE
         self._reuse.begin_plan(kind, reqs, plans, num_requests, first)
         view = kind.view(forward_batch, requests)
         req_pool_indices, seq_lens = kind.rows(view, forward_batch, execution)
@@ -171,7 +171,7 @@ class StepPlanner:
                 check_host_lengths(builder.lens, view.seq_lens)
         if requests is not None:
             kind.count_planned(forward_batch, batch, plans)
-            self._reasons[why or Reason.FIRST] += 1
+            self._reasons[why or ReplanReason.FIRST] += 1
         if execution is not ExecutionMode.CAPTURE and self._reports is not None:
             self._reports.add_step(plans.step_time, num_repeated)
         if execution is ExecutionMode.REPLAY:
@@ -184,9 +184,9 @@ class StepPlanner:
         if shared is None:
             return
         if self._checks is not None:
-            self._reuse.block_skips(Reason.CHECKED)
+            self._reuse.block_skips(ReplanReason.CHECKED)
         elif not kind.graphs_are_complete:
-            self._reuse.block_skips(Reason.GRAPH)
+            self._reuse.block_skips(ReplanReason.GRAPH)
         else:
             steps = sys.maxsize if self._reports is None else self._reports.steps_left
             self._reuse.permit_skips(min(kind.steps_to_repeat(builder, plans.steps_left()), steps))
