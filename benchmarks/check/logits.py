@@ -139,7 +139,7 @@ def answer_all(server: Server, setup: Setup, *, flush: bool = True) -> Run:
     if flush:
         server.flush()
     greedy = server.generate(prompts(setup), sampling, **with_candidates(CANDIDATES))
-    return Run(_probed(answers), [Answer.of(answer) for answer in greedy])
+    return Run(_probed(answers), [Answer.parse(answer) for answer in greedy])
 
 
 def _probed(answers: list[dict[str, Any]]) -> Logits:

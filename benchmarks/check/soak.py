@@ -160,7 +160,7 @@ class Soak:
             answer = self._server.answer(
                 request.prompt, request.sampling, **with_candidates(CANDIDATES)
             )
-            self._expected.append(Answer.of(answer))
+            self._expected.append(Answer.parse(answer))
 
     def wave(self, seconds: float) -> None:
         """Requests arrive for `seconds`; returns when all have ended and the cache is empty.
@@ -196,7 +196,7 @@ class Soak:
         if request.sample is not None:
             self.ended["samples compared"] += 1
             found = agreement(
-                [Answer.of(answer)], [self._expected[request.sample]], self._setup.tie
+                [Answer.parse(answer)], [self._expected[request.sample]], self._setup.tie
             )
             self.errors += [each._replace(request=request.sample) for each in found.errors]
             self.ties += len(found.partings) - len(found.errors)

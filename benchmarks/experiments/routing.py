@@ -161,7 +161,7 @@ def run(given: argparse.Namespace) -> int:
         raise Refused(str(error)) from error
     requests = [request for request, _ in zip(trace.stream, range(given.requests), strict=False)]
     rules = Rules(max_running_requests=given.max_batch)
-    setup = Setup(StepTime.of(config, GPUS[DEFAULT_GPU]), given.kv_tokens, rules)
+    setup = Setup(StepTime.of_model(config, GPUS[DEFAULT_GPU]), given.kv_tokens, rules)
     results = {}
     print(f"{trace.name}: {len(requests):,} requests, {given.workers} workers")
     print("routing     | hits  | KV saved | step ms, default and pat | mean TTFT s | requests")

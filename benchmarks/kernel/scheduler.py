@@ -131,7 +131,7 @@ class Steps:
 
         from sglang_pat.sglang.tree import batch_builder, request_tracker
 
-        self._tracker, self._view_of = request_tracker, batch_builder.StepInputs.of
+        self._tracker, self._view_of = request_tracker, batch_builder.StepInputs.read
         self._mode = ForwardMode.DECODE
         self.reader = batch_builder.DecodeBatchBuilder()
         self.attention: Any = PackAttention(

@@ -97,7 +97,7 @@ def estimated(
     us = measured["us"]
     if "pat" not in us or len(us) == 1:
         raise RuntimeError(f"{cell}: {measured['failed']}")
-    rest = 1000 * StepTime.of(model.config, gpu).without_attention(cell.batch)
+    rest = 1000 * StepTime.of_model(model.config, gpu).without_attention(cell.batch)
     other = min(name for name in us if name != "pat" and us[name] == _best(us))
     layers = model.config["num_hidden_layers"]
     tpot = {name: rest + layers * us[name] / 1000 for name in ("pat", other)}

@@ -136,7 +136,7 @@ def predicted(
 ) -> dict[str, ServerStats]:
     """Serve a job on the simulated servers, by backend."""
     rules = Rules(max_running_requests=MAX_RUNNING, chunked_prefill_size=CHUNK)
-    setup = Setup(StepTime.of(config, GPUS[gpu]), POOL_TOKENS, rules)
+    setup = Setup(StepTime.of_model(config, GPUS[gpu]), POOL_TOKENS, rules)
     return {name: serve(requests, setup, name) for name in (PAT, DEFAULT)}
 
 

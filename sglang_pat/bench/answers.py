@@ -44,7 +44,7 @@ class Answer:
     candidates: list[list[Candidate]]
 
     @classmethod
-    def of(cls, answer: dict[str, Any]) -> Answer:
+    def parse(cls, answer: dict[str, Any]) -> Answer:
         """From SGLang's, which was asked `with_candidates`."""
         positions = answer["meta_info"]["output_top_logprobs"]
         return cls(answer["output_ids"], [candidates_of(each) for each in positions])

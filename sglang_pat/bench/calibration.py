@@ -101,7 +101,7 @@ class Features(NamedTuple):
     query_row: float
 
     @classmethod
-    def of(cls, plan: DecodePlan, shape: HeadConfig) -> Features:
+    def of_plan(cls, plan: DecodePlan, shape: HeadConfig) -> Features:
         header, tokens = plan.header, plan.kv_tokens
         return cls(
             1.0,
@@ -280,7 +280,7 @@ class _Timer:
         out = torch.empty(*rows_of, shape.v_head_dim, dtype=torch.bfloat16, device="cuda")
         rows = torch.arange(len(lens), device="cuda")
         plan = attention.plan(batch, req_to_token=table, req_pool_indices=rows, seq_lens=lens)
-        features = Features.of(plan, shape)
+        features = Features.of_plan(plan, shape)
         missing = missing_tokens(plan, batch.seq_lens, shape.num_kv_heads)
         layers = list(self._layers(num_slots))
 

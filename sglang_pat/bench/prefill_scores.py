@@ -84,7 +84,7 @@ def serve(ask: Ask, asked: Sequence[Asked]) -> tuple[list[Reply], int]:
             if reason.get("type") == "abort":
                 raise RuntimeError(f"request {request} was aborted: {reason.get('message')}")
             logprobs = [number(each[0]) for each in answer["meta_info"]["output_token_logprobs"]]
-            replies.append(Reply(request, Answer.of(answer), logprobs))
+            replies.append(Reply(request, Answer.parse(answer), logprobs))
             retractions += answer["meta_info"].get("num_retractions") or 0
     return replies, retractions
 

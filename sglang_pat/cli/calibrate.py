@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _fail(2, "torch sees no GPU; `sglang-pat doctor` says more")
     try:
         device = torch.device("cuda", torch.cuda.current_device())
-        machine = Machine.of(device)
+        machine = Machine.of_device(device)
         print(f"{machine.gpu}, driver {machine.driver}, kernels {machine.kernels}")
     except (KernelBuildError, KernelCacheError) as error:
         return _fail(1, str(error))

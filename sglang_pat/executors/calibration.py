@@ -38,7 +38,7 @@ class Machine:
     kernels: str
 
     @classmethod
-    def of(cls, device: torch.device) -> Machine:
+    def of_device(cls, device: torch.device) -> Machine:
         return cls(torch.cuda.get_device_name(device), driver_version(), jit.source_hash())
 
     def file_name(self, kind: str = PLAIN) -> str:
@@ -152,7 +152,7 @@ def driver_version() -> str:
 
 @functools.cache
 def _machine(device: torch.device) -> Machine:
-    return Machine.of(device)
+    return Machine.of_device(device)
 
 
 def _folder(cache: Path | None) -> Path:

@@ -220,7 +220,7 @@ class RequestFields(NamedTuple):
     key_by_node: attrgetter[Any]
 
     @classmethod
-    def of(cls, req: Any) -> RequestFields:
+    def on(cls, req: Any) -> RequestFields:
         """Return the readers for requests like this one."""
         return _request_fields("kv." if hasattr(getattr(req, "kv", None), "req_pool_idx") else "")
 

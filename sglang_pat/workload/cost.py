@@ -120,7 +120,7 @@ class StepTime:
     quantisation: str = ""
 
     @classmethod
-    def of(
+    def of_model(
         cls,
         config: Mapping[str, Any],
         gpu: Gpu,

@@ -224,7 +224,7 @@ class _Source:
     ) -> Callable[[bytes], Iterable[TraceRequest | LoggedRequest]]:
         """The function that makes requests of one line."""
         if self.format == "mooncake":
-            return _MooncakeReader.of(islice(self.pieces(), _SAMPLE), errors).read
+            return _MooncakeReader.of_lines(islice(self.pieces(), _SAMPLE), errors).read
         first: dict[str, Any] = next(
             (found for piece in self.pieces() if (found := _object(piece)) is not None), {}
         )
@@ -271,7 +271,7 @@ class _MooncakeReader:
     unit: str = "ms"
 
     @classmethod
-    def of(cls, lines: Iterable[bytes], errors: TraceErrors) -> _MooncakeReader:
+    def of_lines(cls, lines: Iterable[bytes], errors: TraceErrors) -> _MooncakeReader:
         """The reader of a file that begins with these lines."""
         found = [each for line in lines if (each := _object(line)) is not None]
         reader = cls(_block_tokens(found))

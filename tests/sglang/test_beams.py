@@ -72,7 +72,7 @@ class Batch:
         )
         self.tracker.on_target_batch(forward, batch)
         outer = self.tracker.enter(forward)
-        view = StepInputs.of(forward, self.tracker.claim_step())
+        view = StepInputs.read(forward, self.tracker.claim_step())
         assert view.requests is not None
         kind: Any = "decode"
         plans: Any = "of the graphs"

@@ -17,7 +17,7 @@ class Watched:
     def __init__(self, kind: str) -> None:
         self.tree = Tree(kind)
         self.told: list[Any] = []
-        self.events = CacheEventMonitor.of(
+        self.events = CacheEventMonitor.watching(
             self.tree.cache, self.told.append, lambda: self.told.append("reset")
         )
 
@@ -63,7 +63,7 @@ def test_lock_unlock_evict_and_reset(watched: Watched) -> None:
 
 
 def test_a_tree_is_watched_once(watched: Watched) -> None:
-    again = CacheEventMonitor.of(watched.tree.cache, print, print)
+    again = CacheEventMonitor.watching(watched.tree.cache, print, print)
     assert again is watched.events
     watched.tree.insert([1], range(1))
     assert watched.counts == {"insert": 1}
@@ -90,7 +90,7 @@ class Cache:
 def test_a_checkpoint_that_fails_moved_its_request_all_the_same() -> None:
     told: list[Any] = []
     cache = Cache()
-    events = CacheEventMonitor.of(cache, told.append, print)
+    events = CacheEventMonitor.watching(cache, told.append, print)
     with pytest.raises(KeyError):
         cache.checkpoint("request", up_to=3)
     assert told == ["request"]
@@ -105,13 +105,13 @@ def test_a_missing_method_is_an_error(method: str) -> None:
 
     setattr(Changed, method, None)
     with pytest.raises(RuntimeError, match=rf"could not hook Changed\..*{method}, where it learns"):
-        CacheEventMonitor.of(Changed(), print, print)
+        CacheEventMonitor.watching(Changed(), print, print)
 
 
 def test_a_split_that_cannot_be_seen_is_said() -> None:
     cache = Cache()
     cache._split_node = None  # type: ignore[assignment]
-    assert CacheEventMonitor.of(cache, print, print).unobservable == ("split",)
+    assert CacheEventMonitor.watching(cache, print, print).unobservable == ("split",)
 
 
 def test_an_overriding_subclass_is_watched() -> None:
@@ -122,7 +122,7 @@ def test_an_overriding_subclass_is_watched() -> None:
             return "by the heir"
 
     cache = Heir()
-    events = CacheEventMonitor.of(cache, print, print)
+    events = CacheEventMonitor.watching(cache, print, print)
     assert cache.insert("this") == "by the heir"
     assert events.counts["insert"] == 1
 
@@ -134,7 +134,7 @@ def test_a_cache_wrapped_for_sessions_is_watched_in_both_layers() -> None:
     if not hasattr(wrapped, "inner"):
         pytest.skip("this SGLang does not wrap the cache")
     told: list[Any] = []
-    events = CacheEventMonitor.of(wrapped, told.append, print)
+    events = CacheEventMonitor.watching(wrapped, told.append, print)
     wrapped.inner.cache_unfinished_req = lambda req, **kwargs: None
     request = SimpleNamespace(session=None)
     wrapped.cache_unfinished_req(request)

@@ -51,8 +51,8 @@ def test_batches_that_take_turns_find_what_they_left(tree: Tree) -> None:
     used = []
     for reqs in (odd, even, odd, even, odd[1:], even[:1], odd[1:]):
         step = step_of(tree, [*reqs])
-        microbatch = microbatches.of(step)
-        microbatch.builder.read(StepInputs.of(view_of(reqs), step))
+        microbatch = microbatches.find(step)
+        microbatch.builder.read(StepInputs.read(view_of(reqs), step))
         used.append(microbatch)
     assert len(set(map(id, used))) == 2
     assert used[0] is used[2] is used[4] is used[6]
@@ -79,10 +79,10 @@ def test_a_new_batch_takes_the_place_of_the_one_unused_the_longest(tree: Tree) -
     used = []
     for reqs in batches:
         step = step_of(tree, reqs)
-        used.append(microbatches.of(step))
-        used[-1].builder.read(StepInputs.of(view_of(reqs), step))
+        used.append(microbatches.find(step))
+        used[-1].builder.read(StepInputs.read(view_of(reqs), step))
     assert used[2] is used[0]
-    assert microbatches.of(step_of(tree, batches[1])) is used[1]
+    assert microbatches.find(step_of(tree, batches[1])) is used[1]
     assert microbatches.current is used[1]
 
 
@@ -92,15 +92,15 @@ def test_another_thread_counts_all_of_them_at_any_time(tree: Tree) -> None:
     before = list(microbatches)
     for name in "ab":
         step = step_of(tree, requests(tree, name))
-        microbatches.of(step).builder.read(StepInputs.of(view_of(step.reqs), step))
+        microbatches.find(step).builder.read(StepInputs.read(view_of(step.reqs), step))
     assert list(seen[0]) == seen[1] == before, "what another thread holds is never changed"
     assert {*microbatches} == {*before}
 
 
 def test_a_step_without_requests_is_the_current_one(tree: Tree) -> None:
     microbatches = Microbatches(2, new_plans, partial(DecodeBatchBuilder, strict=True))
-    current = microbatches.of(step_of(tree, requests(tree, "a")))
-    assert microbatches.of(None) is current
+    current = microbatches.find(step_of(tree, requests(tree, "a")))
+    assert microbatches.find(None) is current
 
 
 def test_graphs_are_captured_once_for_all() -> None:

@@ -51,7 +51,7 @@ def read(
     request_tracker._after_init_new(launched, object, scheduled, RUNNER)
     result: DecodeBatch = request_tracker._around_forward(
         lambda runner, forward_batch: builder.read(
-            StepInputs.of(view, REQUEST_TRACKER.claim_step())
+            StepInputs.read(view, REQUEST_TRACKER.claim_step())
         ),
         RUNNER,
         launched,
@@ -106,7 +106,7 @@ def test_data_parallel_padding_is_not_announced(tree: Tree, reqs: list[Any]) -> 
 )
 def test_a_step_of_an_idle_rank_is_not_counted(view: Any) -> None:
     builder = DecodeBatchBuilder()
-    batch = builder.read(StepInputs.of(view, None))
+    batch = builder.read(StepInputs.read(view, None))
     assert batch.seq_lens.tolist() == [0, 0]
     assert not builder.private_steps
     assert builder.last_shared is None
@@ -323,10 +323,10 @@ def test_a_newcomer_with_drafts_shares_what_it_has_split(kind: str) -> None:
     tree.insert([1, 2, 3, 4], range(4))
     a = tree.request("a", [1, 2, 3, 4], 4)
     step = StepRequests([a], tree.cache, has_beams=False)
-    builder.read(SpeculativeInputs.of(batch_of([6]), step, shape=chains))
+    builder.read(SpeculativeInputs.read(batch_of([6]), step, shape=chains))
     b = tree.request("b", [1, 2], 2)
     step = StepRequests([a, b], tree.cache, has_beams=False)
-    paths = builder.read(SpeculativeInputs.of(batch_of([6, 5]), step, shape=chains)).read_paths()
+    paths = builder.read(SpeculativeInputs.read(batch_of([6, 5]), step, shape=chains)).read_paths()
     assert paths.kv_end.tolist() == [2, 4, 6] * 2 + [2, 5] * 2
     assert len({paths.node_id[row] for row in paths.path_begin[:-1]}) == 1
 
@@ -397,7 +397,7 @@ def test_part_of_a_batch_is_private(tree: Tree, reqs: list[Any]) -> None:
 
 def test_a_warm_up_is_private(caplog: pytest.LogCaptureFixture) -> None:
     builder = DecodeBatchBuilder()
-    batch = builder.read(StepInputs.of(batch_of([1, 1, 1]), None))
+    batch = builder.read(StepInputs.read(batch_of([1, 1, 1]), None))
     assert batch.seq_lens.tolist() == [1, 1, 1]
     assert batch.key is None
     assert builder.private_steps == {NO_REQUESTS: 1}
@@ -434,7 +434,7 @@ def test_lengths_that_are_not_on_the_host_are_those_that_requests_have_committed
     chains, ahead = RowShape.of_drafts(2, are_chains=True), RowShape(first=1)
 
     def lengths(step: StepRequests, shape: RowShape) -> list[int]:
-        batch = DraftBatchBuilder().read(SpeculativeInputs.of(view, step, shape=shape))
+        batch = DraftBatchBuilder().read(SpeculativeInputs.read(view, step, shape=shape))
         lens: list[int] = batch.seq_lens.tolist()
         return lens
 

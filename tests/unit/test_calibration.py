@@ -84,7 +84,7 @@ def planned_of(kind: str) -> list[Planned]:
             batch, req_to_token=table, req_pool_indices=torch.arange(len(lens)), seq_lens=lens
         )
         missing = missing_tokens(plan, batch.seq_lens, layers.shape.num_kv_heads)
-        found.append(Planned(design, Features.of(plan, layers.shape), missing))
+        found.append(Planned(design, Features.of_plan(plan, layers.shape), missing))
     return found
 
 

@@ -82,7 +82,7 @@ def test_recorded_steps_are_predicted(gpu: str) -> None:
     found = [case for case in steps() if case[0] == gpu]
     assert len(found) == {"H100": 38, "H200": 15}[gpu]
     for _, name, model, batch, times in found:
-        time = StepTime.of(model, GPUS[gpu])
+        time = StepTime.of_model(model, GPUS[gpu])
         for backend, key in KINDS:
             stats = serve(batch_of(batch), Setup(time, 4_000_000), backend)
             expected = pytest.approx(times[key], rel=ERRORS[gpu][TPOT])
@@ -122,7 +122,7 @@ TRAFFIC = [run for run in recorded("h100/serving.json")["serving"]
 @pytest.mark.parametrize("run", TRAFFIC, ids=lambda run: f"{run['backend']}-{run['request_rate']}")
 def test_recorded_traffic_is_predicted(run: dict[str, Any]) -> None:
     """SGLang's own client: eight system prompts, a load that comes and goes."""
-    time = StepTime.of(recorded("h100/serving.json")["models"][run["model"]], GPUS["H100"])
+    time = StepTime.of_model(recorded("h100/serving.json")["models"][run["model"]], GPUS["H100"])
     backend = PAT if run["backend"] == "pat" else DEFAULT
     found = []
     for seed in range(3):
@@ -157,7 +157,7 @@ def test_whole_jobs_are_predicted(name: str) -> None:
         prompt = tuple(segment for segment in segments if segment.length)
         requests.append(TraceRequest(0.0, prompt, answer))
     random.Random(0).shuffle(requests)
-    time = StepTime.of(read_config("llama-3-8b")[1], GPUS["H200"])
+    time = StepTime.of_model(read_config("llama-3-8b")[1], GPUS["H200"])
     # Not explained: 15 and 18% too fast.
     error = 0.20 if name == "rollouts" else ERRORS["H200"][RATE]
     for backend, measured in zip((PAT, DEFAULT), seconds, strict=True):
@@ -176,7 +176,7 @@ def shares(order: list[int], shared: int) -> float:
         def paths(self, requests: object) -> PrefixPaths:
             return PrefixPaths.from_lists(paths)
 
-    planner = Planner(StepTime.of(read_config("llama-3.1-8b")[1], GPUS["H100"]))
+    planner = Planner(StepTime.of_model(read_config("llama-3.1-8b")[1], GPUS["H100"]))
     lengths = np.full(len(order), shared + 12, dtype=np.int32)
     planner.begin(Batch([], lengths), Tree())  # type: ignore[arg-type]
     return planner.ratios.from_memory
@@ -213,7 +213,7 @@ def test_windows_read_no_more_than_they_hold() -> None:
     types = ["sliding_attention"] * 31 + ["full_attention"]
     kinds = {"architectures": ["GptOssForCausalLM"], "layer_types": types}
     whole, hybrid = (
-        StepTime.of({**config, **changes}, GPUS["H100"])
+        StepTime.of_model({**config, **changes}, GPUS["H100"])
         for changes in ({}, {"sliding_window": 1024, **kinds})
     )
     reads = Reads(16 * 8192)
@@ -224,7 +224,8 @@ def test_windows_read_no_more_than_they_hold() -> None:
 def test_a_pass_computes_the_output_head_for_last_tokens_only() -> None:
     _, config = read_config("llama-3.1-8b")
     small, large = (
-        StepTime.of({**config, "vocab_size": size}, GPUS["H100"]) for size in (128_256, 500_000)
+        StepTime.of_model({**config, "vocab_size": size}, GPUS["H100"])
+        for size in (128_256, 500_000)
     )
     assert small.prefill(100_000, 0, 1) == large.prefill(100_000, 0, 1)
     assert small.without_attention(1) < large.without_attention(1)
@@ -236,7 +237,7 @@ MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 16}
 def latent(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> StepTime:
     monkeypatch.setattr(support, "LATENT_CAPABILITIES", ((9, 0),))
     _, config = read_config("llama-3.1-8b")
-    return StepTime.of({**config, **MLA, **changes}, GPUS["H200"])
+    return StepTime.of_model({**config, **MLA, **changes}, GPUS["H200"])
 
 
 @pytest.mark.parametrize(
@@ -289,6 +290,6 @@ def test_gpus_without_a_body_for_latent_attention(monkeypatch: pytest.MonkeyPatc
     time = latent(monkeypatch)
     assert all(layer.is_accelerated for layer in time.layers)
     _, config = read_config("llama-3.1-8b")
-    refused = StepTime.of({**config, **MLA}, GPUS["B200"]).layers[0].refusal
+    refused = StepTime.of_model({**config, **MLA}, GPUS["B200"]).layers[0].refusal
     assert refused is not None
     assert refused.words == "latent attention on a B200"

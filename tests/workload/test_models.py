@@ -34,16 +34,16 @@ def write_config(folder: Path, **changes: object) -> Path:
 
 
 def model(name: str | Path, gpu: str = "H100", tp: int = 1) -> StepTime:
-    return StepTime.of(read_config(name)[1], GPUS[gpu], tp)
+    return StepTime.of_model(read_config(name)[1], GPUS[gpu], tp)
 
 
 def tiny(**changes: object) -> StepTime:
-    return StepTime.of(decoder_config({**TINY, **changes}), GPUS["H100"])
+    return StepTime.of_model(decoder_config({**TINY, **changes}), GPUS["H100"])
 
 
 def llama(gpu: str = "H100", tp: int = 1, **changes: Any) -> StepTime:
     _, config = read_config("llama-3.1-8b")
-    return StepTime.of({**config, **changes}, GPUS[gpu], tp)
+    return StepTime.of_model({**config, **changes}, GPUS[gpu], tp)
 
 
 def test_named_models() -> None:
@@ -158,7 +158,7 @@ GEMMA_3_27B = {
     ],
 )
 def test_published_gemma_3(config: Any, parameters: float, layers: Any) -> None:
-    found = StepTime.of(decoder_config(config), GPUS["H100"])
+    found = StepTime.of_model(decoder_config(config), GPUS["H100"])
     assert found.held_weight_bytes == pytest.approx(2 * parameters, rel=0.01)
     assert [
         (count, "window of 1,024" in words, int(words.split("/")[0].split()[-1]))
@@ -281,7 +281,7 @@ def test_a_multimodal_model_is_quantised_as_a_whole() -> None:
     fp8 = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
     _, inner = read_config("llama-3-8b")
     config = decoder_config({"text_config": inner, "quantization_config": fp8})
-    found = StepTime.of(config, GPUS["H100"])
+    found = StepTime.of_model(config, GPUS["H100"])
     assert (found.bytes_of_weights.dense, found.kv_bytes) == (1, 1)
 
 

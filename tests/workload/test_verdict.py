@@ -24,7 +24,7 @@ SMALL = ("--kv-tokens", "60000", "--max-running-requests", "64")
 
 def setup(pool: int = 400_000, **rules: Any) -> Setup:
     _, config = read_config("llama-3.1-8b")
-    return Setup(StepTime.of(config, GPUS["H100"]), pool, Rules(**rules))
+    return Setup(StepTime.of_model(config, GPUS["H100"]), pool, Rules(**rules))
 
 
 def answered(words: list[str], file: Path) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def test_starcoder_is_understood(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "vocab_size": 49152,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    weights = StepTime.of(read_config(tmp_path)[1], GPUS["H100"]).weights
+    weights = StepTime.of_model(read_config(tmp_path)[1], GPUS["H100"]).weights
     assert weights.dense == pytest.approx(15.5e9, rel=0.01)  # as published
     words = ["advise", "--model", str(tmp_path), "--trace", str(TRACE), "--limit", "50"]
     assert main([*words, "--verbose"]) == 0

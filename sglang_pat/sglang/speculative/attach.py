@@ -73,7 +73,7 @@ class _TargetModel:
     model_runner: Any = None
 
     @classmethod
-    def of(cls, model_runner: Any) -> VerifyPlanner | None:
+    def planner_of(cls, model_runner: Any) -> VerifyPlanner | None:
         """Return a model's planner if SGLang builds one more backend, for another draft number."""
         if cls.model_runner is not model_runner:
             return None
@@ -101,7 +101,7 @@ def attach_verification(
 
     def new_state() -> BackendState:
         nonlocal planner
-        planner = _TargetModel.of(model_runner) or _new_planner(
+        planner = _TargetModel.planner_of(model_runner) or _new_planner(
             model_runner, environment, layer_support
         )
         return BackendState(

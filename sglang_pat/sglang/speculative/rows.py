@@ -106,7 +106,7 @@ class RowTensors:
         if reserved is not None:
             self._reserved = torch.zeros((2, reserved), dtype=torch.int64, device=device)
 
-    def of(
+    def write(
         self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return those of the rows of these requests, whose lengths are without draft tokens."""
@@ -246,5 +246,5 @@ def committed_lengths(reqs: list[Request]) -> npt.NDArray[np.int64]:
 
     A request may be longer by what has been accepted since, never shorter.
     """
-    lengths = map(RequestFields.of(reqs[0]).committed_len, reqs)
+    lengths = map(RequestFields.on(reqs[0]).committed_len, reqs)
     return np.fromiter(lengths, dtype=np.int64, count=len(reqs))

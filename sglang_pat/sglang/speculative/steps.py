@@ -70,7 +70,7 @@ class SpeculativeStep(StepType):
     _room: IntArray
 
     def view(self, forward_batch: Any, requests: StepRequests | None) -> SpeculativeInputs:
-        view = SpeculativeInputs.of(forward_batch, requests, shape=self.shape)
+        view = SpeculativeInputs.read(forward_batch, requests, shape=self.shape)
         if self.lengths_are_bounds:
             view.seq_lens_cpu = None
         return view
@@ -148,7 +148,7 @@ class TargetVerifyStep(SpeculativeStep):
         self.graphs_are_complete = False
 
     def record_in_graph(self, forward_batch: Any) -> None:
-        self._captured[0].of(forward_batch.req_pool_indices, forward_batch.seq_lens)
+        self._captured[0].write(forward_batch.req_pool_indices, forward_batch.seq_lens)
         self.graphs_are_complete = True
 
     def rows(
@@ -162,7 +162,7 @@ class TargetVerifyStep(SpeculativeStep):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `req_pool_indices` and `seq_lens` of the rows of these requests."""
         rows, _ = self._eager if execution is ExecutionMode.EAGER else self._captured
-        return rows.of(view.req_pool_indices, view.seq_lens)
+        return rows.write(view.req_pool_indices, view.seq_lens)
 
     def _read_drafts(self, forward_batch: Any, num_known: int, execution: ExecutionMode) -> None:
         """Let `extra_kv` be that of a step with so many known requests."""
@@ -381,7 +381,7 @@ class DraftTreeSteps(DraftChainSteps):
         self._captured = self._rows(num_rows), self._branches(num_rows)
 
     def record_in_graph(self, forward_batch: Any) -> None:
-        self._captured[0].of(forward_batch.req_pool_indices, forward_batch.seq_lens)
+        self._captured[0].write(forward_batch.req_pool_indices, forward_batch.seq_lens)
         self.graphs_are_complete = True
 
     def rows(
@@ -391,7 +391,7 @@ class DraftTreeSteps(DraftChainSteps):
         if execution is not ExecutionMode.REPLAY:  # a graph reads SGLang's own buffer
             num_rows = forward_batch.batch_size * self.shape.per_request
             self.extra_kv.update(forward_batch.out_cache_loc, num_rows)
-        return rows.of(view.req_pool_indices, view.seq_lens)
+        return rows.write(view.req_pool_indices, view.seq_lens)
 
     def go_to(self, step: int, plans: StepPlans) -> None:
         self.extra_kv.go_to(step)

@@ -117,7 +117,7 @@ class StepChecker:
         plan_is_new: bool,
     ) -> None:
         """Call it after plan(), with the requests of the step in row order and their forest."""
-        fields = RequestFields.of(reqs[0])
+        fields = RequestFields.on(reqs[0])
         rows = [fields.row(req) for req in reqs]
         if req_pool_indices[: len(rows)].tolist() != rows:
             raise RuntimeError(

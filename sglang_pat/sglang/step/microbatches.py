@@ -59,7 +59,7 @@ class Microbatches:
         """The microbatch of the last step."""
         return self._recent[0]
 
-    def of(self, step: StepRequests | None) -> Microbatch:
+    def find(self, step: StepRequests | None) -> Microbatch:
         """The microbatch that a step belongs to.
 
         Requests stay in their batch while they run, so it is the one that knew the step's first

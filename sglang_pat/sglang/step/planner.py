@@ -97,7 +97,7 @@ class StepPlanner:
         if forward_batch.batch_size == 0:
             return None
         requests = kind.requests(forward_batch)
-        microbatch = self._microbatches.of(requests)
+        microbatch = self._microbatches.find(requests)
         return self._plan(
             kind, microbatch, requests, forward_batch, ExecutionMode.EAGER, ReplanReason.EAGER
         )
@@ -111,7 +111,7 @@ class StepPlanner:
         """
         begun_ns = time.perf_counter_ns()
         requests = kind.requests(forward_batch)
-        microbatch = self._microbatches.of(requests)
+        microbatch = self._microbatches.find(requests)
         plans = microbatch.captured
         why: ReplanReason | None = ReplanReason.FIRST
         if requests is not None and not in_capture:

@@ -52,7 +52,7 @@ class StepType:
 
     def view(self, forward_batch: Any, requests: StepRequests | None) -> StepInputs:
         """Read a step."""
-        return StepInputs.of(forward_batch, requests)
+        return StepInputs.read(forward_batch, requests)
 
     def rows(
         self, view: StepInputs, forward_batch: Any, execution: ExecutionMode

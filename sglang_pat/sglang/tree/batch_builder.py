@@ -197,7 +197,7 @@ class DecodeBatchBuilder:
         self.invalidate_all()
         self._source = path_reader(tree, self._on_mismatch)
         if self._source is not None:
-            self.events = CacheEventMonitor.of(
+            self.events = CacheEventMonitor.watching(
                 tree, lambda req: self._tracker.invalidate([req]), self._tracker.invalidate_all
             )
         self._tree = tree
@@ -267,7 +267,7 @@ class StepInputs:
     seq_lens_cpu: torch.Tensor | None
 
     @classmethod
-    def of(cls, forward_batch: Any, requests: StepRequests | None, **more: Any) -> Self:
+    def read(cls, forward_batch: Any, requests: StepRequests | None, **more: Any) -> Self:
         """Read a decode batch of SGLang's, in any of its shapes. more: fields of a subclass."""
         is_idle = compat.is_idle(forward_batch)
         return cls(

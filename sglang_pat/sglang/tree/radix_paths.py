@@ -134,7 +134,7 @@ class NodeObjectPaths:
         self._on_mismatch = on_mismatch
 
     def key(self, reqs: Sequence[Request]) -> Hashable:
-        fields = RequestFields.of(reqs[0])
+        fields = RequestFields.on(reqs[0])
         try:
             return tuple(map(fields.key_by_node_id, reqs))
         except AttributeError:  # the last node of a streaming session has no id
@@ -168,7 +168,7 @@ class NodeIdPaths:
         self._on_mismatch = on_mismatch
 
     def key(self, reqs: Sequence[Request]) -> Hashable:
-        return tuple(map(RequestFields.of(reqs[0]).key_by_node, reqs))
+        return tuple(map(RequestFields.on(reqs[0]).key_by_node, reqs))
 
     def read(self, reqs: Sequence[Request]) -> list[Path]:
         ids = list(map(_LAST_NODE, reqs))
@@ -276,9 +276,9 @@ def _checked(
     """The paths, each if it ends where the request's shared KV ends. None: not known, so empty."""
     lengths = [path[-1][_END] if path else 0 for path in paths]
     checked = [path or () for path in paths]
-    if not reqs or lengths == [*map(RequestFields.of(reqs[0]).protected_len, reqs)]:
+    if not reqs or lengths == [*map(RequestFields.on(reqs[0]).protected_len, reqs)]:
         return checked
-    protected_len = RequestFields.of(reqs[0]).protected_len
+    protected_len = RequestFields.on(reqs[0]).protected_len
     for i, (req, path, length) in enumerate(zip(reqs, paths, lengths, strict=True)):
         if path is not None and length != protected_len(req):
             on_mismatch(
@@ -375,7 +375,7 @@ class CacheEventMonitor:
             self._watch(splitter, _SPLIT)
 
     @classmethod
-    def of(
+    def watching(
         cls,
         cache: Any,
         on_checkpoint: Callable[[Request], object],

@@ -147,7 +147,7 @@ class RowPaths:
         in_tree = self._source.shared_slots(owner)
         if group is None:
             return in_tree
-        row = self._pool.req_to_token[RequestFields.of(owner).row(owner)]
+        row = self._pool.req_to_token[RequestFields.on(owner).row(owner)]
         rest = row[len(in_tree) : max(group.end, len(in_tree))]
         return torch.cat([in_tree, rest.to(in_tree)])
 

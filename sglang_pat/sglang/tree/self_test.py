@@ -100,7 +100,7 @@ def _failed(where: str, what: str) -> str:
 def _test(kind: type[Any]) -> None:
     """Exceptions say what is wrong with a class of prefix caches."""
     cache = _new_cache(kind)
-    events = CacheEventMonitor.of(cache, lambda req: None, lambda: None)
+    events = CacheEventMonitor.watching(cache, lambda req: None, lambda: None)
     _insert(cache)
     reqs = [_request(f"request {i}", prompt, cache) for i, prompt in enumerate(_PROMPTS)]
     for req in reqs:
