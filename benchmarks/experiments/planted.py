@@ -32,7 +32,7 @@ from common.results import at_least, at_most, write
 from common.suites import SUPPORT, add_option
 from common.terminal import console
 from sglang_pat.bench.check_requests import Asked, generate, pool_tokens
-from sglang_pat.bench.closeness import Verdict, judge
+from sglang_pat.bench.closeness import LogprobVerdict, judge
 from sglang_pat.bench.prefill_scores import Reply, distances, over_http, score, serve
 from sglang_pat.bench.server import Server, Start, contender
 from sglang_pat.cli.arguments import whole_number
@@ -100,7 +100,7 @@ class Check:
         self._error = error
         self._first: list[Reply] | None = None
 
-    def kind(self, name: str) -> Verdict:
+    def kind(self, name: str) -> LogprobVerdict:
         """Compare while this error is planted. An empty name: none."""
         asked = requests(1)
         if self._first is None:
@@ -112,7 +112,7 @@ class Check:
             self._error.write_text("")
         return self._verdict(asked, replies, self._first)
 
-    def clean(self, seed: int) -> Verdict:
+    def clean(self, seed: int) -> LogprobVerdict:
         asked = requests(seed)
         return self._verdict(asked, *(self._replies(name, asked) for name in (CLEAN, OTHER)))
 
@@ -123,7 +123,7 @@ class Check:
 
     def _verdict(
         self, asked: Sequence[Asked], pat: Sequence[Reply], other: Sequence[Reply]
-    ) -> Verdict:
+    ) -> LogprobVerdict:
         scores = score(over_http(self._server(REFERENCE)), asked, [*pat, *other])
         found = distances(asked, pat, scores), distances(asked, other, scores)
         return judge(asked, (pat, other), found, DTYPE, own_prefill=OTHER == REFERENCE)

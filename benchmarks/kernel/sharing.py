@@ -23,7 +23,7 @@ from common.suites import add_option
 from common.terminal import console, table_of
 from sglang_pat.cli.arguments import whole_number
 from sglang_pat.workload.cost import StepTime
-from sglang_pat.workload.models import GPUS, Gpu
+from sglang_pat.workload.models import GPUS, GpuModel
 
 BATCHES = (1, 8, 32, 128)
 SHARES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.97)
@@ -63,7 +63,7 @@ def cells(context: int) -> list[Cell]:
     ]
 
 
-def gpu_named(device: str | None) -> Gpu:
+def gpu_named(device: str | None) -> GpuModel:
     """GPU of the time model with the name that the driver reports; ValueError if there is none."""
     for word in re.split(r"[ -]", device or ""):
         if word in GPUS:
@@ -71,7 +71,7 @@ def gpu_named(device: str | None) -> Gpu:
     raise ValueError(f"the time model does not know {device}; it knows {', '.join(GPUS)}")
 
 
-def by_kernels(model: ModelShape, context: int, gpu: Gpu) -> list[dict[str, Any]]:
+def by_kernels(model: ModelShape, context: int, gpu: GpuModel) -> list[dict[str, Any]]:
     """Attention measured, the rest of a step estimated."""
     from kernel.attention import compile_kernels, measure, pool_for
     from kernel.contenders import CONTENDERS
@@ -91,7 +91,7 @@ def by_kernels(model: ModelShape, context: int, gpu: Gpu) -> list[dict[str, Any]
 
 
 def estimated(
-    cell: Cell, model: ModelShape, gpu: Gpu, measured: Mapping[str, Any]
+    cell: Cell, model: ModelShape, gpu: GpuModel, measured: Mapping[str, Any]
 ) -> dict[str, Any]:
     """A cell from the times of its attention, which `kernel attention` measured."""
     us = measured["us"]

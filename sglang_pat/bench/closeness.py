@@ -81,7 +81,7 @@ class Measure:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class LogprobVerdict:
     """The result of a comparison.
 
     Attributes
@@ -152,7 +152,7 @@ def judge(
     dtype: str,
     *,
     own_prefill: bool,
-) -> Verdict:
+) -> LogprobVerdict:
     """Compare pat with another backend.
 
     Parameters
@@ -183,7 +183,7 @@ def judge(
     greedy = [
         [reply.answer for reply in each if not asked[reply.request].samples] for each in replies
     ]
-    return Verdict(
+    return LogprobVerdict(
         [
             *_of_many(pat, other, RATIO * shared, floor),
             _of_worst(

@@ -30,10 +30,10 @@ POOL_SHARE = (
     0.8  # of the KV pool that a batch may take: answers of earlier rounds stay in the cache
 )
 MOST_NOISE = 0.10  # distance of the quartiles of a ratio, over its median
-Report = Callable[[str], None]
+Tell = Callable[[str], None]
 
 
-class Model(NamedTuple):
+class ComparedModel(NamedTuple):
     """path: what the server is given, a folder. vocab_size and context_len: of its decoder."""
 
     path: Path
@@ -41,7 +41,7 @@ class Model(NamedTuple):
     context_len: int
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], path: Path) -> Model:
+    def of(cls, config: Mapping[str, Any], path: Path) -> ComparedModel:
         """The model of a `config.json`, in the folder `path`. ValueError names what is wrong."""
         check_served(config)
         decoder = decoder_config(config)
@@ -99,13 +99,13 @@ class Compared:
 
 def measure(
     backend: str,
-    model: Model,
+    model: ComparedModel,
     cases: Mapping[str, Case],
     folder: Path,
     *,
     arguments: Mapping[str, Any],
     flags: Sequence[str],
-    report: Report,
+    report: Tell,
     into: Measured,
     exactly: bool = False,
     rounds: int = ROUNDS,
@@ -160,7 +160,9 @@ def measure(
         into.stats = server.stats()
 
 
-def fit(case: Case, model: Model, info: Mapping[str, Any], share: float = POOL_SHARE) -> Case:
+def fit(
+    case: Case, model: ComparedModel, info: Mapping[str, Any], share: float = POOL_SHARE
+) -> Case:
     """Return the case, or a smaller one that fits into a share of the server's KV pool.
 
     RuntimeError if there is none.
@@ -181,7 +183,7 @@ def fit(case: Case, model: Model, info: Mapping[str, Any], share: float = POOL_S
 
 
 def _runs(
-    server: Server, case: Case, vocab_size: int, rounds: int, about: str, report: Report
+    server: Server, case: Case, vocab_size: int, rounds: int, about: str, report: Tell
 ) -> list[DecodeRun]:
     prompts = case.prompts(vocab_size)
     server.flush()

@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="sglang-pat-bench-") as folder:
         path = config_file(label).parent if arguments.weights else Path(folder)
         try:
-            model = comparison.Model.of(config, path)
+            model = comparison.ComparedModel.of(config, path)
             for case in _cases(arguments).values():
                 comparison.fit(case, model, {"max_total_num_tokens": sys.maxsize})
         except (ValueError, RuntimeError) as error:

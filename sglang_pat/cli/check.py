@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from sglang_pat.bench.check_requests import Asked
-    from sglang_pat.bench.closeness import Verdict
-    from sglang_pat.bench.comparison import Model
+    from sglang_pat.bench.closeness import LogprobVerdict
+    from sglang_pat.bench.comparison import ComparedModel
     from sglang_pat.bench.prefill_scores import Distances, Reply
     from sglang_pat.bench.server import Server
 
@@ -172,7 +172,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if verdict.is_close else 1
 
 
-def _prepare(arguments: argparse.Namespace) -> tuple[Model, str, list[Asked]]:
+def _prepare(arguments: argparse.Namespace) -> tuple[ComparedModel, str, list[Asked]]:
     """Check the input.
 
     Returns the model, the type that SGLang may be left to choose, and the requests. ValueError,
@@ -189,10 +189,10 @@ def _prepare(arguments: argparse.Namespace) -> tuple[Model, str, list[Asked]]:
     check_server_options(arguments)
     if arguments.reference is not None:
         check_backend("--reference", arguments.reference)
-    from sglang_pat.bench.comparison import Model
+    from sglang_pat.bench.comparison import ComparedModel
 
     try:
-        model = Model.of(config, file.parent)
+        model = ComparedModel.of(config, file.parent)
         dtype = _chosen_dtype(decoder_config(config))
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{file}: {error}") from None
@@ -247,7 +247,7 @@ def _chosen(info: dict[str, Any]) -> str:
 
 
 def _serve(
-    arguments: argparse.Namespace, model: Model, asked: list[Asked], folder: Path
+    arguments: argparse.Namespace, model: ComparedModel, asked: list[Asked], folder: Path
 ) -> tuple[_Served, _Served, _Scored]:
     """Start one server after the other. RuntimeError if pat has decoded nothing."""
     from sglang_pat.bench.prefill_scores import distances, over_http, score, serve
@@ -316,7 +316,7 @@ def _serve(
         return pat, other, own
 
 
-def _show(verdict: Verdict, other: str, by: str, pat: _Served, seconds: float) -> None:
+def _show(verdict: LogprobVerdict, other: str, by: str, pat: _Served, seconds: float) -> None:
     console = new_console()
     console.print(_table(verdict, other, by))
     steps = pat.stats["plans_built"] + pat.stats.get("plans_reused", 0)
@@ -343,7 +343,7 @@ def _show(verdict: Verdict, other: str, by: str, pat: _Served, seconds: float) -
     console.print(verdict.sentence(other), soft_wrap=True)  # one line in a pipe
 
 
-def _table(verdict: Verdict, other: str, by: str) -> Table:
+def _table(verdict: LogprobVerdict, other: str, by: str) -> Table:
     from rich.table import Table
 
     table = Table(title=f"distance of decode from a prefill by {by}, in log-probability")

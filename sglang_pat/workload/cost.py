@@ -30,7 +30,7 @@ from sglang_pat.model_layers import (
     read_layers,
 )
 from sglang_pat.support import LATENT_HEAD_DIMS, MAX_LATENT_GROUP_SIZE, has_kernels
-from sglang_pat.workload.models import GPUS, Gpu, check_dtype
+from sglang_pat.workload.models import GPUS, GpuModel, check_dtype
 from sglang_pat.workload.weights import (
     WHOLE_BYTES,
     WeightBytes,
@@ -113,7 +113,7 @@ class StepTime:
     layers: Sequence[Layer]
     weights: Weights
     hidden_size: int
-    gpu: Gpu
+    gpu: GpuModel
     tp: int = 1
     bytes_of_weights: WeightBytes = field(default_factory=WeightBytes)
     kv_bytes: float = 2.0
@@ -123,7 +123,7 @@ class StepTime:
     def of_model(
         cls,
         config: Mapping[str, Any],
-        gpu: Gpu,
+        gpu: GpuModel,
         tp: int = 1,
         layers: Sequence[Layer] | None = None,
         weights: Weights | None = None,
@@ -333,7 +333,7 @@ class StepTime:
         return 2 * (_ALL_REDUCE_SECONDS + moved / _ALL_REDUCE_BYTES_PER_SECOND)
 
 
-def _on_gpu(layer: Layer, gpu: Gpu) -> Layer:
+def _on_gpu(layer: Layer, gpu: GpuModel) -> Layer:
     """The layer as it is run on a type of GPU."""
     has_body = layer.kind != LATENT or has_kernels(*LATENT_HEAD_DIMS, gpu.capability)
     if not layer.is_accelerated or has_body:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import jinja2
 
 from sglang_pat.workload.record import Forest, Recorder
-from sglang_pat.workload.report import Report, reads, server_rows
-from sglang_pat.workload.run import DEFAULT, PAT, Step
+from sglang_pat.workload.report import ReplayReport, reads, server_rows
+from sglang_pat.workload.run import DEFAULT, PAT, SimulatedStep
 
 _POINTS = 240  # of the chart over time
 _MOST_BLOCKS = 1500
@@ -51,7 +51,7 @@ class TimeChart(NamedTuple):
     y_ticks: list[tuple[float, str]]
 
 
-def write_report(report: Report, recorder: Recorder, command: str, path: Path) -> None:
+def write_report(report: ReplayReport, recorder: Recorder, command: str, path: Path) -> None:
     """Write the report. OSError where the file cannot be written."""
     folder = Path(__file__).parent
     environment = jinja2.Environment(
@@ -94,7 +94,7 @@ def bars(values: dict[str, float], backend: str, form: str) -> list[Bar]:
 # --- the gain over time ---
 
 
-def time_chart(rows: Sequence[Step]) -> TimeChart | None:
+def time_chart(rows: Sequence[SimulatedStep]) -> TimeChart | None:
     """Milliseconds of a decode step over the time of the server. None without steps."""
     if not rows:
         return None
@@ -117,7 +117,7 @@ def time_chart(rows: Sequence[Step]) -> TimeChart | None:
     )
 
 
-def _binned(rows: Sequence[Step]) -> Iterator[tuple[float, float, float]]:
+def _binned(rows: Sequence[SimulatedStep]) -> Iterator[tuple[float, float, float]]:
     """(time, ms with the default backend, with pat), means over as many steps."""
     size = -(-len(rows) // _POINTS)
     for begin in range(0, len(rows), size):

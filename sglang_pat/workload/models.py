@@ -113,7 +113,7 @@ _HUB_SECONDS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuModel:
     """A GPU type (the SXM module where there are several), for estimates.
 
     The values come from pages of third parties, some from memory. Not all were compared with
@@ -157,13 +157,13 @@ _GB, _MB = 10**9, 10**6
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("H100", 80 * _GB, 132, 2, 50 * _MB, 3.35e12, 989e12, (9, 0), "FA3"),
-        Gpu("H200", 141 * _GB, 132, 2, 50 * _MB, 4.8e12, 989e12, (9, 0), "FA3"),
-        Gpu("H20", 96 * _GB, 78, 2, 60 * _MB, 4.0e12, 148e12, (9, 0), "FA3"),
-        Gpu("B200", 180 * _GB, 148, 2, 126 * _MB, 8.0e12, 2250e12, (10, 0), "TRT-LLM"),
-        Gpu("A100", 80 * _GB, 108, 2, 40 * _MB, 2.039e12, 312e12, (8, 0), "FlashInfer"),
-        Gpu("L40S", 48 * _GB, 142, 1, 96 * _MB, 0.864e12, 362e12, (8, 9), "FlashInfer"),
-        Gpu("L4", 24 * _GB, 58, 1, 48 * _MB, 0.300e12, 121e12, (8, 9), "FlashInfer"),
+        GpuModel("H100", 80 * _GB, 132, 2, 50 * _MB, 3.35e12, 989e12, (9, 0), "FA3"),
+        GpuModel("H200", 141 * _GB, 132, 2, 50 * _MB, 4.8e12, 989e12, (9, 0), "FA3"),
+        GpuModel("H20", 96 * _GB, 78, 2, 60 * _MB, 4.0e12, 148e12, (9, 0), "FA3"),
+        GpuModel("B200", 180 * _GB, 148, 2, 126 * _MB, 8.0e12, 2250e12, (10, 0), "TRT-LLM"),
+        GpuModel("A100", 80 * _GB, 108, 2, 40 * _MB, 2.039e12, 312e12, (8, 0), "FlashInfer"),
+        GpuModel("L40S", 48 * _GB, 142, 1, 96 * _MB, 0.864e12, 362e12, (8, 9), "FlashInfer"),
+        GpuModel("L4", 24 * _GB, 58, 1, 48 * _MB, 0.300e12, 121e12, (8, 9), "FlashInfer"),
     )
 }
 DEFAULT_GPU = "H100"

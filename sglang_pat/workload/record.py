@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sglang_pat.batch import PrefixPaths
-from sglang_pat.workload.run import DEFAULT, PAT, Step
+from sglang_pat.workload.run import DEFAULT, PAT, SimulatedStep
 from sglang_pat.workload.server import Batch, Decode
 from sglang_pat.workload.tree import Tree
 
@@ -54,14 +54,14 @@ class Recorder:
     """
 
     forest_step: int | None = None
-    rows: list[Step] = field(default_factory=list)
+    rows: list[SimulatedStep] = field(default_factory=list)
     forest: Forest | None = None
     num_steps: int = 0
     _stride: int = 1
     _seen: int = 0
     _most_shared: float = 0.0
 
-    def __call__(self, step: Step, event: Decode, tree: Tree) -> None:
+    def __call__(self, step: SimulatedStep, event: Decode, tree: Tree) -> None:
         self.num_steps = step.step + step.steps
         if self.forest_step is None:
             shared = step.kv_tokens - step.distinct
@@ -92,7 +92,7 @@ class Recorder:
             writer.writerows(map(row_of, self.rows))
 
 
-def row_of(step: Step) -> dict[str, float]:
+def row_of(step: SimulatedStep) -> dict[str, float]:
     """A row under `COLUMNS`."""
     values = (*step[:-1], step.ms[DEFAULT], step.ms[PAT])
     return {name: round(value, 6) for name, value in zip(COLUMNS, values, strict=True)}

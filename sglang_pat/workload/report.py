@@ -10,7 +10,7 @@ from typing import Any
 from sglang_pat.messages import listed
 from sglang_pat.model_layers import summary
 from sglang_pat.workload.request_prompts import IMAGE_TOKENS
-from sglang_pat.workload.run import DEFAULT, PAT, Answer
+from sglang_pat.workload.run import DEFAULT, PAT, WorkloadAnswer
 from sglang_pat.workload.trace import Trace
 from sglang_pat.workload.verdict import Verdict
 
@@ -18,7 +18,7 @@ _WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ReplayReport:
     """A verdict and all that it rests on.
 
     Attributes
@@ -30,7 +30,7 @@ class Report:
     model: str
     workload: str
     trace: Trace
-    answer: Answer
+    answer: WorkloadAnswer
     verdict: Verdict
 
     def lines(self) -> list[str]:
@@ -158,7 +158,7 @@ class Report:
         }
 
 
-def server_rows(answer: Answer) -> list[tuple[str, str, str]]:
+def server_rows(answer: WorkloadAnswer) -> list[tuple[str, str, str]]:
     """(what, with the default backend, with pat)."""
     default, pat = answer.default, answer.pat
 
@@ -185,7 +185,7 @@ def server_rows(answer: Answer) -> list[tuple[str, str, str]]:
     ]
 
 
-def reads(answer: Answer) -> list[tuple[str, str, str]]:
+def reads(answer: WorkloadAnswer) -> list[tuple[str, str, str]]:
     """(policy, KV tokens, times fewer than query-centric) of the server with pat."""
     tokens = answer.pat.kv_tokens
     most = tokens["query-centric"]

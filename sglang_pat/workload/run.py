@@ -16,7 +16,7 @@ from sglang_pat.workload.server import (
     Prefill,
     Refused,
     Rules,
-    Server,
+    SimulatedServer,
     accepted,
 )
 from sglang_pat.workload.trace import Progress, Prompt, TokenPrompt, TraceRequest, no_progress
@@ -123,7 +123,7 @@ class ServerStats:
         return self.requests / self.seconds if self.seconds else 0.0
 
 
-class Step(NamedTuple):
+class SimulatedStep(NamedTuple):
     """Decode steps of one batch, for rows and charts. ms: of a step, by backend."""
 
     step: int
@@ -136,7 +136,7 @@ class Step(NamedTuple):
     ms: dict[str, float]
 
 
-Watch = Callable[[Step, Decode, Tree], None]
+Watch = Callable[[SimulatedStep, Decode, Tree], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ def serve(
     stride = max(1, 2 * len(requests) // _PLANS)
     planner = Planner(setup.time, setup.policies, stride)
     clock = BackendClock(backend, planner)
-    server = Server(requests, tree, clock, setup.rules)
+    server = SimulatedServer(requests, tree, clock, setup.rules)
     stats = ServerStats(prompt_tokens=sum(each.prompt_length for each in requests))
     decode_seconds = prefill_seconds = attention = waited = 0.0
     totals = dict.fromkeys(("query-centric", "distinct", *setup.policies), 0.0)
@@ -215,7 +215,7 @@ def serve(
         if watch is not None:
             ms = {name: 1000 * clock.step(name, *as_read).all for name in (DEFAULT, PAT)}
             read = clock.pat_reads(*as_read).tokens
-            watch(Step(stats.steps, event.begin, steps, *as_read, read, ms), event, tree)
+            watch(SimulatedStep(stats.steps, event.begin, steps, *as_read, read, ms), event, tree)
         stats.steps += steps
         stats.batch += steps * size
     _close(stats, server)
@@ -230,7 +230,7 @@ def serve(
     return stats
 
 
-def _close(stats: ServerStats, server: Server) -> None:
+def _close(stats: ServerStats, server: SimulatedServer) -> None:
     """Add the times of the requests."""
     finished = server.finished
     first = min(request.arrival for request, _ in finished)
@@ -251,7 +251,7 @@ def _close(stats: ServerStats, server: Server) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class WorkloadAnswer:
     """Both servers with one workload.
 
     Attributes
@@ -281,7 +281,7 @@ def answer(
     setup: Setup,
     watch: Watch | None = None,
     progress: Progress = no_progress,
-) -> Answer:
+) -> WorkloadAnswer:
     """Serve a workload with both backends.
 
     Parameters
@@ -319,7 +319,7 @@ def answer(
             serve(at_once[:_ORDERED], each, PAT).requests_per_second for each in (setup, weighted)
         )
         by_weight = (fcfs, dfs) if dfs > fcfs else None
-    return Answer(setup, default, pat, most, refused, distinct, by_weight)
+    return WorkloadAnswer(setup, default, pat, most, refused, distinct, by_weight)
 
 
 def distinct_tokens(prompts: Iterable[Prompt]) -> int:

@@ -59,7 +59,7 @@ class Rules:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class SimulatedRequest:
     """A request on its way through the server. Times in simulated seconds.
 
     Attributes
@@ -115,7 +115,7 @@ class Refused:
 
 def accepted(
     stream: Iterable[TraceRequest], rules: Rules, pool: int, page_size: int = 1
-) -> tuple[list[Request], Refused]:
+) -> tuple[list[SimulatedRequest], Refused]:
     """The requests that SGLang would take.
 
     The model's context and the pool limit a request. A prompt that leaves hardly a token for the
@@ -144,14 +144,16 @@ def accepted(
         refused.truncated += allowed < min(traced.output_length, asked)
         asked = min(asked, allowed)
         answer = min(traced.output_length, asked)
-        requests.append(Request(number, traced.arrival, traced.prompt, length, answer, asked))
+        requests.append(
+            SimulatedRequest(number, traced.arrival, traced.prompt, length, answer, asked)
+        )
     return requests, refused
 
 
 class Batch(NamedTuple):
     """Requests that decode together. lengths: KV tokens of each request, this step's included."""
 
-    requests: Sequence[Request]
+    requests: Sequence[SimulatedRequest]
     lengths: IntArray
 
 
@@ -173,7 +175,7 @@ class Prefill(NamedTuple):
 
     begin: float
     seconds: float
-    admitted: tuple[tuple[Request, int, int], ...]
+    admitted: tuple[tuple[SimulatedRequest, int, int], ...]
 
     @property
     def new(self) -> int:
@@ -192,7 +194,7 @@ class Decode(NamedTuple):
 
 
 @dataclass(slots=True)
-class Server:
+class SimulatedServer:
     """One server, from an empty cache until all requests are answered.
 
     Attributes
@@ -207,7 +209,7 @@ class Server:
         How often a request was put back.
     """
 
-    requests: Sequence[Request]
+    requests: Sequence[SimulatedRequest]
     tree: Tree
     clock: Clock
     rules: Rules
@@ -215,10 +217,10 @@ class Server:
     now: float = 0.0
     retracted: int = 0
     starved: float = 0.0
-    finished: list[tuple[Request, float]] = field(default_factory=list)
-    _waiting: list[Request] = field(default_factory=list)
-    _chunked: Request | None = None
-    _batch: list[Request] = field(default_factory=list)
+    finished: list[tuple[SimulatedRequest, float]] = field(default_factory=list)
+    _waiting: list[SimulatedRequest] = field(default_factory=list)
+    _chunked: SimulatedRequest | None = None
+    _batch: list[SimulatedRequest] = field(default_factory=list)
     _lengths: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     _left: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     _asked: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
@@ -263,9 +265,9 @@ class Server:
         ratio = 1.0 if rules.ignore_eos else self._ratio
         reserved = float(np.minimum(self._asked, _MOST_NEW_TOKENS).sum()) * ratio
         tokens_left = rules.chunked_prefill_size
-        admitted: list[tuple[Request, int, int]] = []
+        admitted: list[tuple[SimulatedRequest, int, int]] = []
 
-        def admit(request: Request, new: int, is_whole: bool) -> None:
+        def admit(request: SimulatedRequest, new: int, is_whole: bool) -> None:
             nonlocal reserved, tokens_left
             admitted.append((request, new, request.kv_len))
             in_pages = self._pages(new)
@@ -308,7 +310,7 @@ class Server:
             return None
         return self._compute(admitted)
 
-    def _compute(self, admitted: list[tuple[Request, int, int]]) -> Prefill:
+    def _compute(self, admitted: list[tuple[SimulatedRequest, int, int]]) -> Prefill:
         tree, begin = self.tree, self.now
         # Only now, when all prefixes are locked. As in SGLang, a page more for each request.
         new_tokens = sum(new for _, new, _ in admitted)
@@ -451,7 +453,7 @@ class Server:
         self._is_full = False
         self._keep(staying.tolist())
 
-    def _finish(self, request: Request) -> None:
+    def _finish(self, request: SimulatedRequest) -> None:
         self.tree.finish(request)
         request.forget_tokens()
         request.handle = None
@@ -463,7 +465,7 @@ class Server:
         self._left, self._asked = self._left[indices], self._asked[indices]
         self._has_changed = True
 
-    def _add(self, started: list[Request]) -> None:
+    def _add(self, started: list[SimulatedRequest]) -> None:
         """Let requests decode, of which all but the last token generated is in the pool."""
         rows = [
             (each.kv_len, each.answer_length - each.generated, each.asked - each.generated)

@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang_pat.model_layers import FULL, LATENT, STATE
 from sglang_pat.workload.cost import StepTime
-from sglang_pat.workload.run import DEFAULT, PAT, Answer
+from sglang_pat.workload.run import DEFAULT, PAT, WorkloadAnswer
 from sglang_pat.workload.weights import WeightBytes
 
 PAYS, MAY_PAY, DOES_NOT_PAY = "pays", "may pay", "does not pay"
@@ -67,7 +67,7 @@ def unchecked(time: StepTime) -> list[str]:
     return [reason for reason, holds in reasons.items() if holds]
 
 
-def verdict(found: Answer, model: str, workload: str) -> Verdict:
+def verdict(found: WorkloadAnswer, model: str, workload: str) -> Verdict:
     """Compare the servers.
 
     Parameters
@@ -133,7 +133,11 @@ def _sentence(says: str, tpot: dict[str, float], rate: dict[str, float]) -> str:
 
 
 def _basis(
-    found: Answer, model: str, workload: str, error: dict[str, float], not_recorded: list[str]
+    found: WorkloadAnswer,
+    model: str,
+    workload: str,
+    error: dict[str, float],
+    not_recorded: list[str],
 ) -> str:
     time = found.setup.time
     gpus = time.gpu.name if time.tp == 1 else f"{time.tp} x {time.gpu.name}"
@@ -144,7 +148,7 @@ def _basis(
     )
 
 
-def _why(found: Answer, accelerated: int) -> str:
+def _why(found: WorkloadAnswer, accelerated: int) -> str:
     default, time = found.default, found.setup.time
     reasons = [
         f"{default.repeats:.0%} of the KV reads repeat what another request of the step has read",

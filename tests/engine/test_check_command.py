@@ -20,7 +20,7 @@ from sglang_plugins import install_plugin
 
 from sglang_pat.bench import check_requests
 from sglang_pat.bench.check_requests import Asked
-from sglang_pat.bench.closeness import Verdict, judge
+from sglang_pat.bench.closeness import LogprobVerdict, judge
 from sglang_pat.bench.prefill_scores import Distances, Reply, distances, score, serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("commands")]
@@ -43,7 +43,7 @@ class Engines:
     error: Path
     _others: dict[str, Any] = field(default_factory=dict)
 
-    def verdict(self, asked: Sequence[Asked], error: str = "") -> Verdict:
+    def verdict(self, asked: Sequence[Asked], error: str = "") -> LogprobVerdict:
         """Compare while this error is present."""
         if repr(asked) not in self._others:
             self._others[repr(asked)] = self._side(self.other, asked)

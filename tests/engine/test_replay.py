@@ -23,7 +23,7 @@ from sglang_step_recorder import FILE, WAIT_FOR, described
 
 from common.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 from sglang_pat.sglang.offline.simulated_cache import SGLangTree, new_tree
-from sglang_pat.workload.server import Decode, Prefill, Rules, Server, accepted
+from sglang_pat.workload.server import Decode, Prefill, Rules, SimulatedServer, accepted
 from sglang_pat.workload.trace import TokenPrompt, TraceRequest
 
 pytestmark = pytest.mark.engine
@@ -71,7 +71,7 @@ def recorded_steps(folder: Path, model: Path, asked: list[Request], chunk: int) 
 
 def simulated(
     asked: list[Request], answers: list[list[int]], chunk: int
-) -> tuple[Any, Server, Any]:
+) -> tuple[Any, SimulatedServer, Any]:
     """The decode steps of the simulated server, itself, and what its passes computed."""
     stream = [
         TraceRequest(0.0, TokenPrompt(np.array(r.prompt, dtype=np.int64)), r.num_tokens)
@@ -82,7 +82,7 @@ def simulated(
     found, _ = accepted(stream, rules, tree.size)
     for request, answer in zip(found, answers, strict=True):
         request._tokens = np.array([*asked[request.number].prompt, *answer], dtype=np.int64)
-    server = Server(found, tree, SlowClock(), rules, steps_at_once=1)
+    server = SimulatedServer(found, tree, SlowClock(), rules, steps_at_once=1)
     steps, passes = [], []
     for event in server.events():
         if isinstance(event, Prefill):

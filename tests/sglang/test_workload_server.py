@@ -13,7 +13,7 @@ from served import SlowClock, log_of
 from sglang_pat.cli.main import main
 from sglang_pat.sglang.offline.simulated_cache import IdTree, new_tree
 from sglang_pat.workload.generate import WORKLOADS, generate
-from sglang_pat.workload.server import Decode, Rules, Server, accepted
+from sglang_pat.workload.server import Decode, Rules, SimulatedServer, accepted
 from sglang_pat.workload.trace import Segment, Trace, TraceRequest
 from sglang_pat.workload.tree import RadixTree
 
@@ -33,7 +33,7 @@ def logs(stream: list[TraceRequest], pool: int, page: int, rules: Rules) -> list
     found = []
     for tree in (RadixTree(pool, page), new_tree(pool, page)):
         requests, _ = accepted(stream, rules, tree.size, page)
-        server = Server(requests, tree, SlowClock(), rules)
+        server = SimulatedServer(requests, tree, SlowClock(), rules)
         found.append([*log_of(server), server.retracted])
     return found
 
@@ -76,7 +76,7 @@ def test_paths_are_those_of_sglangs_tree() -> None:
     servers = []
     for tree in (RadixTree(3_000), new_tree(3_000)):
         requests, _ = accepted(stream, rules, tree.size)
-        servers.append(Server(requests, tree, SlowClock(), rules))
+        servers.append(SimulatedServer(requests, tree, SlowClock(), rules))
     for events in zip(*(server.events() for server in servers), strict=True):
         if isinstance(events[0], Decode):
             ours, theirs = (

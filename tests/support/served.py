@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from sglang_pat.workload.server import Batch, Decode, Prefill, Request, Rules, Server, accepted
+from sglang_pat.workload.server import (
+    Batch,
+    Decode,
+    Prefill,
+    Rules,
+    SimulatedRequest,
+    SimulatedServer,
+    accepted,
+)
 from sglang_pat.workload.trace import TraceRequest
 from sglang_pat.workload.tree import RadixTree, Tree
 
@@ -32,7 +40,9 @@ class SlowClock:
         return COST.step
 
 
-def requests_of(stream: Iterable[TraceRequest], pool: int = 100_000, **rules: Any) -> list[Request]:
+def requests_of(
+    stream: Iterable[TraceRequest], pool: int = 100_000, **rules: Any
+) -> list[SimulatedRequest]:
     return accepted(stream, Rules(**rules), pool)[0]
 
 
@@ -44,15 +54,15 @@ def served(
     steps_at_once: int = 1 << 20,
     max_new_tokens: int | None = None,
     **rules: Any,
-) -> tuple[list[Prefill | Decode], Server]:
+) -> tuple[list[Prefill | Decode], SimulatedServer]:
     """All events, and the server at its end."""
     asked = Rules(max_new_tokens=max_new_tokens, ignore_eos=max_new_tokens is None, **rules)
     requests, _ = accepted(stream, asked, pool // page * page, page)
-    server = Server(requests, RadixTree(pool, page), SlowClock(), asked, steps_at_once)
+    server = SimulatedServer(requests, RadixTree(pool, page), SlowClock(), asked, steps_at_once)
     return list(server.events()), server
 
 
-def log_of(server: Server) -> list[tuple[Any, ...]]:
+def log_of(server: SimulatedServer) -> list[tuple[Any, ...]]:
     """Passes (who, new and cached tokens), steps (how many, lengths), and free tokens then."""
     log: list[tuple[Any, ...]] = []
     for event in server.events():

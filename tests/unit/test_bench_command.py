@@ -16,7 +16,7 @@ from rich.console import Console
 
 from sglang_pat.bench import comparison, server
 from sglang_pat.bench.cases import Case
-from sglang_pat.bench.comparison import Compared, Model, compare, fit, verdict
+from sglang_pat.bench.comparison import Compared, ComparedModel, compare, fit, verdict
 from sglang_pat.bench.decoding import DecodeRun, Spread
 from sglang_pat.cli import bench, main, server_options
 from sglang_pat.cli.gpus import Gpu
@@ -167,7 +167,7 @@ def test_arguments_that_the_server_refuses_are_told_in_one_line(
 
 
 def test_a_case_is_made_smaller_until_the_server_holds_it() -> None:
-    model, case = Model(Path(), 1000, 9000), Case(64, 4096, 256, 136)
+    model, case = ComparedModel(Path(), 1000, 9000), Case(64, 4096, 256, 136)
     large = {"max_total_num_tokens": 100_000, "context_length": None}
     assert fit(case, model, large) == case
     assert fit(case, model, large | {"max_total_num_tokens": 20_000}).batch == 16

@@ -17,7 +17,7 @@ import pytest
 from sglang_pat.bench import check_requests, server
 from sglang_pat.bench.answers import Answer, Candidate
 from sglang_pat.bench.check_requests import Asked
-from sglang_pat.bench.closeness import ROUNDING, Verdict, judge
+from sglang_pat.bench.closeness import ROUNDING, LogprobVerdict, judge
 from sglang_pat.bench.prefill_scores import Distances, Reply, divergence
 from sglang_pat.cli import main, server_options
 from sglang_pat.cli.gpus import Gpu
@@ -50,7 +50,7 @@ def judged(
     of_pat: list[Reply] | None = None,
     of_other: list[Reply] | None = None,
     own_prefill: bool = False,
-) -> Verdict:
+) -> LogprobVerdict:
     sides = [
         [Distances(i, distance, distance**2) for i, distance in enumerate(side)]
         for side in (pat, other)
@@ -59,7 +59,7 @@ def judged(
     return judge(ASKED, said, (sides[0], sides[1]), dtype, own_prefill=own_prefill)
 
 
-def names(verdict: Verdict) -> set[str]:
+def names(verdict: LogprobVerdict) -> set[str]:
     return {each.name for each in verdict.measures if not each.is_close}
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from datetime import date
 from graphlib import TopologicalSorter
@@ -497,3 +498,18 @@ def test_every_module_says_what_it_is() -> None:
         _relative(path) for path in modules if not ast.get_docstring(ast.parse(path.read_text()))
     ]
     assert not silent
+
+
+def test_a_name_of_a_class_means_one_thing() -> None:
+    """No two classes have the same name; no method is called after nothing but a preposition."""
+    classes: Counter[str] = Counter()
+    methods: Counter[str] = Counter()
+    for path in (ROOT / "sglang_pat").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] += 1
+                named = (each.name for each in node.body if isinstance(each, ast.FunctionDef))
+                methods.update(named)
+    assert [name for name, count in classes.items() if count > 1] == []
+    assert methods["take"] == 0
+    assert methods["of"] <= 3

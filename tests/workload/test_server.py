@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from served import COST, SlowClock, log_of, requests_of, served
 
-from sglang_pat.workload.server import Decode, Prefill, Rules, Server, accepted
+from sglang_pat.workload.server import Decode, Prefill, Rules, SimulatedServer, accepted
 from sglang_pat.workload.trace import Segment, TraceRequest
 from sglang_pat.workload.tree import RadixTree
 
@@ -180,7 +180,7 @@ def test_policies_order_the_queue(policy: str) -> None:
 def test_the_log_of_a_server_tells_all_that_trees_decide() -> None:
     """tests/sglang compares it with SGLang's own tree."""
     requests = requests_of(sharing(3, answer=3))
-    server = Server(requests, RadixTree(2_000), SlowClock(), Rules())
+    server = SimulatedServer(requests, RadixTree(2_000), SlowClock(), Rules())
     assert log_of(server) == [
         ("prefill", [(0, 350, 0), (1, 350, 0), (2, 350, 0)], 1550),
         ("decode", 2, [351, 351, 351], 1544),

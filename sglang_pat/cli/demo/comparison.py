@@ -14,8 +14,8 @@ import time
 import warnings
 from pathlib import Path
 
-from sglang_pat.cli.demo.engine import Machine, serve
-from sglang_pat.cli.demo.report import Report, console, show_answers
+from sglang_pat.cli.demo.engine import DemoMachine, serve
+from sglang_pat.cli.demo.report import DemoReport, console, show_answers
 from sglang_pat.cli.demo.workload import make_requests
 from sglang_pat.cli.tiny_model import TRAINED
 from sglang_pat.sglang.cpu import enable_cpu_engine
@@ -38,7 +38,7 @@ def compare(num_requests: int, result_file: Path | None = None) -> int:
     """
     begun = time.perf_counter()
     on_cpu = enable_cpu_engine()  # before SGLang is imported
-    machine = Machine.choose(on_cpu=on_cpu)
+    machine = DemoMachine.choose(on_cpu=on_cpu)
     model = json.loads((TRAINED / "config.json").read_text())
     requests = make_requests(num_requests)
     console.print(
@@ -53,7 +53,7 @@ def compare(num_requests: int, result_file: Path | None = None) -> int:
     pat = serve(TRAINED, "pat", requests, machine, stats_file)
     del os.environ["SGLANG_PAT_STATS_FILE"]
     own = serve(TRAINED, machine.own_backend, requests, machine)
-    report = Report(machine.own_backend or "SGLang's default", pat, own, pat.stats)
+    report = DemoReport(machine.own_backend or "SGLang's default", pat, own, pat.stats)
     report.print()
     show_answers(requests, pat.tokens)
     style = "bold green" if report.difference is None else "bold red"

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_pat.bench.answers import Candidate
-from sglang_pat.cli.demo.workload import Request, Words
+from sglang_pat.cli.demo.workload import DemoRequest, Words
 
 # Two tokens tie if their log-probabilities are this close. In float16 the gap of the best two
 # tokens is off by 0.005 in the median, by 0.05 at most (1,280 tokens of the demo, against float32).
@@ -92,7 +92,7 @@ def is_tie(difference: Difference, pat: Served, own: Served) -> bool:
 
 
 @dataclass(frozen=True)
-class Report:
+class DemoReport:
     """Both runs, and the counters that the backend `pat` wrote.
 
     stats: the fields of `PlanStats`, summed over the decode steps of the run.
@@ -194,7 +194,7 @@ class Report:
         }
 
 
-def show_answers(requests: Sequence[Request], tokens: Sequence[Sequence[int]]) -> None:
+def show_answers(requests: Sequence[DemoRequest], tokens: Sequence[Sequence[int]]) -> None:
     """The questions that end the first prompts, and pat's answers in words."""
     words = Words()
     table = Table(title="what the model answered", show_lines=True)

@@ -44,7 +44,7 @@ _PLACES = ("along an axis", "over a window", "for each row", "in place", "withou
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class DemoRequest:
     """Prompt, number of tokens to generate, and seconds from the start to its arrival.
 
     question: the end of the prompt, as text.
@@ -83,7 +83,7 @@ def docstrings() -> Iterator[str]:
                     yield text
 
 
-def make_requests(num_requests: int, model: Path = TRAINED) -> list[Request]:
+def make_requests(num_requests: int, model: Path = TRAINED) -> list[DemoRequest]:
     """`num_requests` requests: system prompt + document + user's own text, in order of arrival."""
     rng, words, texts = random.Random(SEED), Words(model), [*docstrings()]
 
@@ -103,6 +103,6 @@ def make_requests(num_requests: int, model: Path = TRAINED) -> list[Request]:
         result, operand, place = map(rng.choice, (_RESULTS, _OPERANDS, _PLACES))
         question = f"Return the {result} of {operand} {place}."
         prompt = rng.choice(contexts) + words.tokens(f"{END}{BEGIN}{question}")
-        requests.append(Request(prompt, rng.randint(*NEW_TOKENS), now, question))
+        requests.append(DemoRequest(prompt, rng.randint(*NEW_TOKENS), now, question))
         now += rng.expovariate(1 / MEAN_GAP_S)
     return requests
