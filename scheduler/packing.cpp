@@ -31,13 +31,12 @@ int64_t padding_cost(int64_t rows, int64_t tokens) {
 }  // namespace
 
 Policy policy_from_name(std::string_view name) {
-  if (name == "memory") return Policy::kMemory;
-  if (name == "paper") return Policy::kPaper;
-  if (name == "compute") return Policy::kCompute;
-  if (name == "per-node") return Policy::kPerNode;
-  if (name == "query-centric") return Policy::kQueryCentric;
-  throw_invalid("policy must be one of memory, paper, compute, per-node, query-centric, got ",
-                name);
+  std::string names;
+  for (const auto& [known, policy] : kPolicies) {
+    if (name == known) return policy;
+    names.append(names.empty() ? "" : ", ").append(known);
+  }
+  throw_invalid("policy must be one of ", names, ", got ", name);
 }
 
 bool Packer::merges(const Edge& edge) const {

@@ -1,6 +1,7 @@
 // Stage 2: forest -> packs. A pack is a set of requests that read KV ranges together.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <span>
 #include <string_view>
@@ -14,7 +15,8 @@
 
 namespace pat {
 
-// Rule by which requests are divided into packs.
+// Rule by which requests are divided into packs. The default, kMemory, is in subtree_tiles.h; the others are in
+// Packer::merges(). A new one is a value here, a name below, and a name in `POLICIES` of sglang_pat/support.py.
 enum class Policy {
   kMemory,  // runs of neighbours in the tree, cut where that moves the fewest bytes; see SubtreeTiler
   kPaper,  // PAT's Algorithm 1 as printed: a child takes its parent's range along where 4 * requests >= its length
@@ -22,6 +24,17 @@ enum class Policy {
   kPerNode,  // never: every forest node is a pack of its own
   kQueryCentric,  // always: every request reads its whole KV alone, as decode attention without packing does
 };
+
+struct NamedPolicy {
+  std::string_view name;
+  Policy policy;
+};
+inline constexpr std::array<NamedPolicy, 5> kPolicies = {
+    {{"memory", Policy::kMemory},
+     {"paper", Policy::kPaper},
+     {"compute", Policy::kCompute},
+     {"per-node", Policy::kPerNode},
+     {"query-centric", Policy::kQueryCentric}}};
 
 // Throws std::invalid_argument naming the allowed values.
 Policy policy_from_name(std::string_view name);

@@ -21,6 +21,7 @@ from pack_decode_cases import (
 )
 
 from kernel.pat_trees import PrefixTree
+from sglang_pat.support import POLICIES
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
 
@@ -33,7 +34,7 @@ def test_group_sizes(dtype: torch.dtype, head_dim: int, group_size: int) -> None
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 5, 8, 32])
-@pytest.mark.parametrize("policy", ["memory", "paper", "per-node", "query-centric"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_kv_heads_and_policies(num_kv_heads: int, policy: str) -> None:
     check_case(MIXED, Heads(4 * num_kv_heads, num_kv_heads), policy=policy)
 

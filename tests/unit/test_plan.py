@@ -28,6 +28,7 @@ from sglang_pat.plan import (
     new_scheduler,
     write_plan,
 )
+from sglang_pat.support import POLICIES
 
 SECTIONS = (
     "num_tickets",
@@ -198,7 +199,7 @@ def test_every_tile_of_the_table_is_chosen() -> None:
         ({"max_block_q": 48}, "max_block_q must be the block_q of a tile .* got 48"),
         (
             {"policy": "best"},
-            "policy must be one of memory, paper, compute, per-node, query-centric, got best",
+            f"policy must be one of {', '.join(POLICIES)}, got best",
         ),
         ({"min_piece_tokens": 100}, "min_piece_tokens must be a positive multiple of 64, got 100"),
         ({"num_workers": 0}, "num_workers must be 1 to 65536, got 0"),

@@ -28,8 +28,8 @@ from sglang_pat._scheduler import (
     PackScheduler,
 )
 from sglang_pat.plan import BufferSizes, DecodePlan, new_scheduler, write_plan
+from sglang_pat.support import POLICIES
 
-POLICIES = ("memory", "paper", "compute", "per-node", "query-centric")
 many = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
