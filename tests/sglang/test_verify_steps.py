@@ -468,9 +468,9 @@ def test_masks_of_trees_are_computed_once_per_step(
     inside.log_every(branching.backend, 3)
     branching.capture(2)
     taken: list[int] = []
-    take = TreeKv.take
+    update = TreeKv.update
     monkeypatch.setattr(
-        TreeKv, "take", lambda self, *args, **more: taken.append(1) or take(self, *args, **more)
+        TreeKv, "update", lambda self, *args, **more: taken.append(1) or update(self, *args, **more)
     )
     masks = []
     for lens in ([25, 31], [26, 33], [29, 34], [30, 35], [31, 36], [32, 37], [33, 38]):

@@ -475,7 +475,7 @@ def _on_a_gpu(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(Machine, "of", lambda _: MACHINE)
+    monkeypatch.setattr(Machine, "of_device", lambda _: MACHINE)
     monkeypatch.setattr(calibration, "driver_version", lambda: MACHINE.driver)
     monkeypatch.setattr(jit, "source_hash", lambda: MACHINE.kernels)
 
