@@ -15,6 +15,7 @@ from sglang_pat.sglang.backend import BackendState, PatMixin, attach
 from sglang_pat.sglang.compat import resolved
 from sglang_pat.sglang.layer.attention import LayerAttention
 from sglang_pat.sglang.report.layer_report import report_layer_support
+from sglang_pat.sglang.speculative.attach import attach_verification, await_draft_model
 from sglang_pat.sglang.start.environment import Environment
 from sglang_pat.sglang.start.hooks import install_hooks
 from sglang_pat.sglang.start.layer_rules import layers_of_runner
@@ -58,8 +59,6 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
     layer_support.prefill, _ = attention_backends(arguments)
     layer_support.batch_invariant = batch_invariant(arguments, environment)
     if drafts_of(arguments) is not None:
-        from sglang_pat.sglang.speculative.attach import attach_verification
-
         attach_verification(default, model_runner, environment, layer_support)
     else:
         attach(
@@ -70,6 +69,7 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
         )
         if layer_support.shapes:
             default.needs_cpu_seq_lens = True  # on the object: some classes set it
+        await_draft_model(None, model_runner)  # of a model that was served before in this process
     report_layer_support(layer_support, model_runner)
     if layer_support.shapes and resolved(arguments, "rl_on_policy_target") is not None:
         logger.warning(

@@ -195,9 +195,9 @@ def test_one_decoder_plans_for_all_numbers_of_drafts(adaptive: Adaptive) -> None
     drafts = drafts_of(adaptive.arguments)
     assert drafts is not None
     assert drafts.counts == (1, 2, 4)
-    backends = [each for state in adaptive.states.values() for each in (state.served, state.extend)]
-    assert {type(each).__mro__[1] for each in backends} == {backends.PatSpeculativeMixin}
-    assert {id(inside.planner(each)) for each in backends} == {id(inside.planner(adaptive.served))}
+    built = [each for state in adaptive.states.values() for each in (state.served, state.extend)]
+    assert {type(each).__mro__[1] for each in built} == {backends.PatSpeculativeMixin}
+    assert {id(inside.planner(each)) for each in built} == {id(inside.planner(adaptive.served))}
     for steps, state in adaptive.states.items():
         assert inside.kinds(state.served)[ForwardMode.TARGET_VERIFY].shape.per_request == steps + 1
         extend = inside.kinds(state.extend)[ForwardMode.DRAFT_EXTEND_V2]
