@@ -34,6 +34,7 @@ from sglang_trees import late_lengths, place
 from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.sglang.report import layer_report
 from sglang_pat.sglang.speculative import attach as speculative_attach
+from sglang_pat.sglang.speculative import backends
 from sglang_pat.sglang.start.server_options import drafts_now, drafts_of, server_reason
 from sglang_pat.sglang.step.plan_reuse import ReplanReason
 from sglang_pat.sglang.tree import request_tracker
