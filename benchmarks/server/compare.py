@@ -114,7 +114,7 @@ def arguments_of(scenario: Scenario) -> dict[str, Any]:
 def server_bytes(scenario: Scenario) -> float:
     """Memory of one server on each of its GPUs, about."""
     arguments = arguments_of(scenario)
-    time_of_step = StepTime.of(SHAPES[scenario.shape].config, GPUS["H100"], scenario.gpus)
+    time_of_step = StepTime.of_model(SHAPES[scenario.shape].config, GPUS["H100"], scenario.gpus)
     if "kv_cache_dtype" in arguments:
         time_of_step = replace(time_of_step, kv_bytes=1.0)
     pool = time_of_step.kv_bytes_per_token * arguments["max_total_tokens"]
@@ -286,7 +286,7 @@ def answered(member: Member, prompts: list[list[int]]) -> list[Answer]:
     """Greedy answers of a server, with the most probable tokens at each position."""
     sampling = sampling_of(ANSWER_TOKENS)
     found = member.server.generate(prompts, sampling, **with_candidates(CANDIDATES))
-    return [Answer.of(each) for each in found]
+    return [Answer.parse(each) for each in found]
 
 
 def compared(

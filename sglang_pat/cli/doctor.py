@@ -160,9 +160,9 @@ def _print_routes(model: str, words: list[str], report: Path | None) -> int:
                 from sglang_pat.sglang.cpu import enable_cpu_engine
 
                 enable_cpu_engine()  # before SGLang is imported
-                from sglang_pat.sglang.offline.model_support import routes_of_model
+                from sglang_pat.sglang.offline.model_support import layers_of_config
 
-                routes = routes_of_model(source, words)
+                routes = layers_of_config(source, words)
         except Exception as error:  # SGLang may raise anything
             under = f" with {shlex.join(words)}" if words else ""
             told = f"SGLang cannot build {model}{under} in this process: {_describe(error)}"

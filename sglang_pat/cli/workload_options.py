@@ -20,7 +20,7 @@ from sglang_pat.support import POLICIES
 from sglang_pat.workload.models import DEFAULT_GPU, DEFAULT_MODEL, GPUS, MODELS
 
 if TYPE_CHECKING:
-    from sglang_pat.workload.report import Report
+    from sglang_pat.workload.report import ReplayReport
     from sglang_pat.workload.run import Setup, Watch
     from sglang_pat.workload.trace import Progress, Trace, TraceRequest
 
@@ -168,7 +168,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class GivenWorkload:
     """Requests, and the server that they are for."""
 
     model: str
@@ -177,19 +177,19 @@ class Workload:
     label: str
     setup: Setup
 
-    def answered(self, watch: Watch, progress: Progress) -> Report:
+    def answered(self, watch: Watch, progress: Progress) -> ReplayReport:
         """Serve it with both backends."""
-        from sglang_pat.workload.report import Report
+        from sglang_pat.workload.report import ReplayReport
         from sglang_pat.workload.run import answer
         from sglang_pat.workload.verdict import verdict
 
         found = answer(self.requests, self.setup, watch, progress)
-        return Report(
+        return ReplayReport(
             self.model, self.label, self.trace, found, verdict(found, self.model, self.label)
         )
 
 
-def read(arguments: argparse.Namespace, progress: Progress) -> Workload:
+def read(arguments: argparse.Namespace, progress: Progress) -> GivenWorkload:
     """The workload that the options describe. ValueError for what cannot be served."""
     from sglang_pat.workload.cost import StepTime
     from sglang_pat.workload.model_reader import read_model
@@ -202,7 +202,7 @@ def read(arguments: argparse.Namespace, progress: Progress) -> Workload:
         print(f"{model.note}; the rules of sglang-pat tell its layers", file=sys.stderr)
     name, gpu = model.label, GPUS[arguments.gpu]
     try:
-        time = StepTime.of(model.config, gpu, arguments.tp, model.layers, model.weights)
+        time = StepTime.of_model(model.config, gpu, arguments.tp, model.layers, model.weights)
         context_length = arguments.context_length or context_length_of(model.config)
         pool = arguments.kv_tokens
         if pool is None:
@@ -237,7 +237,7 @@ def read(arguments: argparse.Namespace, progress: Progress) -> Workload:
     label += f", {per_second}"
     trees = {"new_tree": _sglang_tree()} if arguments.tree == "sglang" else {}
     setup = Setup(time, pool, rules, page_size=page, policies=policies, **trees)
-    return Workload(name, trace, requests, label, setup)
+    return GivenWorkload(name, trace, requests, label, setup)
 
 
 def _open(arguments: argparse.Namespace) -> Trace:

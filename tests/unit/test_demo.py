@@ -14,11 +14,11 @@ import pytest
 from sglang_pat.bench.answers import Candidate
 from sglang_pat.cli import demo
 from sglang_pat.cli.demo import comparison
-from sglang_pat.cli.demo.engine import Machine, Served
+from sglang_pat.cli.demo.engine import DemoMachine, Served
 from sglang_pat.cli.demo.report import (
     TIE_LOGPROB,
+    DemoReport,
     Difference,
-    Report,
     differences,
     show_answers,
 )
@@ -28,7 +28,7 @@ from sglang_pat.cli.demo.workload import (
     NEW_TOKENS,
     NUM_SYSTEM_PROMPTS,
     SYSTEM_PROMPT_TOKENS,
-    Request,
+    DemoRequest,
     Words,
     make_requests,
 )
@@ -111,17 +111,17 @@ def test_a_tie_needs_both_tokens_close_in_both_runs(
             [[5, token]], 1.0, [[certain, [Candidate(-2, token), Candidate(-2 - gap, other)]]]
         )
 
-    report = Report("default", served(2, second_token, gap), served(7, 2, 0.001), STATS)
+    report = DemoReport("default", served(2, second_token, gap), served(7, 2, 0.001), STATS)
     assert report.ties == ([Difference(0, 1, 2, 7)] if tied else [])
     assert report.difference == (None if tied else Difference(0, 1, 2, 7))
 
 
 def test_an_exact_run_knows_no_ties() -> None:
-    assert Report("torch_native", Served([[2]], 1.0), Served([[7]], 1.0), STATS).ties == []
+    assert DemoReport("torch_native", Served([[2]], 1.0), Served([[7]], 1.0), STATS).ties == []
 
 
 def test_report_counts_equal_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    Report("torch_native", Served([[1, 2]], 1.0), Served([[1, 7]], 1.0), STATS).print()
+    DemoReport("torch_native", Served([[1, 2]], 1.0), Served([[1, 7]], 1.0), STATS).print()
     printed = capsys.readouterr().out
     assert "1/2" in printed
     assert "3.00 times fewer" in printed
@@ -130,17 +130,17 @@ def test_report_counts_equal_tokens(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_verdict_is_one_sentence() -> None:
     own = Served([[1, 7]], 1.0)
-    assert Report("torch_native", own, own, STATS).verdict() == (
+    assert DemoReport("torch_native", own, own, STATS).verdict() == (
         "All 2 tokens are equal, and pat read 3.0 times less KV than torch_native."
     )
-    assert Report("torch_native", Served([[1, 2]], 1.0), own, STATS).verdict() == (
+    assert DemoReport("torch_native", Served([[1, 2]], 1.0), own, STATS).verdict() == (
         "Tokens differ: request 0, new token 1: pat gave 2, torch_native gave 7. Please report it."
     )
     tied = [
         Served([[token]], 1.0, [[[Candidate(-1, token), Candidate(-1, other)]]])
         for token, other in ((2, 7), (7, 2))
     ]
-    assert Report("default", *tied, STATS).verdict() == (
+    assert DemoReport("default", *tied, STATS).verdict() == (
         "All 1 tokens are equal (1 requests compared up to a tie of two tokens), and pat read 3.0 "
         "times less KV than default."
     )
@@ -153,8 +153,8 @@ def test_exit_status_and_json(
     def serve(
         model_path: Path,
         backend: str,
-        requests: list[Request],
-        machine: Machine,
+        requests: list[DemoRequest],
+        machine: DemoMachine,
         stats_file: Path | None = None,
     ) -> Served:
         assert (model_path / "config.json").is_file()

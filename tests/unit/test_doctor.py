@@ -374,7 +374,7 @@ def test_what_sglang_says_of_a_model_is_told_in_one_line(
     def refuse(model: str, words: list[str]) -> None:
         raise ValueError("num_attention_heads:\n    expected int,\tgot str")
 
-    routes = SimpleNamespace(routes_of_model=refuse)
+    routes = SimpleNamespace(layers_of_config=refuse)
     monkeypatch.setitem(sys.modules, "sglang_pat.sglang.offline.model_support", routes)
     assert main.main(["doctor", "--model", "qwen3-8b"]) == 1
     assert capsys.readouterr().err == (
@@ -388,11 +388,11 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The configurations that SGLang is asked to build."""
     asked = []
 
-    def routes_of_model(source: str, words: list[str]) -> None:
+    def layers_of_config(source: str, words: list[str]) -> None:
         asked.append(json.loads(Path(source, "config.json").read_text()))
         raise ValueError("built")
 
-    module = SimpleNamespace(routes_of_model=routes_of_model)
+    module = SimpleNamespace(layers_of_config=layers_of_config)
     monkeypatch.setitem(sys.modules, "sglang_pat.sglang.offline.model_support", module)
     return asked
 
@@ -500,7 +500,7 @@ def test_a_model_is_built_as_the_server_would_build_it(
             return {"pat_layers": 60}
 
     asked = []
-    module = SimpleNamespace(routes_of_model=lambda source, words: asked.append(words) or Routes())
+    module = SimpleNamespace(layers_of_config=lambda source, words: asked.append(words) or Routes())
     monkeypatch.setitem(sys.modules, "sglang_pat.sglang.offline.model_support", module)
     monkeypatch.setattr(server_options, "launch_flags", lambda: {"--tp", "--tp-size", "--x"})
     report = tmp_path / "report.json"
@@ -564,7 +564,7 @@ def test_a_name_on_the_hub_is_loaded_by_sglang(
     answer: Exception | None, cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    module = SimpleNamespace(routes_of_model=lambda source, words: asked.append(source) or 1 / 0)
+    module = SimpleNamespace(layers_of_config=lambda source, words: asked.append(source) or 1 / 0)
     monkeypatch.setitem(sys.modules, "sglang_pat.sglang.offline.model_support", module)
     ask_hub(monkeypatch, answer, cached=cached)
     assert main.main(["doctor", "--model", "some/model"]) == 1

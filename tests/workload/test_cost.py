@@ -105,7 +105,7 @@ def test_compared_servers_are_predicted(path: Path) -> None:
         if "kv_cache_dtype" in scenario["arguments"] or "ragged" in case["case"]:
             continue
         gpu = GPUS[path.parent.name.upper()]
-        time = StepTime.of(scenario["config"], gpu, scenario["arguments"].get("tp_size", 1))
+        time = StepTime.of_model(scenario["config"], gpu, scenario["arguments"].get("tp_size", 1))
         for backend, names in ((PAT, ("pat", "pat-64")), (DEFAULT, ("fa3", "default"))):
             for name in case["tpot_ms"].keys() & {*names}:
                 asked += 1

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sglang_pat.bench.answers import Candidate
 from sglang_pat.cli.demo.report import Served, console
-from sglang_pat.cli.demo.workload import Request
+from sglang_pat.cli.demo.workload import DemoRequest
 from sglang_pat.cli.progress import sign_of_life
 from sglang_pat.sglang.report.stats_file import read_stats
 
@@ -21,7 +21,7 @@ MAX_RUNNING_REQUESTS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class DemoMachine:
     """Settings of the demo on this machine.
 
     Attributes
@@ -41,7 +41,7 @@ class Machine:
     arguments: dict[str, Any]
 
     @classmethod
-    def choose(cls, *, on_cpu: bool) -> Machine:
+    def choose(cls, *, on_cpu: bool) -> DemoMachine:
         """The CPU, or the GPU with CUDA graphs."""
         if on_cpu:
             return cls("torch_native", True, {"device": "cpu", "dtype": "float32"})
@@ -55,8 +55,8 @@ class Machine:
 def serve(
     model_path: Path,
     backend: str | None,
-    requests: list[Request],
-    machine: Machine,
+    requests: list[DemoRequest],
+    machine: DemoMachine,
     stats_file: Path | None = None,
 ) -> Served:
     """Start an engine with `backend`, send every request at its time, and shut the engine down.
@@ -109,7 +109,7 @@ def _candidates(answer: dict[str, Any]) -> list[list[Candidate]]:
 
 
 async def _send(
-    engine: Any, title: str, requests: list[Request], machine: Machine
+    engine: Any, title: str, requests: list[DemoRequest], machine: DemoMachine
 ) -> list[dict[str, Any]]:
     """Send every request at its time, but no more at once than the engine may run."""
     running = asyncio.Semaphore(MAX_RUNNING_REQUESTS)
@@ -129,7 +129,7 @@ async def _send(
         bar = progress.add_task(title, total=len(requests))
         logprobs = {} if machine.exact else {"return_logprob": True, "top_logprobs_num": 2}
 
-        async def send(request: Request) -> dict[str, Any]:
+        async def send(request: DemoRequest) -> dict[str, Any]:
             await asyncio.sleep(request.arrival_s)
             async with running:
                 answer: dict[str, Any] = await engine.async_generate(

@@ -1,4 +1,4 @@
-"""The routes of a model that is not served: from its configuration, without weights or a GPU.
+"""Which layers of a model pat would decode, by its configuration: no weights, no GPU, no server.
 
 Builds the model's class on torch's meta device, as the first of the ranks that the server would
 have. What only a running server shows is not known: the KV pool, and arguments that the model
@@ -27,7 +27,7 @@ from sglang_pat.sglang.start.layer_rules import (
     shape_reason,
     window_reason,
 )
-from sglang_pat.sglang.start.layer_support import Routes
+from sglang_pat.sglang.start.layer_support import LayerSupport
 from sglang_pat.sglang.start.server_options import attention_backends, early_reason
 from sglang_pat.support import BACKEND, DEFAULT_BACKENDS, Unsupported
 
@@ -36,8 +36,8 @@ _KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 _CAPABILITY = (9, 0)  # where there is no GPU to ask: that of an H100
 
 
-def routes_of_model(path: str, flags: Sequence[str] = ()) -> Routes:
-    """The routes that a server would choose here. One process builds one model.
+def layers_of_config(path: str, flags: Sequence[str] = ()) -> LayerSupport:
+    """What a server would choose here. One process builds one model.
 
     Parameters
     ----------
@@ -56,8 +56,8 @@ def routes_of_model(path: str, flags: Sequence[str] = ()) -> Routes:
     return build_model(path, flags)[1]
 
 
-def build_model(path: str, flags: Sequence[str] = ()) -> tuple[torch.nn.Module, Routes]:
-    """The model on torch's meta device, and its routes. See `routes_of_model`."""
+def build_model(path: str, flags: Sequence[str] = ()) -> tuple[torch.nn.Module, LayerSupport]:
+    """The model on torch's meta device, and which layers pat decodes. See `layers_of_config`."""
     with without_gpu():
         return _build(path, flags)[:2]
 
@@ -81,17 +81,17 @@ class KernelNeeds(NamedTuple):
     head_dims: tuple[tuple[int, int], ...]
 
 
-def kernels_of_model(path: str, flags: Sequence[str] = ()) -> tuple[KernelNeeds, Routes]:
-    """The kernels that a server needs, and its routes. See `routes_of_model`."""
+def kernels_of_model(path: str, flags: Sequence[str] = ()) -> tuple[KernelNeeds, LayerSupport]:
+    """The kernels that a server needs, and which layers pat decodes. See `layers_of_config`."""
     with without_gpu():
-        _, routes, runner, config = _build(path, flags)
-    shapes = {(shape.head_dim, shape.v_head_dim) for shape in routes.shapes.values()}
+        _, layer_support, runner, config = _build(path, flags)
+    shapes = {(shape.head_dim, shape.v_head_dim) for shape in layer_support.shapes.values()}
     name = compat.resolved(runner.server_args, "kv_cache_dtype")
     kv_dtypes: tuple[str | None, ...] = (_KV_DTYPES.get(name),)
     if name == "auto" and has_float8_cache(config.hf_config.to_dict()):
         kv_dtypes = (None, _KV_DTYPES["fp8_e4m3"])
     dtype = str(runner.dtype).removeprefix("torch.")
-    return KernelNeeds(dtype, kv_dtypes, tuple(sorted(shapes))), routes
+    return KernelNeeds(dtype, kv_dtypes, tuple(sorted(shapes))), layer_support
 
 
 @contextlib.contextmanager
@@ -131,8 +131,8 @@ def without_gpu() -> Iterator[None]:
             setattr(module, name, value)
 
 
-def _build(path: str, flags: Sequence[str]) -> tuple[torch.nn.Module, Routes, Any, Any]:
-    """The model, its routes, what is known of its runner, and SGLang's ModelConfig."""
+def _build(path: str, flags: Sequence[str]) -> tuple[torch.nn.Module, LayerSupport, Any, Any]:
+    """The model, its layer_support, what is known of its runner, and SGLang's ModelConfig."""
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.plugins import load_plugins
 
@@ -160,9 +160,9 @@ def _build(path: str, flags: Sequence[str]) -> tuple[torch.nn.Module, Routes, An
             return latent_reason(layer, runner)
         return reason
 
-    routes = layers_of_model(model, default, whole, reason_of)
-    routes.prefill = prefill
-    return model, routes, runner, config
+    layer_support = layers_of_model(model, default, whole, reason_of)
+    layer_support.prefill = prefill
+    return model, layer_support, runner, config
 
 
 def _server_arguments(path: str, flags: Sequence[str]) -> Any:
