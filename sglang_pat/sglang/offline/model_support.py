@@ -132,7 +132,7 @@ def without_gpu() -> Iterator[None]:
 
 
 def _build(path: str, flags: Sequence[str]) -> tuple[torch.nn.Module, LayerSupport, Any, Any]:
-    """The model, its layer_support, what is known of its runner, and SGLang's ModelConfig."""
+    """The model, its layer support, what is known of its runner, and SGLang's ModelConfig."""
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.plugins import load_plugins
 
