@@ -110,6 +110,7 @@ _LARGEST_CONFIG = 64 << 20  # bytes: weights are no config
 _CONFIG, _QUANTISATION = "config.json", "hf_quant_config.json"
 _HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}")
 _HUB_SECONDS = 3
+_LONGEST_PATH = 120  # in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,7 @@ def read_whole_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
     if not os.path.exists(path) and _HUB_NAME.fullmatch(str(name)):
         path = _from_hub(str(name))
     if not os.path.isfile(path):  # unlike Path, it takes names that are too long
-        raise ValueError(f"model {quoted(str(name))}; allowed: {MODELS}")
+        raise ValueError(f"model {_told(name)}; allowed: {MODELS}")
     try:
         size = path.stat().st_size
         if size > _LARGEST_CONFIG:
@@ -258,7 +259,7 @@ def ask_hub(name: str) -> None:
 
 def _not_on_hub(name: str, reason: str) -> ValueError:
     return ValueError(
-        f"model {quoted(name)}: no file, and the Hugging Face hub gives no config.json of that "
+        f"model {_told(name)}: no file, and the Hugging Face hub gives no config.json of that "
         f"name ({reason[:200]}); allowed: {MODELS}"
     )
 
@@ -274,6 +275,12 @@ def _from_hub(name: str) -> Path:
     with contextlib.suppress(Exception):  # few models have it
         hf_hub_download(name, _QUANTISATION)
     return path
+
+
+def _told(name: object) -> str:
+    """A name for a message: most paths in full."""
+    text = str(name)
+    return repr(text) if len(text) <= _LONGEST_PATH else quoted(text)
 
 
 def context_length_of(config: Mapping[str, Any]) -> int | None:
