@@ -183,7 +183,7 @@ def shares(order: list[int], shared: int) -> float:
 
 
 def test_reads_are_counted_in_full_however_fast_they_are() -> None:
-    planner = Planner(StepTime.of(read_config("llama-3-8b")[1], GPUS["H100"]))
+    planner = Planner(StepTime.of_model(read_config("llama-3-8b")[1], GPUS["H100"]))
     planner.ratios = Ratios(0.25, {"memory": PlanReads(again=0.5, partials=1.0)})
     clock = BackendClock(PAT, planner)
     assert clock.pat_reads(24, 1000.0, 400.0).tokens == 400 + 0.5 * 600
@@ -196,7 +196,7 @@ def test_reads_are_counted_in_full_however_fast_they_are() -> None:
     ("requests", "busy"), [(1, 128 / 132), (16, 128 / 132), (24, 192 / 264), (10, 80 / 132)]
 )
 def test_blocks_that_do_not_divide_the_sms_leave_some_idle(requests: int, busy: float) -> None:
-    time = StepTime.of(read_config("llama-3-8b")[1], GPUS["H100"])
+    time = StepTime.of_model(read_config("llama-3-8b")[1], GPUS["H100"])
     assert time.busy_sms(requests) == pytest.approx(busy)
 
 
