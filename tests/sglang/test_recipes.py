@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import runpy
+import shlex
 from pathlib import Path
 
 import pytest
@@ -139,7 +140,11 @@ def test_our_own_options_exist(page: str, command: str) -> None:
     assert isinstance(parsers.choices, dict)
     parser = parsers.choices[words[1]]
     allowed = {name for action in parser._actions for name in action.option_strings}
-    assert set(flags(command)) <= allowed, page
+    given = shlex.split(command)
+    if "--server-args" in given:
+        of_sglang = given.pop(given.index("--server-args") + 1)
+        assert set(flags(of_sglang)) <= set(sglang_options()), page
+    assert {word.partition("=")[0] for word in given if word.startswith("--")} <= allowed, page
 
 
 @pytest.mark.parametrize(
