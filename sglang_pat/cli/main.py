@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout, suppress
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO, cast
 
 import sglang_pat
 from sglang_pat.cli import advise, bench, build, calibrate, check, demo, doctor
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail("", "standard output is closed")
     stdout = sys.stdout
     try:
-        with redirect_stdout(CheckedStdout(stdout)):
+        with redirect_stdout(cast(TextIO, CheckedStdout(stdout))):
             try:
                 return _run(_by_new_name(sys.argv[1:] if argv is None else argv))
             finally:  # of --help too

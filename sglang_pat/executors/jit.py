@@ -298,7 +298,8 @@ def source_hash() -> str:
 def _hash_of_sources() -> hashlib._Hash:
     digest = hashlib.sha256()
     folder = source_folder()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".md")
+    for path in sorted(files):
         contents = path.read_bytes()
         digest.update(f"{path.relative_to(folder)} {len(contents)}\n".encode() + contents)
     return digest

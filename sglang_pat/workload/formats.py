@@ -344,9 +344,10 @@ def _decoded(line: bytes) -> dict[str, Any]:
     try:
         found = _decode_object(part)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        found = _lenient(part)
-        if found is None:
+        lenient = _lenient(part)
+        if lenient is None:
             raise ValueError(str(error)) from None
+        found = lenient
     if before and (time := _PREFIX_TIME.search(before)):
         found.setdefault("logtime", time[0].decode().replace(",", "."))
     return found

@@ -319,6 +319,7 @@ def test_the_hash_of_the_kernels_is_that_of_all_sources(
     (tmp_path / "a.cu").write_text("one")
     monkeypatch.setattr(jit, "source_folder", lambda: tmp_path)
     before = jit.source_hash()
+    (tmp_path / "README.md").write_text("a wheel has no such page")
     assert before == jit.source_hash()
     (tmp_path / "a.cu").write_text("two")
     assert before != jit.source_hash()
