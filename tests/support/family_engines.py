@@ -359,23 +359,15 @@ def _record_calls() -> None:
         with Path(os.environ[_CALLS]).open("a") as file:
             file.write(f"{'draft' if is_draft else 'model'} {who} {layer.layer_id}\n")
 
-    def init_and_note(self: Any, model_runner: Any, routes: Any) -> None:
-        init(self, model_runner, routes)
+    def init_and_note(self: Any, model_runner: Any, layer_support: Any) -> None:
+        init(self, model_runner, layer_support)
         self.is_draft = model_runner.is_draft_worker
 
     def attend_and_note(
-        self: Any,
-        plans: Any,
-        apart: Any,
-        q: Any,
-        k: Any,
-        v: Any,
-        layer: Any,
-        *rest: Any,
-        **more: Any,
+        self: Any, plans: Any, q: Any, k: Any, v: Any, layer: Any, *rest: Any, **more: Any
     ) -> Any:
         note("pat", layer, is_draft=self.is_draft)
-        return attend(self, plans, apart, q, k, v, layer, *rest, **more)
+        return attend(self, plans, q, k, v, layer, *rest, **more)
 
     def decode_and_note(
         self: Any, q: Any, k: Any, v: Any, layer: Any, *rest: Any, **more: Any
