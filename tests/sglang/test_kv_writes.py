@@ -18,7 +18,7 @@ from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kv_writer import UNSCALED, KvScale
 from sglang_pat.sglang.layer import kv_writes
 from sglang_pat.sglang.layer.kv_writes import KvWrites, pool_reason
-from sglang_pat.sglang.start.layer_rules import are_scaled, layers_of_model
+from sglang_pat.sglang.start.layer_rules import are_scaled, is_converted, layers_of_model
 
 pytestmark = pytest.mark.usefixtures("server_context")
 
@@ -92,6 +92,7 @@ of_both_pools = pytest.mark.parametrize("runner_of", [fp8_runner, bf16_runner], 
 def writes_of(model_runner: Any, default: str = "triton") -> KvWrites:
     layer_support = layers_of_model(model_runner.model, default, None, lambda layer: None)
     layer_support.are_scaled = are_scaled(model_runner, default)
+    layer_support.is_converted = is_converted(model_runner)
     return KvWrites(model_runner, layer_support)
 
 
