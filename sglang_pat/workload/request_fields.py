@@ -67,7 +67,7 @@ NO_EFFECT = _words(
     prompt_cache_retention prediction
     bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key decode_tp_size routed_dp_rank
     data_parallel_rank disagg_prefill_dp_rank http_worker_ipc external_trace_header kv_hints
-    encoder_urls num_items_assigned need_wait_for_mm_inputs received_time
+    encoder_urls mm_data_mooncake num_items_assigned need_wait_for_mm_inputs received_time
     modalities mm_hashes mm_content_hashes use_audio_in_video video_config images_config
     mm_processor_kwargs max_dynamic_patch min_dynamic_patch image_max_dynamic_patch
     video_max_dynamic_patch
