@@ -20,7 +20,7 @@ from sglang_pat.sglang.start.environment import Environment
 from sglang_pat.sglang.start.hooks import install_hooks
 from sglang_pat.sglang.start.layer_rules import layers_of_runner
 from sglang_pat.sglang.start.layer_support import LayerSupport
-from sglang_pat.sglang.start.server_options import attention_backends, batch_invariant
+from sglang_pat.sglang.start.server_options import attention_backends, batch_invariant, drafts_of
 from sglang_pat.sglang.step.planner import TargetPlanner
 from sglang_pat.sglang.step.step_type import DecodeStep
 from sglang_pat.sglang.tree.request_tracker import TRACKER_HOOKS
@@ -58,7 +58,7 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
     layer_support = layers_of_runner(model_runner, name)
     layer_support.prefill, _ = attention_backends(arguments)
     layer_support.batch_invariant = batch_invariant(arguments, environment)
-    if resolved(arguments, "speculative_algorithm") is not None:
+    if layer_support.shapes and drafts_of(arguments) is not None:
         attach_verification(default, model_runner, environment, layer_support)
     else:
         attach(
