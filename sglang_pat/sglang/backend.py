@@ -24,7 +24,7 @@ from sglang_pat.support import Unsupported
 
 
 class BackendState:
-    """What pat keeps on a backend of SGLang, in its only field `_pat`.
+    """The state that pat keeps on a backend of SGLang, in its only field `_pat`.
 
     Attributes
     ----------

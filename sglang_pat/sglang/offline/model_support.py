@@ -37,7 +37,7 @@ _CAPABILITY = (9, 0)  # where there is no GPU to ask: that of an H100
 
 
 def layers_of_config(path: str, flags: Sequence[str] = ()) -> LayerSupport:
-    """What a server would choose here. One process builds one model.
+    """The choices that a server would make here. One process builds one model.
 
     Parameters
     ----------

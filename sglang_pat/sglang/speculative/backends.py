@@ -146,7 +146,7 @@ class PatSpeculativeMixin(PatMixin):
 
 
 class DraftStepsState:
-    """What pat keeps on the container of a draft model's steps.
+    """The state that pat keeps on the container of a draft model's steps.
 
     Attributes
     ----------
@@ -177,7 +177,7 @@ class DraftStepsState:
 
 
 class DraftStepState(NamedTuple):
-    """What pat keeps on the backend of one step: the container, and the step, counted from 0."""
+    """The state of one step's backend: the container, and the step, counted from 0."""
 
     steps: PatDraftSteps
     step: int

@@ -20,7 +20,7 @@ from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, StepRequests
 
 
 class ExecutionMode(Enum):
-    """How a step runs: without a graph, while one is captured, or in its replay."""
+    """The way a step runs: without a graph, while one is captured, or in its replay."""
 
     EAGER = "eager"
     CAPTURE = "capture"
