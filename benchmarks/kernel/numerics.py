@@ -17,7 +17,8 @@ class ErrorReport:
     mean_torch_error: float
     worst: tuple[int, ...]  # index of the largest error
     max_beyond_rounding: float  # largest error of more than one eps of the exact value
-    relative_error: float  # mean error over mean size of the exact value, of the worst first index
+    # Mean error over mean size of the exact value, of the worst first index; of a vector, of all.
+    relative_error: float
 
     @property
     def acceptable(self) -> bool:
@@ -47,6 +48,10 @@ def compare(result: torch.Tensor, torch_result: torch.Tensor, exact: torch.Tenso
     torch_error = (torch_result.double() - exact).abs().nan_to_num(nan=0.0, posinf=0.0)
     rounding = torch.finfo(result.dtype).eps * exact.abs()
     worst = torch.unravel_index(error.argmax(), error.shape)
+
+    def means(of: torch.Tensor) -> torch.Tensor:
+        return of.reshape(len(of) if of.dim() > 1 else 1, -1).mean(1)
+
     return ErrorReport(
         float(error.max()),
         float(torch_error.max()),
@@ -54,5 +59,5 @@ def compare(result: torch.Tensor, torch_result: torch.Tensor, exact: torch.Tenso
         float(torch_error.mean()),
         tuple(int(i) for i in worst),
         float(torch.where(error > rounding, error, 0.0).max()),
-        float((error.flatten(1).mean(1) / exact.abs().flatten(1).mean(1)).max()),
+        float((means(error) / means(exact.abs())).max()),
     )
