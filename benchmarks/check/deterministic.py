@@ -1,69 +1,49 @@
-"""Deterministic servers: a request's bits in every batch, and the time of pat beside FA3's.
+"""Deterministic servers: a request's bits in every batch, for pat beside FA3.
 
-    python benchmarks/check deterministic [--parts products answers times] [--json FILE]
+    python benchmarks/check deterministic [--json FILE]
 
 All servers have `--enable-deterministic-inference`; on a CPU, where SGLang refuses it, pat's
 batch-invariant mode alone, beside torch_native, in float32.
 
-Products: SGLang's batch-invariant matrix product, on the shapes of both models, against float32, in
-eager mode and from a CUDA graph. Where it computes nothing, all answers are equal and wrong.
+The trained model of `sglang-pat demo`, its positions stretched by YaRN, continues docstrings. Some
+requests are asked alone with an empty cache, alone with a full one, and in batches of 7 and 128,
+with nothing in common or nearly all: greedily, and all sampled by seeds of their own. (Batches of
+both kinds take another way through SGLang's sampler.) Tokens and log-probabilities must be equal to
+the last bit. A first token that differs was computed by prefill alone; pat may change no more
+requests than FA3 does. None may have a log-probability that is not a finite number, and the model
+must know its text: where SGLang's products compute nothing, all answers are equal and wrong.
 
-Answers: the trained model of `sglang-pat demo`, its positions stretched by YaRN, continues
-docstrings. Some requests are asked alone with an empty cache, alone with a full one, and in batches
-of 7 and 128, with nothing in common or nearly all: greedily, and all sampled by seeds of their own.
-(Batches of both kinds take another way through SGLang's sampler.) Tokens and log-probabilities must
-be equal to the last bit. A first token that differs was computed by prefill alone; pat may change
-no more requests than FA3 does. None may have a log-probability that is not a finite number, and the
-model must know its text.
-
-Times: the Llama-3-8B shape with half of its layers and random weights, in rounds in which both
-servers are asked once. FA3 may not divide a request's KV in this mode.
+`server compare --scenarios deterministic` times the mode.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import math
 import shutil
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.counters import difference, read_ratio
-from common.docstrings import docstrings
-from common.fleet import (
-    ON_CPU,
-    SHARED_GPU,
-    Member,
-    answers_equal,
-    ask_in_turn,
-    fill_all,
-    fleet,
-    heads_of,
-    report_starts,
-    times_of,
-    wait,
-    watched,
-)
-from common.metadata import gpu_state, metadata
-from common.models import MODELS
+from common.fleet import ON_CPU, SHARED_GPU, Member, fleet, report_starts, wait, watched
+from common.metadata import metadata
 from common.results import at_least, at_most, write
-from common.suites import Refused, add_option
+from common.suites import add_option
 from common.terminal import console, show_failure, table_of
-from sglang_pat.bench.cases import Case
 from sglang_pat.bench.server import START_SECONDS, Server, Start, contender, sampling_of
 from sglang_pat.cli.tiny_model import TRAINED
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
-PARTS = ("products", "answers", "times")
 STRICT = {"SGLANG_PAT_STRICT": "1"}  # layers that the default backend decodes would compare nothing
 INVARIANT = {"SGLANG_PAT_BATCH_INVARIANT": "1"}  # where SGLang has no mode
 TRAINED_CONTEXT = 1024  # tokens of a sequence that the model was trained with
@@ -71,14 +51,9 @@ CONTEXT = 24 * TRAINED_CONTEXT
 OWN = 40  # tokens of a prompt that shares the others
 STRIDE = 1009  # tokens of the text between the beginnings of two prompts
 ANSWER = 32  # tokens
-PRODUCT_ERROR = 0.05  # the largest, over the mean of a product; a bfloat16 has 8 bits
+PACKAGES = ("numpy", "scipy", "torch", "pandas", "networkx", "matplotlib", "transformers")
 LEAST_LOGPROB = -4.0  # mean of a token of text; of 2,048 equal ones: -7.6
 LARGEST_RATIO = 0.5  # of KV that pat reads, to query by query, in the longest shared case
-GENERATED = 56  # tokens of a timed answer
-NOISE = 0.01  # of a ratio of two times
-POOL = 140_000  # tokens, of a timed server
-MODEL, LAYERS = "llama-3-8b", 16
-TIMED_PROBES = 3
 
 Bits = tuple[tuple[int, ...], tuple[float | None, ...]]
 Done = Callable[[str, str, Any, Mapping[str, Any]], None]  # part, name, what was found, gates
@@ -123,65 +98,6 @@ WITHOUT_GPU = Scale(
     ON_CPU | {"context_length": CONTEXT, "max_running_requests": 16, "max_total_tokens": 1 << 14},
     INVARIANT,
 )
-# Batch, and the least time of FA3 over that of pat.
-TIMED = (
-    (Case(128, 8192, 256, GENERATED), 1.5),
-    (Case(128, 0, 1024, GENERATED), 1.0),
-    (Case(4, 0, 20_000, GENERATED), 1.3),
-)
-
-
-# --- products ---
-
-
-def weights() -> Iterator[tuple[int, int]]:
-    """Rows and columns of the weights of both models, each once."""
-    shapes = set()
-    for config in (MODELS[MODEL].config, _config()):
-        hidden, inner, dim = (config[n] for n in ("hidden_size", "intermediate_size", "head_dim"))
-        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        shapes |= {
-            ((heads + 2 * kv_heads) * dim, hidden),
-            (hidden, heads * dim),
-            (2 * inner, hidden),
-            (hidden, inner),
-            (config["vocab_size"], hidden),
-        }
-    yield from sorted(shapes)
-
-
-def products() -> list[dict[str, Any]]:
-    """The largest error of each product over its mean, eager and from a graph."""
-    import torch
-    from sglang.srt.batch_invariant_ops.batch_invariant_ops import (  # noqa: TID251 (it is checked)
-        matmul_persistent,
-    )
-
-    def error(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> float:
-        want = x.float() @ weight.float().T
-        return ((got.float() - want).abs().max() / want.abs().mean()).item()
-
-    found: list[dict[str, Any]] = []
-    for rows, columns in weights():
-        weight = torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda")
-        for batch in (1, 7, 128):
-            x = torch.randn(batch, columns, dtype=torch.bfloat16, device="cuda")
-            eager = error(matmul_persistent(x, weight.t()), x, weight)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out = matmul_persistent(x, weight.t())
-            x.normal_()
-            out.fill_(math.nan)
-            graph.replay()
-            found.append(
-                {"weight": [rows, columns], "batch": batch}
-                | {"error": eager, "error_of_graph": error(out, x, weight)}
-            )
-    torch.cuda.empty_cache()
-    return found
-
-
-# --- answers ---
 
 
 def _config() -> dict[str, Any]:
@@ -199,6 +115,26 @@ def write_trained(folder: Path) -> Path:
     shutil.copytree(TRAINED, folder)
     (folder / "config.json").write_text(json.dumps(_config(), indent=2) + "\n")
     return folder
+
+
+def docstrings(packages: Path) -> Iterator[str]:
+    """Docstrings of `PACKAGES`, each once; none of tests, none of less than 200 characters."""
+    seen = set()
+    for package in PACKAGES:
+        for file in sorted((packages / package).rglob("*.py")):
+            if "tests" in file.parts:
+                continue
+            with warnings.catch_warnings(action="ignore"):
+                try:
+                    tree = ast.parse(file.read_text(errors="replace"))
+                except SyntaxError:  # templates, and what another Python reads
+                    continue
+            for node in ast.walk(tree):
+                if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+                    text = ast.get_docstring(node) or ""
+                    if len(text) >= 200 and text not in seen:
+                        seen.add(text)
+                        yield text
 
 
 def text(count: int) -> list[int]:
@@ -356,57 +292,18 @@ def answers(pair: Mapping[str, Member], scale: Scale, done: Done) -> None:
     done("kv_read_ratio", case, ratio, {f"{case}: KV that pat read, over query by query": gate})
 
 
-# --- times ---
-
-
-def times(pair: Mapping[str, Member], rounds: int, done: Done) -> None:
-    """Ask both servers in turn, one case after the other, and then for equal bits."""
-    prompts = {case: case.prompts(MODELS[MODEL].vocab_size) for case, _ in TIMED}
-    for case, least in TIMED:
-        fill_all([*pair.values()], prompts[case], heads_of(case, prompts[case]))
-        before = gpu_state()
-        runs = ask_in_turn([*pair.values()], prompts[case], GENERATED, rounds)
-        by_backend = dict(zip(pair, runs.values(), strict=True))
-        pat, fa3 = by_backend.values()
-        ratio = statistics.median(b.tpot_ms / a.tpot_ms for a, b in zip(pat, fa3, strict=True))
-        found = times_of(by_backend) | {
-            "fa3_over_pat": ratio,
-            "share_of_answers_equal": answers_equal(pat, fa3),
-            "gpu": {"before": before, "after": gpu_state()},
-        }
-        gate = at_least(ratio, least, noise=NOISE)
-        done("times", case.title, found, {f"{case.title}: fa3 / pat": gate})
-    for case, asked in prompts.items():
-        compare(pair, f"{MODEL}, {case.title}", asked, TIMED_PROBES, done)
-
-
-def starts(parts: Sequence[str], folder: Path) -> dict[str, Start]:
-    """Servers of both parts, by part and backend."""
-    scale = this_scale()
-    found = {}
-    if "answers" in parts:
-        model = write_trained(folder / "trained")
-        for name in scale.backends:
-            environment = scale.environment | STRICT if name == "pat" else {}
-            found[f"answers {name}"] = Start(contender(name), model, scale.arguments, environment)
-    if "times" in parts:
-        shape = MODELS[MODEL]
-        changes = {"num_hidden_layers": LAYERS, "max_position_embeddings": 1 << 15}
-        model = replace(shape, config=shape.config | changes, arguments=SHARED_GPU).write(
-            folder / "llama"
+def starts(folder: Path) -> dict[str, Start]:
+    """Both servers, by backend."""
+    scale, model = this_scale(), write_trained(folder / "trained")
+    return {
+        name: Start(
+            contender(name),
+            model,
+            scale.arguments,
+            scale.environment | STRICT if name == "pat" else {},
         )
-        arguments = SHARED_GPU | {
-            "enable_deterministic_inference": True,
-            "context_length": 1 << 15,
-            "max_running_requests": 128,
-            "max_total_tokens": POOL,
-            "cuda_graph_bs_decode": [1, 4, 64, 128],
-        }
-        for name in scale.backends:
-            found[f"times {name}"] = Start(
-                contender(name), model, arguments, STRICT if name == "pat" else {}
-            )
-    return found
+        for name in scale.backends
+    }
 
 
 def this_scale() -> Scale:
@@ -414,17 +311,11 @@ def this_scale() -> Scale:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    add_option(parser, "--rounds", default=3, help="of a timed batch (default: %(default)s)")
     add_option(parser, "--start-seconds", default=START_SECONDS)
     add_option(parser, "--json")
 
 
 def run(args: argparse.Namespace) -> int:
-    if not cuda_driver_is_present():
-        args.parts = [part for part in args.parts if part == "answers"]
-    if not args.parts:
-        raise Refused("without a GPU there is only --parts answers")
     data: dict[str, Any] = {"meta": metadata(), "failures": {}, "gates": {}}
 
     def done(part: str, name: str, found: Any, gates: Mapping[str, Any]) -> None:
@@ -434,35 +325,19 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"{part}, {name}: after {time.monotonic() - begun:.0f} s")
 
     begun = time.monotonic()
-    if "products" in args.parts:
-        found = products()
-        errors = [each[name] for each in found for name in ("error", "error_of_graph")]
-        worst = max(errors) if all(map(math.isfinite, errors)) else math.inf
-        gate = at_most(worst, PRODUCT_ERROR)
-        done("products", "all", found, {"largest error of a product, over its mean": gate})
     with tempfile.TemporaryDirectory(prefix="check-deterministic-") as name:
         folder = Path(name)
-        with fleet(starts(args.parts, folder), folder) as members:
+        with fleet(starts(folder), folder) as members:
             wait(members.values(), args.start_seconds)
             report_starts(members.values())
-            for part, work in (
-                ("answers", lambda pair: answers(pair, this_scale(), done)),
-                ("times", lambda pair: times(pair, args.rounds, done)),
-            ):
-                pair = {
-                    name.removeprefix(f"{part} "): member
-                    for name, member in members.items()
-                    if name.startswith(f"{part} ")
-                }
-                failed = [f"{each.name}: {each.failure}" for each in pair.values() if each.failure]
-                if pair and not failed:
-                    data["servers"] = {
-                        **data.get("servers", {}),
-                        **{each.name: each.about() for each in pair.values()},
-                    }
-                    with watched([*pair.values()], part) as failed:
-                        work(pair)
-                data["failures"] |= {part: "; ".join(failed)} if failed else {}
+            data["failures"] = {
+                each.name: each.failure for each in members.values() if each.failure
+            }
+            if not data["failures"]:
+                data["servers"] = {each.name: each.about() for each in members.values()}
+                with watched([*members.values()], "answers") as failed:
+                    answers(members, this_scale(), done)
+                data["failures"] = {"answers": "; ".join(failed)} if failed else {}
     write(args.json, data)
     show(data)
     missed = [name for name, gate in data["gates"].items() if not gate["met"]]
@@ -476,9 +351,6 @@ def show(data: Mapping[str, Any]) -> None:
         cells = (" ".join(map(str, each.values())) for each in counts)
         table.add_row(case, *cells, "; ".join(counts[0]))
     console.print(table)
-    for case, found in data.get("times", {}).items():
-        ms = ", ".join(f"{name} {value:.3f} ms" for name, value in found["tpot_ms"].items())
-        console.print(f"{case}: {ms}, {found['fa3_over_pat']:.3f}")
     for name, gate in data["gates"].items():
         met = "met" if gate["met"] else "MISSED"
         console.print(f"{name}: {gate['value']:.4g}, limit {gate['limit']:.4g}: {met}")

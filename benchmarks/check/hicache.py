@@ -21,6 +21,7 @@ from typing import Any
 from check import logits
 from check.logits import (
     COMMON,
+    DOCUMENTS,
     FLOAT32_LIMIT,
     STRICT,
     Run,
@@ -54,21 +55,9 @@ TIERS_ON_CPU = {"hicache_io_backend": "direct", "hicache_mem_layout": "layer_fir
 
 def pool_tokens(setup: Setup) -> int:
     """Enough for the requests, their answers and their pages, and little more."""
-    return -(-sum(map(len, _distinct(prompts(setup)))) // 1024) * 1024 + 4096
-
-
-def _distinct(asked: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """Cut from each prompt the longest beginning that an earlier one has too."""
-    parts: list[Sequence[int]] = []
-    for index, prompt in enumerate(asked):
-        shared = max((_common(prompt, other) for other in asked[:index]), default=0)
-        parts.append(prompt[shared:])
-    return parts
-
-
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    pairs = zip(left, right, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+    shared = setup.system + setup.document
+    own = sum(len(prompt) - shared for prompt in prompts(setup))
+    return -(-(own + setup.system + DOCUMENTS * setup.document) // 1024) * 1024 + 4096
 
 
 def drive_out(server: Server, setup: Setup) -> None:

@@ -24,6 +24,7 @@ written after each layout. Without a GPU, tp and pp run on the CPU with a smalle
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -32,9 +33,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rich.text import Text
 
 from check.cpu_ranks import environment_of_ranks
-from check.latent_model import write_latent
 from check.logits import (
     COMMON,
     FLOAT32_LIMIT,
@@ -50,7 +51,7 @@ from check.logits import (
     prompts,
     this_setup,
 )
-from check.qwen3 import write_qwen3
+from check.tiny_models import write_latent, write_qwen3
 from common.drafts import (
     ACCEPTANCE_LIMIT,
     DRAFT_TOKENS,
@@ -310,25 +311,12 @@ def gates(verdicts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]
 
 
 def show(data: Mapping[str, Any], layouts: Sequence[str]) -> None:
-    columns = ("pat is off by", "limit", "steps alike", "planning apart, us: p50", "p90", "")
-    table = table_of("several ranks", ("layout", *columns), words=("layout", ""))
+    table = table_of(
+        "several ranks", ("layout", "what", "found"), words=("layout", "what", "found")
+    )
     for layout in layouts:
-        found = data.get(layout, {})
-        plans, failed = found.get("plans"), found.get("failed", True)
-        if plans is None:
-            table.add_row(layout, *[""] * 5, "FAILED")
-            continue
-        off = found["drafted"]["pat"]["off"] if "drafted" in found else found["moved"]["pat"]["max"]
-        limit = found["limit"]["off" if "drafted" in found else "max"]
-        apart = (plans["apart_us"].get(name) for name in ("p50", f"p{APART_PERCENT}"))
-        table.add_row(
-            layout,
-            f"{off:.3g}",
-            f"{limit:.3g}",
-            str(plans["steps_alike"]),
-            *("" if us is None else f"{us:.1f}" for us in apart),
-            "FAILED" if failed else "passed",
-        )
+        for name, found in data.get(layout, {}).items():
+            table.add_row(layout, name, Text(json.dumps(found)))
     console.print(table)
     for failure in data["failures"]:
         show_failure(failure)

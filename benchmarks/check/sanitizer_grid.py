@@ -61,18 +61,10 @@ SPLIT = {"num_workers": 33, "min_piece_tokens": 64}
 class Case:
     """One step of one layer.
 
-    Attributes
-    ----------
-    heads
-        Query and KV heads.
-    scheduler
-        What differs from the defaults of the scheduler here.
-    seed
-        Of a plan cut at random; None: the scheduler's plan.
-    placement
-        Where in the pool slots lie, as in `slot_placements.py`.
-    broken
-        Whether the first request's last key is NaN: those beside it are computed again.
+    heads: of queries and of KV. scheduler: what differs from its defaults here. seed: of a plan cut
+    at random; None: the scheduler's plan. placement: where in the pool slots lie, as in
+    `slot_placements.py`. broken: the first request's last key is NaN, and those beside it are
+    computed again.
     """
 
     name: str
@@ -296,16 +288,9 @@ def run_case(
 ) -> None:
     """The case, twice: the second time finds the counters where the first has left them.
 
-    On the CPU by the executor in plain torch. RuntimeError if a result is wrong.
-
-    Parameters
-    ----------
-    case, device
-        What, and where.
-    uninitialized
-        Nobody writes what no kernel may read.
-    planted
-        The first request's last slot is the pool's end, or one that nobody has written.
+    On the CPU by the executor in plain torch. RuntimeError if a result is wrong. uninitialized:
+    nobody writes what no kernel may read. planted: the first request's last slot is the pool's end,
+    or one that nobody has written.
     """
     on_gpu = device.type == "cuda"
     config = case.config(torch.cuda.get_device_capability(device) if on_gpu else HOPPER)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import subprocess
 import tempfile
 import time
 from collections import Counter
@@ -27,21 +28,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 from rich.table import Table
 
-from check.memory import Memory, memory_of
 from common.metadata import metadata
 from common.results import write
 from common.suites import add_option
 from common.terminal import console, show_failure
 from common.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 from sglang_pat.bench.answers import Answer, Parting, agreement, with_candidates
+from sglang_pat.bench.http_server import HttpServer
 from sglang_pat.bench.server import Server, contender, running_server
 from sglang_pat.cli.arguments import real_number
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 WAVE_SECONDS = 20
 MAX_WAITING = 96  # requests under way, those in SGLang's queue included
+MIB = 1 << 20
 GROWTH_MIB = 64
 GROWTH_SHARE = 0.05
 SAMPLES = 12
@@ -53,6 +56,41 @@ SHARE_OF_SAMPLES, SHARE_STOPPED, SHARE_ABORTED = 0.25, 0.25, 0.15
 # SGLang admits requests by how much KV it expects them to need: let it expect little.
 _ADMIT_TOO_MANY = {"schedule_conservativeness": 0.1}
 MODEL = TinyModel()
+
+
+class Memory(NamedTuple):
+    """In MiB. host: by process title. device: used on all GPUs, by whomever; None without a GPU."""
+
+    host: dict[str, float]
+    device: float | None
+
+    @property
+    def schedulers(self) -> float:
+        """Memory of the processes that plan and decode: one per rank."""
+        return sum(size for title, size in self.host.items() if "scheduler" in title)
+
+
+def memory_of(server: HttpServer) -> Memory:
+    host: dict[str, float] = {}
+    for pid in server.processes():
+        try:
+            process = psutil.Process(pid)
+            words = process.cmdline()
+            title = words[0] if words and words[0].startswith("sglang::") else "server"
+            host[title] = host.get(title, 0) + process.memory_info().rss / MIB
+        except psutil.NoSuchProcess:  # ended meanwhile
+            continue
+    return Memory(host, _device_memory())
+
+
+def _device_memory() -> float | None:
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    sizes = done.stdout.split()
+    return sum(map(float, sizes)) if done.returncode == 0 and sizes else None
 
 
 class Setup(NamedTuple):

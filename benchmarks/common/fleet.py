@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from common.models import MODELS, TINY
 from common.terminal import console, show_failure
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun, ask_again_if_held_up, decode_run, held_up_ms, tpot
@@ -32,14 +33,7 @@ SHARED_GPU = {
     "enable_cache_report": True,
 }
 # The same on a CPU, to see that a suite works.
-ON_CPU = {
-    "dtype": "float32",
-    "device": "cpu",
-    "disable_cuda_graph": True,
-    "mem_fraction_static": 0.95,
-    "skip_tokenizer_init": True,
-    "sleep_on_idle": True,
-}
+ON_CPU = MODELS[TINY].arguments | {"skip_tokenizer_init": True}
 TAIL_LINES = 30  # of the log of a server that failed
 MOST_AT_ONCE = 8  # servers that start together: each takes a core and more
 _POLL_SECONDS = 0.3
@@ -92,18 +86,8 @@ class Member:
 def groups_that_fit(needs: Mapping[Name, tuple[int, float]], memory: float) -> list[list[Name]]:
     """Divide what is to be measured into groups whose servers start together.
 
-    Parameters
-    ----------
-    needs : mapping
-        Number of servers and the memory that they take on the GPU, by name, in the order of the
-        measurement.
-    memory : float
-        Free on the GPU, in the same unit.
-
-    Returns
-    -------
-    list of list
-        Names, in order. One that fits nowhere has a group of its own.
+    needs: servers, and the memory that they take on the GPU, by name, in the order of measurement.
+    memory: free on the GPU, in the same unit. A name that fits nowhere has a group of its own.
     """
     groups: list[list[Name]] = []
     for name, (count, need) in needs.items():
@@ -208,17 +192,6 @@ def times_of(runs: Mapping[str, Sequence[DecodeRun]]) -> dict[str, Any]:
             name: min(run.cached for run in passes) for name, passes in runs.items()
         },
     }
-
-
-def answers_equal(left: Sequence[DecodeRun], right: Sequence[DecodeRun]) -> float | None:
-    """Share of the requests that two servers answered with the same tokens in their last passes.
-
-    Random weights repeat tokens, and part at ties: a server that computes nonsense shows.
-    """
-    pairs = list(zip(left[-1].answers, right[-1].answers, strict=True))
-    if not pairs:
-        return None
-    return sum(a.get("output_ids") == b.get("output_ids") for a, b in pairs) / len(pairs)
 
 
 def report_starts(members: Iterable[Member]) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from sglang_pat.workload.models import GPUS
+
 PACKAGES = ("sglang-pat", "sglang", "flashinfer-python", "sglang-kernel", "triton")
 
 
@@ -37,6 +39,12 @@ def gpu_state() -> str | None:
 def gpu_id() -> str | None:
     """UUID of the card: two of the same name need not be equally fast."""
     return _of_gpus("uuid")
+
+
+def known_gpu(name: str | None) -> str | None:
+    """The GPU of the time model (`workload/models.py`) that a driver's name means."""
+    words = (name or "").upper().replace("-", " ").split()
+    return next((known for known in GPUS if known in words), None)
 
 
 def _of_gpus(fields: str) -> str | None:

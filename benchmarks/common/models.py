@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.tiny_model import TinyModel
+from sglang_pat.workload.models import NAMED_CONFIGS
 
 
 @dataclass(frozen=True)
@@ -63,33 +64,21 @@ _GPU = {
     "cuda_graph_backend_prefill": "disabled",  # half of the time that a server takes to start
 }
 _LLAMA_3_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "torch_dtype": "bfloat16",
+    **NAMED_CONFIGS["llama-3-8b"],
     "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
     "head_dim": 128,
-    "vocab_size": 128256,
     "max_position_embeddings": 16384,
     "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
     "tie_word_embeddings": False,
     "attention_bias": False,
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
-_QWEN3_8B = _LLAMA_3_8B | {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "vocab_size": 151936,
+_QWEN3_8B = {
+    **_LLAMA_3_8B,
+    **NAMED_CONFIGS["qwen3-8b"],
+    "max_position_embeddings": 16384,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
     "bos_token_id": 151643,
     "eos_token_id": 151645,
 }

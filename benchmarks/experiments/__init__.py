@@ -3,4 +3,4 @@
 Their tests lie beside them: `python -m pytest benchmarks/experiments`.
 """
 
-SUITES = ("trained", "rl", "planted", "routing")
+SUITES = ("speculation", "rl", "planted", "routing")

@@ -18,7 +18,7 @@ weights is read from the direction: the trainer computes in float32 how the step
 token, and the share of that change which a server lacks is fitted to its mismatch. It is 0 with the
 new weights and 1 with the old ones, in each iteration.
 
-The model is the tiny trained one that sglang-pat ships. `--model` takes one of `train_model.py`.
+The model is the tiny trained one that sglang-pat ships. `--model` takes another Llama.
 `--keep-memory`: for a machine without `torch_memory_saver`. On a CPU pat and torch_native are
 compared in float32 and keep their memory, to see that it works.
 """

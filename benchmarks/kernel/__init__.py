@@ -1,3 +1,3 @@
 """Time kernels and planning, without a server."""
 
-SUITES = ("attention", "batch-invariance", "draft-trees", "kv-write", "mla", "scheduler", "sharing")
+SUITES = ("attention", "mla", "scheduler", "sharing")

@@ -18,7 +18,6 @@ The exit status is 1 if a result of pat was wrong.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import time
@@ -28,14 +27,11 @@ from dataclasses import replace
 import torch
 
 from common.metadata import gpu_state, metadata
-from common.suites import add_option
 from kernel import pages
 from kernel.contenders import ABLATIONS, CONTENDERS, compile_ahead
-from kernel.gates import Case, gates, versus_best
+from kernel.gates import gates
+from kernel.measurement import add_case_options, described, run_cases
 from kernel.measurement import measure as measure_contenders
-from kernel.measurement import run_cases
-from kernel.pat_trees import PrefixTree
-from kernel.request_forests import SLOTS, Forest
 from kernel.workloads import DEFAULT_SUITES, SUITES, KvPool, Workload, WorkloadTensors, suite
 from sglang_pat.bench import timing
 from sglang_pat.cli.arguments import quoted
@@ -45,8 +41,6 @@ _CHECKED_REQUESTS = 16
 _POOL_BYTES = 48 << 30
 # Plans, partials, workspaces, the float64 results, and copies in pages.
 _SPARE_BYTES = (14 << 30) + pages.MOST_BYTES
-_MOST_TOKENS = 1 << 24  # of --tree
-_ROUNDS = {False: 21, True: 7}  # by whether it is quick
 
 
 def pool_for(workloads: Iterable[Workload]) -> KvPool:
@@ -91,36 +85,13 @@ def _dense(
     return out
 
 
-def report_line(case: Case, names: Iterable[str]) -> str:
-    us, floor = case["us"], case["floor_us"]
-    cells = "".join(f"{us[n]:9.1f}" if n in us else f"{'-':>9}" for n in names)
-    mine = us.get("pat", math.nan)
-    ratio = versus_best(case)
-    versus = f"{'-':>8}" if ratio is None else f"{ratio:7.2f}x"
-    bandwidth = case["unique_kv_bytes"] / mine / 1e3
-    return f"{case['name']:54}{floor:9.1f}{cells}{bandwidth:8.0f}{mine / floor:8.2f}{versus}"
-
-
 def _described(workload: Workload, copy_bandwidth: float) -> dict[str, object]:
-    forest = workload.forest
-    return {
-        "suite": workload.suite,
-        "kind": workload.kind,
-        "name": workload.name,
-        "tree": forest.name,
-        "heads_q": workload.num_qo_heads,
+    return described(workload) | {
         "heads_kv": workload.num_kv_heads,
         "head_dim": workload.head_dim,
-        "dtype": str(workload.dtype).removeprefix("torch."),
-        "kv_dtype": str(workload.cache_dtype).removeprefix("torch."),
         "sinks": workload.with_sinks,
         "page_size": workload.page_size,
-        "shared": forest.is_shared,
-        "requests": forest.num_requests,
-        "tokens": int(forest.seq_lens.sum()),
-        "unique_tokens": forest.num_tokens,
         "floor_us": workload.floor_us(copy_bandwidth),
-        "unique_kv_bytes": workload.unique_kv_bytes,
     }
 
 
@@ -128,30 +99,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--suite", nargs="+", choices=SUITES, default=DEFAULT_SUITES, help="default: %(default)s"
     )
-    parser.add_argument("--quick", action="store_true", help="a few cases of each suite")
-    add_option(
-        parser, "--seconds", default=math.inf, help="begin no case later; what is left out is named"
+    add_case_options(parser, [*CONTENDERS, *ABLATIONS])
+    parser.add_argument(
+        "--heads", type=_heads, default="32/8", help="of --tree: query heads / KV heads"
     )
     parser.add_argument(
         "--no-compile",
         action="store_true",
         help="FlashInfer runs only what was compiled before; else its kernels are compiled first",
     )
-    parser.add_argument("--tree", type=_tree, help="one tree instead, e.g. 1,4,64_1024,256,64")
-    parser.add_argument(
-        "--heads", type=_heads, default="32/8", help="of --tree: query heads / KV heads"
-    )
-    parser.add_argument("--contenders", nargs="+", choices=[*CONTENDERS, *ABLATIONS])
-    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    parser.add_argument(
-        "--slots", choices=SLOTS, default=SLOTS[0], help="how KV lies in the pool; %(default)s"
-    )
-    parser.add_argument(
-        "--no-dirty", action="store_true", help="only behind an L2 that was read to"
-    )
     parser.add_argument("--ablations", action="store_true", help="pat's policies and one tile only")
-    add_option(parser, "--rounds", help=f"default: {_ROUNDS[False]}, {_ROUNDS[True]} quick")
-    add_option(parser, "--json")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -171,22 +128,17 @@ def run(args: argparse.Namespace) -> int:
         compile_kernels(workloads, names)
     pool = pool_for(workloads)
     print(f"ready after {time.perf_counter() - begin:.0f} s", flush=True)
-    columns = "".join(f"{name[-9:]:>9}" for name in ("floor", *names))
-    rounds = args.rounds or _ROUNDS[args.quick]
     return run_cases(
+        args,
         workloads,
-        lambda workload: (
+        lambda workload, rounds: (
             _described(workload, copy_bandwidth)
             | measure(workload, pool, names, rounds, dirty=not args.no_dirty)
         ),
-        lambda cases: gates(cases) if "pat" in names and not args.tree else [],
+        lambda cases: [] if args.tree else gates(cases),
         names=names,
-        header=f"{columns}{'GB/s':>8}{'/floor':>8}{'vs best':>8}",
-        report_line=report_line,
         info=info,
         begin=begin,
-        seconds=args.seconds,
-        path=args.json,
     )
 
 
@@ -207,18 +159,6 @@ def _workloads(args: argparse.Namespace) -> list[Workload]:
         ]
     dtype = getattr(torch, args.dtype)
     return [replace(case, dtype=dtype, slots=args.slots) for case in chosen]
-
-
-def _tree(text: str) -> Forest:
-    """The argparse type of a tree."""
-    try:
-        if PrefixTree.parse(text).num_tokens <= _MOST_TOKENS:
-            return Forest.of_tree(text)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(
-        f"{quoted(text)}; allowed: a tree such as 1,4,16_512,64,32 of up to {_MOST_TOKENS:,} tokens"
-    )
 
 
 def _heads(text: str) -> tuple[int, int]:

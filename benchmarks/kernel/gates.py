@@ -81,9 +81,9 @@ def gates(cases: Sequence[Case]) -> list[Gate]:
 
     wide = [case for case in cases if not case["suite"].endswith("fp8")]
     nothing_shared = [case for case in wide if not case["shared"]]
-    found = [
+    return [
         _floor("pat-20 shared", of("pat-20"), 1.40),
-        _gain("pat-20 shared", of("pat-20"), 1.5),
+        _geomean("pat-20 shared", of("pat-20"), 1.5, digits=2),
         _no_loss("shared, all", [case for case in wide if case["shared"]]),
         *(
             _least(
@@ -93,15 +93,14 @@ def gates(cases: Sequence[Case]) -> list[Gate]:
             )
             for kind, limit in UNSHARED_LIMITS.items()
         ),
-        _unshared_geomean(nothing_shared),
+        _geomean("unshared, all", nothing_shared, 1.0),
         _floor("long-prefix", of("long-prefix"), 1.60),
-        _rank_case(of("rank")),
+        _at_most("rank", RANK_CASE, of("rank"), RANK_US),
         _floor("random", of("random"), 1.50),
         *_fp8([case for case in cases if case["suite"].endswith("fp8")]),
         *_dirty(cases),
         _bitwise(cases),
     ]
-    return [gate for gate in found if gate is not None]
 
 
 # Latent attention: microseconds of a layer, by case.
@@ -115,7 +114,6 @@ LATENT_US = {
 
 def latent_gates(cases: Sequence[Case]) -> list[Gate]:
     """Limits for latent attention (MLA)."""
-    named = {case["name"]: case for case in cases}
     gained = [
         case
         for case in cases
@@ -124,13 +122,13 @@ def latent_gates(cases: Sequence[Case]) -> list[Gate]:
     alone = [case for case in cases if not case["shared"]]
     title = "16 sharers, 4k, 20 heads"
     return [
-        *(_at_most(name, named.get(name), limit) for name, limit in LATENT_US.items()),
-        _gain(title, gained, 2.2),
+        *(_at_most("mla", name, cases, limit) for name, limit in LATENT_US.items()),
+        _geomean(title, gained, 2.2, digits=2),
         _least(title, gained, 1.3),
         _floor(title, gained, 1.9),
         _least("unshared, all", alone, 0.97),
-        _unshared_geomean(alone),
-        _over_default(alone, "fa3", 1.05),
+        _geomean("unshared, all", alone, 1.0),
+        _geomean("unshared, all", alone, 1.05, "fa3"),
         _bitwise(cases),
     ]
 
@@ -140,37 +138,39 @@ def fp8_latent_gates(cases: Sequence[Case]) -> list[Gate]:
     shared = [case for case in cases if case["shared"]]
     alone = [case for case in cases if not case["shared"]]
     return [
-        _gain("shared, 16 heads", [case for case in shared if case["heads_q"] == 16], 1.3),
+        _geomean("shared, 16 heads", [c for c in shared if c["heads_q"] == 16], 1.3, digits=2),
         _least("shared", shared, 1.0),
         _least("unshared, all", alone, 0.98),
         _bitwise(cases),
     ]
 
 
-def _at_most(name: str, case: Case | None, limit: float) -> Gate:
+def _at_most(suite: str, name: str, cases: Iterable[Case], limit: float) -> Gate:
     rule = f"{name} at most {limit:g} us"
+    case = next((case for case in cases if case["name"] == name), None)
     if case is None:
-        return Gate("mla", rule, "no such case", None)
+        return Gate(suite, rule, "no such case", None)
     us = case["us"].get("pat", math.inf)
-    return _judged("mla", rule, [case], f"{us:.1f} us", us <= limit)
+    return _judged(suite, rule, [case], f"{us:.1f} us", us <= limit)
 
 
-def _gain(suite: str, cases: Sequence[Case], limit: float) -> Gate:
-    rule = f"geomean best peer/pat >= {limit:.2f}"
-    versus = versus_by_name(cases)
-    if not versus:
-        return Gate(suite, rule, "no peers", None)
-    ratio = geomean(versus.values())
-    return _judged(suite, rule, cases, f"{ratio:.2f} over {len(versus)}", ratio >= limit)
-
-
-def _over_default(cases: Sequence[Case], name: str, limit: float) -> Gate:
-    suite, rule = "unshared, all", f"geomean {name}/pat >= {limit:.2f}"
-    ratios = [c["us"][name] / c["us"]["pat"] for c in cases if {name, "pat"} <= c["us"].keys()]
+def _geomean(
+    suite: str,
+    cases: Sequence[Case],
+    limit: float,
+    peer: str | None = None,
+    *,
+    digits: int = 3,
+) -> Gate:
+    """peer: whose time over pat's; the best one's of each case if none is named."""
+    rule = f"geomean {peer or 'best peer'}/pat >= {limit:.2f}"
+    ratios = list(versus_by_name(cases).values())
+    if peer:
+        ratios = [c["us"][peer] / c["us"]["pat"] for c in cases if {peer, "pat"} <= c["us"].keys()]
     if not ratios:
-        return Gate(suite, rule, f"no {name}", None)
+        return Gate(suite, rule, f"no {peer or 'peers'}", None)
     ratio = geomean(ratios)
-    return _judged(suite, rule, cases, f"{ratio:.3f} over {len(ratios)}", ratio >= limit)
+    return _judged(suite, rule, cases, f"{ratio:.{digits}f} over {len(ratios)}", ratio >= limit)
 
 
 def _fp8(cases: Sequence[Case]) -> Iterable[Gate]:
@@ -256,24 +256,6 @@ def _error(kind: str, key: str, cases: Sequence[Case]) -> Gate:
     worst = max(ratios, key=lambda name: ratios[name])
     text = f"at most {ratios[worst]:.3f} of it ({worst})"
     return _judged("fp8", rule, cases, text, ratios[worst] <= 1)
-
-
-def _unshared_geomean(cases: Sequence[Case]) -> Gate:
-    suite, rule = "unshared, all", "geomean best peer/pat >= 1.00"
-    versus = versus_by_name(cases)
-    if not versus:
-        return Gate(suite, rule, "no peers", None)
-    ratio = geomean(versus.values())
-    return _judged(suite, rule, cases, f"{ratio:.3f} over {len(versus)}", ratio >= 1)
-
-
-def _rank_case(cases: Sequence[Case]) -> Gate:
-    rule = f"{RANK_CASE} at most {RANK_US:g} us"
-    chosen = [case for case in cases if case["name"] == RANK_CASE]
-    if not chosen:
-        return Gate("rank", rule, "no such case", None)
-    us = chosen[0]["us"].get("pat", math.inf)
-    return _judged("rank", rule, chosen, f"{us:.1f} us", us <= RANK_US)
 
 
 def _bitwise(cases: Sequence[Case]) -> Gate:

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from common.metadata import gpu_state
 from common.results import write
-from kernel.gates import Gate, as_json, is_peer, summary
+from common.suites import add_option
+from kernel.gates import Gate, as_json, is_peer, summary, versus_best
 from kernel.numerics import compare
 from kernel.pages import Unsupported
+from kernel.pat_trees import parse_tree
+from kernel.request_forests import SLOTS, Forest
 from kernel.workloads import Workload, WorkloadTensors
 from sglang_pat.bench import timing
+from sglang_pat.cli.arguments import quoted
 
 # Largest relative error of a request in another kernel's result, by bytes of a number of the cache:
 # with one byte, FA3, XQA and FlashMLA round the queries to fp8 too.
 PEER_ERROR = {2: 0.02, 1: 0.15}
 # A kernel that takes so many times the time of the fastest is timed in a few rounds only.
 FAR_BEHIND, FEW_ROUNDS = 3.0, 2
+ROUNDS = {False: 21, True: 7}  # by whether it is quick
+_MOST_TOKENS = 1 << 24  # of --tree
 
 
 def measure(
@@ -37,23 +44,10 @@ def measure(
 ) -> dict[str, Any]:
     """Check each contender with float64, then time those that passed, interleaved.
 
-    Parameters
-    ----------
-    contenders
-        By name; see contenders.py.
-    caches
-        Of each layer, what the contenders' functions are given.
-    dense
-        Attention of the first layer without a plan: of which requests, and computed in which type.
-    checked_requests
-        About how many are compared.
-    dirty
-        Time them also behind an L2 that was written to.
-
-    Returns
-    -------
-    dict
-        Times and errors by name. Why a contender has none: `unsupported` or `failed`.
+    caches: of each layer, what the contenders' functions (contenders.py) are given. dense:
+    attention of the first layer without a plan, of which requests and computed in which type; about
+    `checked_requests` are compared. dirty: time them also behind an L2 that was written to. Returns
+    times and errors by name, and why a contender has none: `unsupported` or `failed`.
     """
     rows = slice(None, None, max(1, len(tensors.q) // checked_requests))
     exact, in_torch = (dense(rows, dtype) for dtype in (torch.float64, workload.dtype))
@@ -124,42 +118,92 @@ def _differs(
     return None if torch.equal(first, out) else "the graph has other bits than the eager run"
 
 
+def add_case_options(parser: argparse.ArgumentParser, contenders: Iterable[str]) -> None:
+    """Add the options of `run_cases`, and those that choose its cases and contenders."""
+    parser.add_argument("--quick", action="store_true", help="a few cases of each suite")
+    add_option(
+        parser, "--seconds", default=math.inf, help="begin no case later; what is left out is named"
+    )
+    parser.add_argument("--tree", type=_tree, help="one tree instead, e.g. 1,4,64_1024,256,64")
+    parser.add_argument("--contenders", nargs="+", choices=[*contenders])
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument(
+        "--slots", choices=SLOTS, default=SLOTS[0], help="how KV lies in the pool; %(default)s"
+    )
+    parser.add_argument(
+        "--no-dirty", action="store_true", help="only behind an L2 that was read to"
+    )
+    add_option(parser, "--rounds", help=f"default: {ROUNDS[False]}, {ROUNDS[True]} quick")
+    add_option(parser, "--json")
+
+
+def _tree(text: str) -> Forest:
+    """The argparse type of a tree."""
+    try:
+        if sum(map(math.prod, zip(*parse_tree(text), strict=True))) <= _MOST_TOKENS:
+            return Forest.of_tree(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(
+        f"{quoted(text)}; allowed: a tree such as 1,4,16_512,64,32 of up to {_MOST_TOKENS:,} tokens"
+    )
+
+
+def described(workload: Workload) -> dict[str, Any]:
+    """What a record says of a case, whichever its attention."""
+    forest = workload.forest
+    return {
+        "suite": workload.suite,
+        "kind": workload.kind,
+        "name": workload.name,
+        "tree": forest.name,
+        "heads_q": workload.num_qo_heads,
+        "dtype": str(workload.dtype).removeprefix("torch."),
+        "kv_dtype": str(workload.cache_dtype).removeprefix("torch."),
+        "shared": forest.is_shared,
+        "requests": forest.num_requests,
+        "tokens": int(forest.seq_lens.sum()),
+        "unique_tokens": forest.num_tokens,
+        "unique_kv_bytes": workload.unique_kv_bytes,
+    }
+
+
+def report_line(case: Mapping[str, Any], names: Iterable[str]) -> str:
+    us, floor = case["us"], case["floor_us"]
+    cells = "".join(f"{us[n]:10.1f}" if n in us else f"{'-':>10}" for n in names)
+    mine = us.get("pat", math.nan)
+    ratio = versus_best(case)
+    versus = f"{'-':>8}" if ratio is None else f"{ratio:7.2f}x"
+    bandwidth = case["unique_kv_bytes"] / mine / 1e3
+    return f"{case['name']:54}{floor:9.1f}{cells}{bandwidth:8.0f}{mine / floor:8.2f}{versus}"
+
+
 def run_cases(
+    args: argparse.Namespace,
     workloads: Iterable[Workload],
-    measured: Callable[[Workload], dict[str, Any]],
+    measured: Callable[[Workload, int], dict[str, Any]],
     gates: Callable[[list[dict[str, Any]]], list[Gate]],
     *,
     names: Sequence[str],
-    header: str,
-    report_line: Callable[[dict[str, Any], Sequence[str]], str],
     info: dict[str, Any],
     begin: float,
-    seconds: float,
-    path: Path | None,
 ) -> int:
     """Measure and report case by case, and write the file after each.
 
-    Parameters
-    ----------
-    measured
-        The record of a case, with what `measure` found.
-    info
-        Metadata of the run; the clocks before it are in it.
-    begin
-        When the run began, by `time.perf_counter`; no case begins later than `seconds` after it.
-
-    Returns
-    -------
-    int
-        The exit status: 1 if a result of pat was wrong.
+    args: options of `add_case_options`. measured: the record of a case, in so many rounds, with
+    what `measure` found. info: metadata, with the clocks before the run. begin: of the run, by
+    `time.perf_counter`; no case begins later than `--seconds` after it. Returns the exit status, 1
+    if a result of pat was wrong.
     """
     result: dict[str, Any] = {"meta": info, "cases": [], "gates": [], "left_out": []}
     cases, found = result["cases"], list[Gate]()
+    columns = "".join(f"{name[-9:]:>10}" for name in names)
+    header = f"{'floor':>9}{columns}{'GB/s':>8}{'/floor':>8}{'vs best':>8}"
     for workload in workloads:
-        if time.perf_counter() - begin > seconds:
+        if time.perf_counter() - begin > args.seconds:
             result["left_out"].append(f"{workload.suite}: {workload.name}")
             continue
-        case = measured(workload)
+        case = measured(workload, args.rounds or ROUNDS[args.quick])
         line = report_line(case, names)
         if not cases or cases[-1]["suite"] != case["suite"]:
             print(f"{case['suite']:{len(line) - len(header)}}{header}")
@@ -168,15 +212,15 @@ def run_cases(
         for name, message in (case["failed"] | case["unsupported"]).items():
             print(f"    {name}: {message}", flush=True)
         info["seconds"] = time.perf_counter() - begin
-        found = gates(cases)
+        found = gates(cases) if "pat" in names else []
         result["gates"] = as_json(found)
         # Each time: a run that is ended early loses nothing.
-        write(path, result)
+        write(args.json, result)
         torch.cuda.empty_cache()
     info["clocks"]["after"] = gpu_state()
     print("\n".join([*summary(cases, names), *map(str, found)]))
     print(f"clocks after {info['clocks']['after']}, {time.perf_counter() - begin:.0f} s")
     for name in result["left_out"]:
-        print(f"left out after {seconds} s: {name}")
-    write(path, result)
+        print(f"left out after {args.seconds} s: {name}")
+    write(args.json, result)
     return 1 if any("pat" in case["failed"] for case in cases) else 0

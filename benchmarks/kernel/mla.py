@@ -16,21 +16,17 @@ The exit status is 1 if a result of pat was wrong.
 from __future__ import annotations
 
 import argparse
-import math
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 
 from common.metadata import gpu_state, metadata
-from common.suites import add_option
-from kernel.attention import _tree
-from kernel.gates import fp8_latent_gates, latent_gates, versus_best
+from kernel.gates import fp8_latent_gates, latent_gates
 from kernel.latent_contenders import COLUMNS, CONTENDERS, SM_SCALE
+from kernel.measurement import add_case_options, described, run_cases
 from kernel.measurement import measure as measure_contenders
-from kernel.measurement import run_cases
-from kernel.request_forests import SLOTS, Forest, lognormal_lengths
+from kernel.request_forests import Forest, lognormal_lengths
 from kernel.workloads import E4M3, LAYERS, Workload, WorkloadTensors
 from sglang_pat.bench import timing
 from sglang_pat.cli.arguments import whole_number
@@ -40,7 +36,6 @@ from sglang_pat.support import LATENT_HEAD_DIMS
 HEADS = (8, 12, 16, 20, 32)
 SUITE = "mla"
 _CHECKED_REQUESTS = 8
-_ROUNDS = {False: 21, True: 7}  # by whether it is quick
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,60 +184,25 @@ def matmul_flops() -> float:
     return 2 * size**3 / (us * 1e-6)
 
 
-def report_line(case: dict[str, object], names: Iterable[str]) -> str:
-    us, floor = case["us"], case["floor_us"]
-    cells = "".join(f"{us[n]:10.1f}" if n in us else f"{'-':>10}" for n in names)
-    ratio = versus_best(case)
-    versus = f"{'-':>8}" if ratio is None else f"{ratio:7.2f}x"
-    return f"{case['name']:40}{floor:9.1f}{cells}{us.get('pat', math.nan) / floor:8.2f}{versus}"
-
-
 def _described(workload: LatentWorkload, copy_bandwidth: float, flops: float) -> dict[str, object]:
-    forest = workload.forest
-    return {
-        "suite": workload.suite,
-        "kind": workload.kind,
-        "name": workload.name,
-        "tree": forest.name,
-        "heads_q": workload.num_qo_heads,
-        "dtype": str(workload.dtype).removeprefix("torch."),
-        "kv_dtype": str(workload.cache_dtype).removeprefix("torch."),
-        "shared": forest.is_shared,
+    return described(workload) | {
         "sharing": workload.sharing,
         "prefix": workload.prefix,
-        "requests": forest.num_requests,
-        "tokens": int(forest.seq_lens.sum()),
-        "unique_tokens": forest.num_tokens,
         "floor_us": workload.least_us(copy_bandwidth, flops),
-        "unique_kv_bytes": workload.unique_kv_bytes,
     }
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quick", action="store_true", help="a few cases")
-    add_option(
-        parser, "--seconds", default=math.inf, help="begin no case later; what is left out is named"
-    )
-    parser.add_argument("--tree", type=_tree, help="one tree instead, e.g. 1,4,64_1024,256,64")
+    add_case_options(parser, CONTENDERS)
     parser.add_argument(
         "--heads", type=whole_number(1, 64), default=16, help="of --tree; %(default)s"
     )
-    parser.add_argument("--contenders", nargs="+", choices=[*CONTENDERS])
-    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument(
         "--kv-dtype",
         choices=("float8_e4m3fn",),
         help="of the KV, if not that of the queries; SGLang's FA3 and FlashInfer convert all of the"
         " pool in every layer then: here it holds the KV of the case and nothing else",
     )
-    parser.add_argument(
-        "--slots", choices=SLOTS, default=SLOTS[0], help="how KV lies in the pool; %(default)s"
-    )
-    parser.add_argument(
-        "--no-dirty", action="store_true", help="only behind an L2 that was read to"
-    )
-    add_option(parser, "--rounds", help=f"default: {_ROUNDS[False]}, {_ROUNDS[True]} quick")
-    add_option(parser, "--json")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -259,23 +219,17 @@ def run(args: argparse.Namespace) -> int:
         f"{info['gpu']}, copy {info['copy_gbps']:.0f} GB/s, matmul {info['matmul_tflops']:.0f} "
         f"TFLOP/s, {info['clocks']['before']}"
     )
-    columns = "".join(f"{name[-9:]:>10}" for name in names)
-    rounds = args.rounds or _ROUNDS[args.quick]
-    judge = fp8_latent_gates if args.kv_dtype else latent_gates
     return run_cases(
+        args,
         _workloads(args),
-        lambda workload: (
+        lambda workload, rounds: (
             _described(workload, copy_bandwidth, flops)
             | measure(workload, names, rounds, dirty=not args.no_dirty)
         ),
-        lambda cases: judge(cases) if "pat" in names else [],
+        fp8_latent_gates if args.kv_dtype else latent_gates,
         names=names,
-        header=f"{'floor':>9}{columns}{'/floor':>8}{'vs best':>8}",
-        report_line=report_line,
         info=info,
         begin=begin,
-        seconds=args.seconds,
-        path=args.json,
     )
 
 

@@ -16,22 +16,9 @@ class Unsupported(ValueError):
 class PagedCopies:
     """KV of a step's requests in pages; whole pages of a shared prefix are there once.
 
-    Parameters
-    ----------
-    req_to_token
-        `[requests, tokens of the longest]`: slots.
-    token_bytes
-        Of all that is copied of a token in one layer.
-
-    Attributes
-    ----------
-    table : torch.Tensor
-        int32 `[requests, pages of the longest]`.
-
-    Raises
-    ------
-    Unsupported
-        The copies of all layers would take more than `MOST_BYTES`.
+    req_to_token: slots, `[requests, tokens of the longest]`. token_bytes: of all that is copied of
+    a token in one layer. table: int32 `[requests, pages of the longest]`. Unsupported is raised if
+    the copies of all layers would take more than `MOST_BYTES`.
     """
 
     def __init__(self, req_to_token: torch.Tensor, token_bytes: int) -> None:
@@ -55,12 +42,8 @@ class PagedCopies:
 def pages_of(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cut requests into pages; pages of the same slots are one.
 
-    Returns
-    -------
-    slots
-        `[pages, 64]`: which slot each token of a page is a copy of.
-    block_table
-        int32 `[requests, pages of the longest]`.
+    Returns the slot that each token of a page is a copy of, `[pages, 64]`, and the page table,
+    int32 `[requests, pages of the longest]`.
     """
     requests, width = table.shape
     padded = torch.nn.functional.pad(table, (0, -width % PAGE_SIZE)).view(requests, -1, PAGE_SIZE)

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from kernel.pat_trees import PrefixTree
+from kernel.pat_trees import parse_tree
 from sglang_pat.batch import DecodeBatch, IntArray, PathNode, PrefixPaths
 
 SLOTS = ("scattered", "runs")  # how a forest's KV lies in a pool
@@ -19,14 +19,8 @@ SLOTS = ("scattered", "runs")  # how a forest's KV lies in a pool
 class Forest:
     """Requests in the order of the tree.
 
-    Attributes
-    ----------
-    name : str
-        In tables and files.
-    nodes : tuple
-        Shared nodes, each (index of its parent or -1, tokens); parents come first.
-    requests : tuple
-        Each (index of its node or -1, private tokens).
+    nodes: shared ones, each (index of its parent or -1, tokens); parents come first. requests: each
+    (index of its node or -1, private tokens).
     """
 
     name: str
@@ -36,15 +30,15 @@ class Forest:
     @classmethod
     def of_tree(cls, text: str) -> Forest:
         """Parse a uniform tree, such as `1,4,64_1024,256,64`. ValueError if it is none."""
-        tree = PrefixTree.parse(text)
+        (*counts, num_requests), (*sizes, private) = parse_tree(text)
         nodes: list[tuple[int, int]] = []
-        above = [-1] * tree.num_requests  # by request, its node on the last level
-        for count, tokens in zip(tree.nodes[:-1], tree.tokens[:-1], strict=True):
+        above = [-1] * num_requests  # by request, its node on the last level
+        for count, tokens in zip(counts, sizes, strict=True):
             first = len(nodes)
-            owner = [request * count // tree.num_requests for request in range(tree.num_requests)]
+            owner = [request * count // num_requests for request in range(num_requests)]
             nodes += [(above[owner.index(node)], tokens) for node in range(count)]
             above = [first + node for node in owner]
-        return cls(text, tuple(nodes), tuple((node, tree.tokens[-1]) for node in above))
+        return cls(text, tuple(nodes), tuple((node, private) for node in above))
 
     @classmethod
     def unshared(cls, name: str, lengths: list[int]) -> Forest:
@@ -126,13 +120,8 @@ class Forest:
     ) -> torch.Tensor:
         """req_to_token, int32 `[num_requests, longest length]`; slot 0 and its page are left out.
 
-        Parameters
-        ----------
-        slots
-            Of `SLOTS`. scattered: pages in any order. runs: the pages of each node and of each
-            request's own tokens follow one another.
-        page_size
-            Slots of a page. Each node and each request's own tokens begin with one.
+        slots: scattered, pages in any order; or runs, where the pages of each node and of each
+        request's own tokens follow one another. Each of these begins with a page.
         """
         table = np.zeros((self.num_requests, int(self.seq_lens.max())), dtype=np.int64)
         pages = np.cumsum([0, *self._pages(page_size)])

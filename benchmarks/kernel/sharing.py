@@ -11,15 +11,14 @@ step comes from the time model of `sglang-pat advise`. A minute. `plot sharing` 
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from common.metadata import gpu_state, metadata
+from common.metadata import gpu_state, known_gpu, metadata
 from common.models import MODELS, ModelShape
 from common.results import write
-from common.suites import add_option
+from common.suites import Refused, add_option
 from common.terminal import console, table_of
 from sglang_pat.cli.arguments import whole_number
 from sglang_pat.workload.cost import StepTime
@@ -61,14 +60,6 @@ def cells(context: int) -> list[Cell]:
         for share in SHARES
         if batch > 1 or share == 0
     ]
-
-
-def gpu_named(device: str | None) -> GpuModel:
-    """GPU of the time model with the name that the driver reports; ValueError if there is none."""
-    for word in re.split(r"[ -]", device or ""):
-        if word in GPUS:
-            return GPUS[word]
-    raise ValueError(f"the time model does not know {device}; it knows {', '.join(GPUS)}")
 
 
 def by_kernels(model: ModelShape, context: int, gpu: GpuModel) -> list[dict[str, Any]]:
@@ -138,8 +129,10 @@ def run(args: argparse.Namespace) -> int:
         "context": args.context,
         "clocks": {"before": gpu_state()},
     }
-    model = MODELS[args.model]
-    found = by_kernels(model, args.context, gpu_named(meta["gpu"]))
+    gpu = known_gpu(meta["gpu"])
+    if gpu is None:
+        raise Refused(f"the time model does not know {meta['gpu']}; it knows {', '.join(GPUS)}")
+    found = by_kernels(MODELS[args.model], args.context, GPUS[gpu])
     meta["clocks"]["after"] = gpu_state()
     show(found, "kernels")
     write(args.json, {"meta": meta, "cells": found})

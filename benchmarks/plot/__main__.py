@@ -1,12 +1,8 @@
 """`python benchmarks/plot SUITE`, from any folder: imports begin at the folder above."""
 
 import sys
+from importlib import import_module
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-import plot  # noqa: E402
-from common.suites import main  # noqa: E402
-
-if __name__ == "__main__":
-    sys.exit(main(plot, sys.argv[1:]))
+sys.exit(import_module("common.suites").main(import_module("plot"), sys.argv[1:]))

@@ -19,7 +19,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from kernel.pat_trees import PrefixTree
+from kernel.request_forests import Forest
 from sglang_pat.cli.arguments import input_file
 from sglang_pat.output_file import output_file
 
@@ -71,8 +71,8 @@ def sharing(tree_name: str) -> float:
 
     tree_name: nodes per level and tokens per node, e.g. `1,10_4096,416`.
     """
-    tree = PrefixTree.parse(tree_name)
-    return tree.num_requests * tree.seq_len / tree.num_tokens
+    forest = Forest.of_tree(tree_name)
+    return int(forest.seq_lens.sum()) / forest.num_tokens
 
 
 def speedup(case: dict[str, Any]) -> float:

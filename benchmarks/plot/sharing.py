@@ -1,6 +1,4 @@
-"""Draw what pat gains, by the share of common KV and the batch.
-
-The result is of `kernel sharing`, or of `server compare --scenarios sharing`.
+"""Draw what pat gains, by the share of common KV and the batch, from a result of `kernel sharing`.
 
 python benchmarks/plot sharing benchmarks/results/h100/sharing.json docs/sharing.png
 """
@@ -30,26 +28,8 @@ def run(args: argparse.Namespace) -> None:
     draw(json.loads(args.result.read_text()), args.picture)
 
 
-def of_servers(result: dict[str, Any]) -> dict[str, Any]:
-    """The cells of a result of `server compare`."""
-    cases = [case for case in result["cases"] if case["scenario"] == "sharing"]
-    context = cases[0]["prefix"] + cases[0]["private"]
-    cells = [
-        {
-            "batch": case["batch"],
-            "share": case["prefix"] / context,
-            "gain": next(iter(case["over_pat"].values()))["median"],
-        }
-        for case in cases
-    ]
-    about = {"by": "server", "model": cases[0]["model"], "context": context}
-    return {"meta": result["meta"] | about, "cells": cells}
-
-
 def draw(result: dict[str, Any], picture: Path) -> None:
     figure, axis = plt.subplots(figsize=(7, 4.2))
-    if "scenarios" in result:
-        result = of_servers(result)
     cells, meta = result["cells"], result["meta"]
     for batch in dict.fromkeys(cell["batch"] for cell in cells):
         points = sorted((cell["share"], cell["gain"]) for cell in cells if cell["batch"] == batch)
@@ -60,11 +40,9 @@ def draw(result: dict[str, Any], picture: Path) -> None:
     axis.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1))
     axis.set_xlabel("of a request's context, shared with all others")
     axis.set_ylabel("time per output token, other / pat")
-    how = "measured in SGLang's server"
-    if meta["by"] == "kernels":
-        how = "attention measured, the rest of a step modelled"
     axis.set_title(
-        f"{meta['model']} shape, {meta['context']:,} tokens a request, {meta['gpu']}\n{how}",
+        f"{meta['model']} shape, {meta['context']:,} tokens a request, {meta['gpu']}\n"
+        "attention measured, the rest of a step modelled",
         fontsize=10,
     )
     axis.legend(fontsize=9)

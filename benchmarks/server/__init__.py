@@ -1,7 +1,3 @@
 """Time SGLang's server with pat and with its own backends."""
 
-SUITES = (
-    "compare",
-    "traffic",
-    "speculation",
-)
+SUITES = ("compare", "traffic")

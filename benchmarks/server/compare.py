@@ -1,7 +1,7 @@
 """Compare servers: pat beside SGLang's other backends, asked in turn.
 
-    python benchmarks/server compare [--scenarios long-8b 70b-tp4] [--rounds N] [--profile]
-        [--seconds N] [--json FILE]
+    python benchmarks/server compare [--scenarios long-8b 70b-tp4] [--rounds N] [--seconds N]
+        [--json FILE]
 
 A scenario (scenarios.py) has the servers of one model and the batches that these are asked for. As
 many servers as fit on the GPU start at the same moment and share it: one at a time is asked while
@@ -58,7 +58,6 @@ from common.suites import Refused, add_option
 from common.terminal import console, show_failure, table_of
 from server import jobs
 from server.jobs import Job
-from server.kernel_times import kernel_times, trace
 from server.scenarios import BACKENDS, SCENARIOS, Batch, Scenario, on_cpu
 from server.shapes import CONTEXT, SHAPES
 from sglang_pat.bench.answers import Answer, agreement, with_candidates
@@ -75,7 +74,6 @@ TAIL = 2
 ANSWER_TOKENS, CANDIDATES = 32, 5
 TIE_RATIO = 2.0
 MOST_TIE = {True: 2.0, False: 0.5}  # in log-probability, by whether the KV cache is fp8
-PROFILED_STEPS, TRACE_SECONDS = 12, 20
 
 _OTHER_BYTES = 4e9  # memory of each server beside weights and KV: context, graphs, workspaces
 _SHARE = 0.9  # of the GPU's memory, for servers
@@ -210,23 +208,6 @@ class Measured:
             more["own_answers"] = {
                 other: compared(again, answers[other], self._most_tie(other)),
             }
-
-    def profile(self, batch: Batch | Job, members: Mapping[str, Member]) -> None:
-        """Time the kernels of a step on each server."""
-        if isinstance(batch, Job):
-            return
-        prompts = self.prompts(batch)
-        fill_all([*members.values()], prompts, heads_of(batch.case, prompts))
-        for name, member in members.items():
-            with tempfile.TemporaryDirectory() as folder:
-                events = trace(
-                    member.server,
-                    prompts,
-                    Path(folder),
-                    steps=PROFILED_STEPS,
-                    seconds=TRACE_SECONDS,
-                )
-            self.more[batch.name].setdefault("step_us", {})[name] = kernel_times(events)
 
     def about(self) -> dict[str, Any]:
         """The model and its servers, for the result."""
@@ -394,15 +375,13 @@ class _Session:
                     if member.failure is None:
                         with watched([member], member.name):
                             self.measured[name].servers[backend] = member.about()
-            self._each(asked, Measured.measure, self.args.rounds)
-            if self.args.profile:  # at last: a profiler may take its server along
-                self._each(asked, Measured.profile)
+            self._each(asked)
             self._failures += [
                 f"{member.name}: {member.failure}" for member in members.values() if member.failure
             ]
 
-    def _each(self, asked: Mapping[str, Mapping[str, Member]], step: Any, *more: Any) -> None:
-        """A step for the first batches of all scenarios, then for the second ones, and so on."""
+    def _each(self, asked: Mapping[str, Mapping[str, Member]]) -> None:
+        """Ask for the first batches of all scenarios, then for the second ones, and so on."""
         longest = max(len(self.measured[name].scenario.asked) for name in asked)
         for number in range(longest):
             for name, members in asked.items():
@@ -410,7 +389,7 @@ class _Session:
                 if number >= len(batches):
                     continue
                 batch = batches[number]
-                self._ask(name, batch, members, step, *more)
+                self._ask(name, batch, members)
                 self._tell(name, batch.name)
 
     def _ask(
@@ -418,14 +397,12 @@ class _Session:
         name: str,
         batch: Batch | Job,
         members: Mapping[str, Member],
-        step: Any,
-        *more: Any,
     ) -> None:
-        """One step; if a server fails in it, again without that server."""
+        """Measure; if a server fails in it, again without that server."""
         up = {key: each for key, each in members.items() if each.failure is None}
         while up and not self._is_late(f"{name}, {batch.name}"):
             with watched([*up.values()], f"{name}, {batch.name}") as failures:
-                step(self.measured[name], batch, up, *more)
+                self.measured[name].measure(batch, up, self.args.rounds)
             self._failures += failures
             self.save()
             before, up = up, {key: each for key, each in up.items() if each.failure is None}
@@ -495,7 +472,6 @@ def show(data: Mapping[str, Any]) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scenarios", nargs="+", required=True, choices=SCENARIOS)
     add_option(parser, "--rounds", default=3)
-    parser.add_argument("--profile", action="store_true", help="time the kernels of a step")
     add_option(parser, "--start-seconds", default=START_SECONDS)
     add_option(parser, "--seconds")
     add_option(parser, "--json")

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from common.metadata import known_gpu
 from common.models import ModelShape
 from common.results import at_most
 from sglang_pat.bench.server import Server, sampling_of
@@ -124,11 +125,6 @@ def run_job(server: Server, requests: Sequence[TraceRequest]) -> JobRun:
 def warm_up(server: Server, requests: Sequence[TraceRequest]) -> None:
     """Compile whatever first use compiles: a pass of a whole chunk, and steps with prefixes."""
     run_job(server, [each._replace(output_length=4) for each in requests[:WARM_UP_REQUESTS]])
-
-
-def known_gpu(name: str | None) -> str | None:
-    """The GPU of `workload/models.py` that a driver's name means."""
-    return next((known for known in GPUS if name and known in name.upper().split()), None)
 
 
 def predicted(

@@ -207,7 +207,7 @@ SCENARIOS = {
             alone(1, 100_000, 0.99),
         ),
     ),
-    # When it pays. `plot sharing` draws it.
+    # When it pays.
     "sharing": Scenario(
         "llama-3-8b",
         ("pat", "fa3"),
@@ -287,6 +287,13 @@ SCENARIOS = {
         ("pat", "fa3", "flashmla"),
         (shared(64, 16_384, 512, 1.3), alone(128, 512, 0.98), shared(32, 60_032, 1024)),
         _FP8,
+    ),
+    # FA3 may not divide a request's KV in this mode.
+    "deterministic": Scenario(
+        "llama-3-8b",
+        ("pat", "fa3"),
+        (shared(128, 8192, 256, 1.5), alone(128, 1024, 0.99), alone(4, 20_000, 1.3)),
+        {"enable_deterministic_inference": True},
     ),
     "jobs": Scenario("llama-3-8b-whole", ("pat", "default"), JOBS),
     "70b-tp4": Scenario(

@@ -20,7 +20,7 @@ from sglang_engines import (
 )
 from sglang_without_driver import go_without_driver
 
-from check.qwen3 import write_qwen3
+from check.tiny_models import write_qwen3
 from common.tiny_model import TinyModel
 from sglang_pat.sglang.report.stats_file import read_stats
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernel.pat_trees import PrefixTree
+from kernel.request_forests import Forest
 from sglang_pat import DecodeBatch, PackAttention
 
 pytestmark = [
@@ -28,7 +28,8 @@ def every_synchronisation_is_an_error() -> Iterator[None]:
 @pytest.mark.parametrize("captured", [True, False], ids=["graph", "eager"])
 def test_steps_run_without_synchronisation(captured: bool) -> None:
     """Plans rebuilt, plans reused, and more of them under way than there are pinned buffers."""
-    tree = PrefixTree.parse("1,4,64_512,128,40")
+    tree = Forest.of_tree("1,4,64_512,128,40")
+    pool = tree.num_slots()
     heads, kv_heads, dim, steps = 32, 8, 128, 12
     attention = PackAttention(
         heads,
@@ -39,20 +40,19 @@ def test_steps_run_without_synchronisation(captured: bool) -> None:
         max_requests=tree.num_requests if captured else None,
         growth_tokens=1,  # a new plan at every other step
     )
-    table = tree.token_table()
+    table = tree.token_table("runs", device="cpu").numpy()
     spare = np.arange(tree.num_requests * steps).reshape(tree.num_requests, steps)
-    table = np.concatenate((table, spare + tree.pool_size()), axis=1).astype(np.int32)
+    table = np.concatenate((table, spare + pool), axis=1).astype(np.int32)
     req_to_token = torch.from_numpy(table).cuda()
     rows = torch.arange(tree.num_requests, device="cuda")
-    seq_lens = torch.full((tree.num_requests,), tree.seq_len, device="cuda")
-    pool = tree.pool_size() + spare.size
+    seq_lens = torch.from_numpy(tree.seq_lens).long().cuda()
     q = torch.randn(tree.num_requests, heads, dim, device="cuda", dtype=torch.bfloat16)
-    caches = torch.randn(2, pool, kv_heads, dim, device="cuda", dtype=torch.bfloat16)
+    caches = torch.randn(2, pool + spare.size, kv_heads, dim, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(q)
     first = tree.batch()
 
     def plan(step: int) -> None:
-        batch = DecodeBatch(first.seq_lens + np.int32(step), first.paths, key=tree)
+        batch = DecodeBatch(first.seq_lens + np.int32(step), first.paths, key=tree.name)
         attention.plan(batch, req_to_token=req_to_token, req_pool_indices=rows, seq_lens=seq_lens)
 
     def decode() -> None:

@@ -20,7 +20,7 @@ from pack_decode_cases import (
     run,
 )
 
-from kernel.pat_trees import PrefixTree
+from kernel.request_forests import Forest
 from sglang_pat.support import POLICIES
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
@@ -114,11 +114,9 @@ def test_queries_may_be_a_slice_of_a_wider_projection() -> None:
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_page_sizes(page_size: int) -> None:
-    tree = PrefixTree.parse("1,4,32_300,77,45")
-    batch = tree.batch()
-    table = tree.token_table(page_size=page_size, seed=1)
-    case = ForestCase(tree.paths(), batch.seq_lens, table)
-    check_case(case, Heads(8, 2))
+    forest = Forest.of_tree("1,4,32_300,77,45")
+    table = forest.token_table(page_size=page_size, seed=1, device="cpu").numpy()
+    check_case(ForestCase(forest.paths, forest.seq_lens, table), Heads(8, 2))
 
 
 @pytest.mark.usefixtures("memory_is_given_back")

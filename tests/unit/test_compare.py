@@ -10,7 +10,6 @@ import pytest
 from common.fleet import heads_of
 from server import compare
 from server.compare import arguments_of, compared, gates, groups_of, server_bytes
-from server.kernel_times import kernel_times
 from server.scenarios import BACKENDS, SCENARIOS, Scenario, alone, shared
 from sglang_pat.bench.answers import Answer, Candidate
 from sglang_pat.bench.cases import Case
@@ -70,12 +69,6 @@ def test_servers_of_other_ranks_are_started_apart(monkeypatch: pytest.MonkeyPatc
     assert [[name for name, _ in group] for group in groups] == [["one"], ["two"]]
 
 
-def test_batches_have_names() -> None:
-    assert shared(32, 1024, 64, groups=4).name == "32 x (4 x 1,024 shared) + 64"
-    assert shared(24, 32_768, 1024).name == "24 x (32,768 shared) + 1,024"
-    assert alone(128, 1024).name == "128 x 1,024"
-
-
 def answer(*tokens: tuple[int, float, int, float]) -> Answer:
     """(best, its log-probability, second, its own) of each token."""
     candidates = [[Candidate(a, best), Candidate(b, second)] for best, a, second, b in tokens]
@@ -95,12 +88,6 @@ def test_answers_part_at_ties_as_wide_as_the_servers_differ() -> None:
     exact = answer((7, -0.50, 8, -1.0), (6, -0.60, 5, -0.63), (9, -0.1, 4, -3.0))
     assert len(compared([ours], [exact], most_tie=0.5)["errors"]) == 1
     assert len(compared([ours], [theirs], most_tie=0.02)["errors"]) == 1
-
-
-def test_equal_answers_are_counted() -> None:
-    one, two = answer((7, -0.5, 8, -1.0)), answer((3, -0.5, 8, -1.0))
-    found = compared([one, two], [one, two], most_tie=0.5)
-    assert (found["equal"], found["requests"], found["largest_difference"]) == (2, 2, 0.0)
 
 
 def case(median: float, error: float | None = 0.0, **more: Any) -> dict[str, Any]:
@@ -201,42 +188,6 @@ def test_pat_has_to_decode_what_it_can(layers: int, met: bool) -> None:
     }
     (gate,) = gates({"s": about}, []).values()
     assert gate["met"] is met
-
-
-def event(name: str, begin: float, duration: float, category: str = "kernel") -> dict[str, Any]:
-    return {"name": name, "cat": category, "ts": begin, "dur": duration}
-
-
-def steps_of(layers: int, gap: float = 2.0) -> list[dict[str, Any]]:
-    """Two steps: attention of 10 us and a product of 5 in each layer, then a head of 30."""
-    events, now = [], 100.0
-    for _ in range(2):
-        events.append({"name": "cudaGraphLaunch", "cat": "cuda_runtime", "ts": now, "dur": 1})
-        for _ in range(layers):
-            events += [event("attention", now, 10), event("product", now + 10 + gap, 5)]
-            now += 15 + 2 * gap
-        events.append(event("head", now, 30))
-        now += 50
-    return events
-
-
-def test_kernels_of_a_step_are_summed_and_gaps_are_not_busy() -> None:
-    found = kernel_times(steps_of(4))
-    assert found["steps"] == 2
-    assert found["kernels"] == {"attention": [40, 4], "head": [30, 1], "product": [20, 4]}
-    assert found["busy"] == 90
-    assert found["step"] == 126  # 4 x 19 + 50
-
-
-def test_kernels_that_overlap_keep_the_gpu_busy_once() -> None:
-    launch = {"name": "cudaGraphLaunch", "cat": "cuda_runtime", "ts": 0, "dur": 1}
-    found = kernel_times([launch, event("a", 10, 10), event("b", 15, 10)])
-    assert (found["busy"], found["step"]) == (15, None)
-
-
-def test_a_profile_without_a_graph_is_no_decode_step() -> None:
-    with pytest.raises(ValueError, match="no CUDA graph"):
-        kernel_times([event("a", 10, 10)])
 
 
 def test_heads_are_the_prefixes_each_once() -> None:

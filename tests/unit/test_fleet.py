@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.fleet import Member, answers_equal, fill_all, groups_that_fit, wait, watched
-from sglang_pat.bench.decoding import DecodeRun
+from common.fleet import Member, fill_all, groups_that_fit, wait, watched
 
 
 class StubServer:
@@ -91,11 +90,3 @@ def test_caches_are_filled_in_order_and_a_failure_is_kept_apart(tmp_path: Path) 
     fill_all([good, ended], [[1, 2, 3]], [[1, 2]], [])
     assert good.server.asked == ["flush", ([[1, 2]], 1), ([[1, 2, 3]], 4)]  # type: ignore[attr-defined]
     assert (good.failure, ended.failure is None) == (None, False)
-
-
-def test_answers_are_compared_request_by_request() -> None:
-    def runs(*answers: list[int]) -> list[DecodeRun]:
-        return [DecodeRun({}, 0.0, 1.0, [{"output_ids": answer} for answer in answers])]
-
-    assert answers_equal(runs([1], [2]), runs([1], [3])) == 0.5
-    assert answers_equal(runs(), runs()) is None

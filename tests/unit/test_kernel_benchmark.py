@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,31 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-import kernel
-from common import suites
-from kernel import attention, draft_trees, measurement, mla
 from kernel import gates as gates_module
+from kernel import measurement
 from kernel.contenders import cascade_groups, level_of
-from kernel.gates import gates, latent_gates, summary
+from kernel.gates import gates, latent_gates
 from kernel.pages import PagedCopies, Unsupported, pages_of
-from kernel.pat_trees import PAT_TREES, PrefixTree
-from kernel.request_forests import SLOTS, Forest, lognormal_lengths, random_forest
-from kernel.workloads import DEFAULT_SUITES, LAYERS, PAGE_SIZE, SUITES, KvPool, Workload, suite
-
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results/h100"
-
-
-@pytest.mark.parametrize("name", [*PAT_TREES, "1,3,7_5,6,1"])
-def test_a_forest_of_a_tree_has_its_paths(name: str) -> None:
-    tree, forest = PrefixTree.parse(name), Forest.of_tree(name)
-    assert forest.num_tokens == tree.num_tokens
-    assert forest.seq_lens.tolist() == [tree.seq_len] * tree.num_requests
-    same = {}
-    for expected, path in zip(tree.paths(), forest.paths, strict=True):
-        assert [node[1:] for node in path] == [node[1:] for node in expected]
-        for node, other in zip(path, expected, strict=True):
-            assert same.setdefault(other.node_id, node.node_id) == node.node_id
-    assert len(set(same.values())) == len(same) == len(forest.nodes)
+from kernel.request_forests import SLOTS, Forest, random_forest
+from kernel.workloads import LAYERS, PAGE_SIZE, KvPool, Workload
 
 
 @pytest.mark.parametrize("slots", SLOTS)
@@ -55,62 +36,6 @@ def test_equal_slots_are_equal_tokens(slots: str) -> None:
         assert follow == [slots == "runs"] * len(follow)
 
 
-def test_kv_lies_as_is_asked_for() -> None:
-    def asked(*arguments: str) -> set[str]:
-        args = suites.parser_of(kernel, "attention").parse_args(arguments)
-        return {args.slots, *(workload.slots for workload in attention._workloads(args))}
-
-    assert asked() == asked("--tree", "1,4_64,32") == {"scattered"}
-    assert asked("--slots", "runs") == asked("--slots", "runs", "--tree", "1,4_64,32") == {"runs"}
-    with pytest.raises(SystemExit):
-        asked("--slots", "sorted")
-
-
-def test_random_forests_repeat_and_differ() -> None:
-    assert random_forest(3) == random_forest(3) != random_forest(4)
-    for seed in range(18):
-        forest = random_forest(seed)
-        assert 24 <= forest.num_requests <= 333
-        assert forest.is_shared
-        assert len(forest.batch().read_paths()) == forest.num_requests
-
-
-def test_ragged_lengths_vary() -> None:
-    lengths = lognormal_lengths(200, 1000)
-    assert 700 < sorted(lengths)[100] < 1400
-    assert max(lengths) > 5000
-    assert min(lengths) < 300
-
-
-def test_the_suites_hold_what_they_promise() -> None:
-    pat_20 = suite("pat-20")
-    assert len([case for case in pat_20 if case.kind == "shared"]) == 72
-    assert len([case for case in pat_20 if case.kind == "uniform"]) == 8
-    long = suite("long-prefix")
-    assert {"32/8", "64/8", "16/2", "96/8", "8/1"} == {case.heads for case in long}
-    assert {128, 256} == {case.head_dim for case in long}
-    assert max(case.forest.nodes[0][1] for case in long) == 1 << 17
-    assert {case.page_size for case in suite("page-64") + suite("page-64-fp8")} == {PAGE_SIZE}
-    assert {
-        (case.num_kv_heads, case.num_qo_heads // case.num_kv_heads) for case in suite("rank")
-    } == {(kv_heads, group) for kv_heads in (1, 2) for group in (4, 8, 16)}
-    assert {case.kind for case in suite("unshared")} == {"uniform", "ragged", "long"}
-    longest = {int(c.forest.seq_lens.max()) for c in suite("unshared") if c.kind == "long"}
-    assert {8192, 131072} <= longest
-    for name in SUITES:
-        cases = suite(name)
-        assert len({case.name for case in cases}) == len(cases)
-        assert all(case.suite == name for case in cases)
-
-
-def test_the_quick_mode_has_a_few_cases_of_each_suite() -> None:
-    quick = {name: suite(name, quick=True) for name in SUITES}
-    assert all(quick.values())
-    assert sum(len(quick[name]) for name in DEFAULT_SUITES) <= 45
-    assert {case.kind for case in quick["unshared"]} == {"uniform", "ragged", "long"}
-    assert "1,10_4096,416 8/1" in [case.name for case in quick["rank"]]
-
-
 def test_layers_have_kv_of_their_own_if_the_pool_holds_it() -> None:
     case = Workload(Forest.of_tree("1,4_100,28"), 8, 2)
     pool = KvPool(KvPool.bytes_for(case), "cpu")
@@ -122,30 +47,6 @@ def test_layers_have_kv_of_their_own_if_the_pool_holds_it() -> None:
     assert len({k.data_ptr() for k, _ in small}) == LAYERS
     with pytest.raises(ValueError, match="the pool"):
         KvPool(KvPool.bytes_for(case) // LAYERS, "cpu").layers(case)
-
-
-def test_a_pool_is_filled_anew_for_another_type() -> None:
-    case = Workload(Forest.of_tree("4_16"), 8, 2, torch.bfloat16)
-    k, v = KvPool(KvPool.bytes_for(case), "cpu").layers(case)[-1]
-    for half in (k, v):
-        assert half.dtype == torch.bfloat16
-        assert 0.8 < float(half.float().std()) < 1.2
-    assert not torch.equal(k, v)
-
-
-def test_an_fp8_cache_takes_half_of_the_bytes() -> None:
-    case = next(case for case in suite("fp8") if case.name == "1,10_4096,416 32/8 e4m3")
-    wide = replace(case, kv_dtype=None)
-    assert 2 * case.unique_kv_bytes == wide.unique_kv_bytes
-    assert case.floor_us(1e12) < wide.floor_us(1e12)
-    small = replace(case, forest=Forest.of_tree("1,4_100,28"))
-    pool = KvPool(KvPool.bytes_for(small), "cpu")
-    layers = pool.layers(small)
-    begins = [k.data_ptr() for k, _ in layers]
-    assert {b - a for a, b in pairwise(begins)} == {layers[0][0].nbytes}
-    for half in layers[-1]:
-        assert half.dtype == torch.float8_e4m3fn
-        assert 0.8 < float(half.float().std()) < 1.2
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 64])
@@ -280,31 +181,6 @@ def test_what_is_wrong_or_not_supported_is_named_and_not_timed(
     assert timed == ["good", "rounded"]
 
 
-def test_a_kernel_far_behind_is_timed_in_a_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    us = {"pat": 10.0, "near": 29.0, "far": 31.0}
-    rounds: dict[str, list[int]] = {name: [] for name in us}
-
-    def layer_us(graphs: Any, layers: int, count: int, *, dirty: bool, warmup: int = 3) -> Any:
-        for name in graphs:
-            rounds[name].append(count)
-        times = {name: us[name] + count / 1000 for name in graphs}
-        return {"us": times, "us_dirty_l2": times} if dirty else {"us": times}
-
-    monkeypatch.setattr(measurement.timing, "layer_us", layer_us)
-    found = measurement._timed(dict.fromkeys(us, None), 8, 9, dirty=True)
-    assert rounds == {"pat": [2, 9], "near": [2, 9], "far": [2]}
-    assert (
-        found["us"]
-        == found["us_dirty_l2"]
-        == {
-            "pat": 10.009,
-            "near": 29.009,
-            "far": 31.002,
-        }
-    )
-    assert measurement._timed({}, 8, 9, dirty=False) == {"us": {}}
-
-
 def _case(suite: str, name: str, kind: str, pat: float, peer: float, floor: float = 10.0) -> Any:
     us = {"pat": pat, "fa3": peer, "cascade": 10 * peer}
     return {
@@ -325,21 +201,19 @@ def test_a_run_reports_each_case_and_names_what_is_left_out(
     workloads = [Workload(Forest.of_tree(name), 8, 2, suite="tree") for name in ("4_16", "4_32")]
 
     def run(seconds: float, failed: dict[str, str]) -> tuple[int, dict[str, Any]]:
-        def measured(workload: Workload) -> dict[str, Any]:
+        def measured(workload: Workload, rounds: int) -> dict[str, Any]:
             case = _case("tree", workload.name, "uniform", 10.0, 20.0)
             return case | {"failed": failed, "unsupported": {"xqa": "pages"}, "unique_kv_bytes": 1}
 
+        args = SimpleNamespace(seconds=seconds, json=path, rounds=None, quick=True)
         status = measurement.run_cases(
+            args,
             workloads,
             measured,
-            lambda cases: gates(cases) if cases else [],
+            gates,
             names=["pat", "fa3"],
-            header="   floor",
-            report_line=attention.report_line,
             info={"clocks": {}},
             begin=time.perf_counter(),
-            seconds=seconds,
-            path=path,
         )
         return status, json.loads(path.read_text())
 
@@ -417,14 +291,6 @@ def test_an_fp8_cache_has_gates_of_its_own() -> None:
     assert "pat is the fastest in all cases" in failed()
 
 
-def test_losses_where_nothing_is_shared_must_even_out() -> None:
-    cases = _good()
-    for index in (1, 2, 3):
-        cases[index]["us"]["pat"] = cases[index]["us"]["fa3"] / 0.995
-    found = [gate.rule for gate in gates(cases) if not gate.passed]
-    assert found == ["geomean best peer/pat >= 1.00"]
-
-
 def test_a_loss_behind_a_dirty_l2_fails_a_gate_of_its_own() -> None:
     cases = _good()
     cases[3]["us_dirty_l2"] = {"pat": 10.0, "fa3": 10.0, "cascade": 20.0}
@@ -448,76 +314,7 @@ def test_a_case_in_which_pat_failed_fails_its_suite() -> None:
     assert failed == {"shared, all": wrong, "long-prefix": wrong, "all": "not in e"}
 
 
-def test_gates_without_peers_or_cases_are_not_passed() -> None:
-    cases = [_case("rank", "x", "shared", 10.0, 20.0)]
-    cases[0]["us"] = {"pat": 10.0}
-    assert {gate.passed for gate in gates(cases) if gate.suite != "all"} == {None}
-
-
-def test_the_summary_counts_losses() -> None:
-    cases = [
-        _case("rank", "x", "shared", 10.0, 20.0),
-        _case("rank", "y", "shared", 10.0, 9.0),
-        _case("rank", "z", "uniform", 10.0, 10.0),
-    ]
-    del cases[0]["us"]["cascade"]
-    shared, unshared = summary(cases, ["pat", "fa3", "cascade"])
-    assert shared.startswith(
-        "rank, shared, 2 cases: time/floor pat 1.00, fa3 1.34, cascade 9.00 (1"
-    )
-    assert shared.endswith("best peer/pat 1.34, least 0.900, 1 losses")
-    assert unshared.endswith("0 losses")
-
-
-def test_recorded_runs_can_be_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from plot import kernels as plot_kernels
-
-    result = json.loads((RESULTS / "kernels.json").read_text())
-    plot_kernels.draw(result, "pat-20", tmp_path / "kernels.png")
-    assert (tmp_path / "kernels.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(SystemExit, match="no cases of the suite 'none'"):
-        plot_kernels.draw(result, "none", tmp_path / "none.png")
-
-
-def test_only_what_was_measured_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from plot import kernels as plot_kernels
-
-    drawn: list[Any] = []
-    monkeypatch.setattr(plot_kernels.plt, "close", drawn.append)
-    for name, expected in (
-        ("kernels.json", ["sglang-pat", "FlashInfer", "FA3", "FlashInfer cascade", "XQA"]),
-        ("kernels-cascade.json", ["sglang-pat", "FlashInfer", "FA3", "FlashInfer cascade"]),
-    ):
-        result = json.loads((RESULTS / name).read_text())
-        plot_kernels.draw(result, "pat-20", tmp_path / "kernels.png")
-        legend = drawn[-1].axes[0].get_legend()
-        assert [text.get_text() for text in legend.get_texts()] == expected
-
-
 # --- latent attention ---
-
-
-def test_the_cases_of_latent_attention_hold_what_they_promise() -> None:
-    cases = mla.workloads()
-    assert len({case.name for case in cases}) == len(cases)
-    assert {case.num_qo_heads for case in cases} == {8, 12, 16, 20, 32}
-    assert {1024, 65536} <= {case.prefix for case in cases}
-    assert {2, 256} <= {case.sharing for case in cases}
-    assert {128, 2048} <= {case.forest.requests[0][1] for case in cases}
-    assert {1, 2, 3} <= {max(map(len, case.forest.paths)) for case in cases}
-    assert {case.kind for case in cases} == {"shared", "uniform", "ragged", "long"}
-    names = {case.name for case in mla.workloads(quick=True)}
-    assert set(gates_module.LATENT_US) <= names < {case.name for case in cases}
-
-
-def test_the_floor_of_latent_attention_is_one_read_of_a_row_or_its_arithmetic() -> None:
-    case = mla.LatentWorkload(Forest.of_tree("1,4_1000,24"), 16)
-    kv_bytes = (1000 + 4 * 24) * 1152
-    assert case.unique_kv_bytes == kv_bytes
-    assert case.least_us(1e6, 1e30) == pytest.approx(kv_bytes + 4 * 16 * 1088 * 2)
-    assert case.least_us(1e30, 1e6) == 2 * 4 * 1024 * 16 * 1088
 
 
 def test_pages_hold_the_slots_of_their_requests() -> None:
@@ -527,15 +324,6 @@ def test_pages_hold_the_slots_of_their_requests() -> None:
     slots, block_table = pages_of(table)
     assert torch.equal(slots[block_table.long()].flatten(1)[:, :220], table.long())
     assert len(slots) == 2 + 4 * 2
-
-
-@pytest.mark.parametrize("name", ["1,4_150,20", "2,6_70,30"])
-def test_requests_that_part_within_their_last_page_have_pages_of_their_own(name: str) -> None:
-    forest = Forest.of_tree(name)
-    table = forest.token_table(device="cpu")
-    slots, block_table = pages_of(table)
-    width = table.shape[1]
-    assert torch.equal(slots[block_table.long()].flatten(1)[:, :width], table.long())
 
 
 def test_a_copy_in_pages_that_does_not_fit_is_refused_with_its_size() -> None:
@@ -569,25 +357,3 @@ def test_latent_attention_has_gates_of_its_own() -> None:
     slower = alone | {"us": {"pat": 10.0, "fa3": 10.4}}
     assert failed(slower) == {"geomean fa3/pat >= 1.05"}
     assert "best peer/pat >= 0.97 in all cases" in failed(alone | {"us": {"pat": 10.0, "fa3": 9.6}})
-
-
-def test_the_largest_tree_and_the_choice_of_a_body_are_judged() -> None:
-    def case(rows: float, tiles: float, apart: float = 0.0) -> dict[str, Any]:
-        times = {"rows": rows, "tiles": tiles}
-        shape = draft_trees.SHAPES[0]
-        return {
-            "shape": shape.title,
-            "chosen": shape.chosen,
-            "alone_us": times,
-            "added_us": times,
-            "largest_apart": apart,
-        }
-
-    def met(*given: float) -> list[bool]:
-        return [gate["met"] for gate in draft_trees.gates([case(*given)]).values()]
-
-    assert draft_trees.SHAPES[0].title == draft_trees.LARGEST
-    assert met(300, 39) == [True, True, True]
-    assert met(300, 41) == [False, True, True]
-    assert met(20, 39) == [True, False, True]
-    assert met(300, 39, 0.1) == [True, True, False]

@@ -1,18 +1,16 @@
-"""The parts of the serving benchmark that need no server: models, traffic, results."""
+"""The parts of the serving benchmarks that need no server: prompts, models, results."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from common.counters import difference
 from common.models import MODELS, write_tokenizer
 from common.results import earlier, write
-from server import traffic
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.http_server import as_flags, running_process
 
@@ -30,16 +28,6 @@ def test_prompts_share_the_prefix_of_their_group_and_nothing_else() -> None:
     assert prompts[0][:40] == prompts[1][:40] != prompts[2][:40] == prompts[3][:40]
     assert len({tuple(prompt[40:]) for prompt in prompts}) == 6
     assert prompts == Case(6, 40, 5, 8, groups=3).prompts(1000)
-
-
-def test_each_group_has_a_request_at_every_rate() -> None:
-    asked = traffic.traffic_of(LLAMA)
-    assert asked.per_group(0.01) == 1
-    assert asked.groups * asked.per_group(32.0) == 640
-    long = traffic.traffic_of(LLAMA, long=True)
-    tokens = long.system_prompt + long.question + long.answer
-    assert tokens < traffic.with_context(LLAMA, traffic.LONG_CONTEXT).arguments["context_length"]
-    assert long.groups * long.per_group(2.0) == 40
 
 
 def test_the_tokenizer_keeps_lengths(tmp_path: Path) -> None:
@@ -89,33 +77,9 @@ def test_counters_are_subtracted_however_deep() -> None:
 # --- results ---
 
 
-def test_a_rate_is_measured_once_for_each_backend() -> None:
-    entries: list[dict[str, Any]] = []
-    for backend, rate, tpot in (("pat", 4.0, 9.0), ("fa3", 4.0, 12.0), ("pat", 4.0, 8.0)):
-        entry = {"model": "m", "backend": backend, "request_rate": rate, "median_tpot_ms": tpot}
-        entries = traffic.added(entries, entry)
-    assert [(each["backend"], each["median_tpot_ms"]) for each in entries] == [
-        ("fa3", 12.0),
-        ("pat", 8.0),
-    ]
-
-
 def test_results_are_continued_by_the_same_commit_only(tmp_path: Path) -> None:
     file = tmp_path / "traffic.json"
     write(file, {"meta": META, "serving": [1]})
     assert earlier(file, META)["serving"] == [1]
     with pytest.raises(ValueError, match="commit 'c', this is 'd'"):
         earlier(file, META | {"commit": "d"})
-
-
-def test_recorded_traffic_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    recorded = json.loads((BENCHMARKS / "results/h100/serving.json").read_text())
-    traffic.show(recorded["serving"])
-    printed = capsys.readouterr().out
-    assert "llama-3-8b: sglang.bench_serving" in printed
-    assert printed.count("triton") == 2  # rates
-
-
-def test_what_the_client_reports_is_asked_for_once() -> None:
-    assert len(set(traffic.METRICS)) == len(traffic.METRICS)
-    assert {"median_tpot_ms", "p99_itl_ms", "mean_ttft_ms"} <= set(traffic.METRICS)

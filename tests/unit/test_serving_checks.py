@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
 
-import check
 from check import deterministic, hicache, soak
 from check import logits as check_logits
 from check import ranks as check_ranks
-from check.memory import Memory
-from common import drafts, suites
-from common.models import MODELS
-from server import speculation
-from server.nested_models import write_head, write_nested
 from sglang_pat.bench.answers import Answer, Candidate, agreement
-from sglang_pat.bench.decoding import DecodeRun
 
 # --- answers ---
 
@@ -179,67 +164,6 @@ def test_chains_must_be_the_models_own_tokens_and_accepted() -> None:
     assert failures(0.0, 1.0, of_others=1.0) == ["no draft was accepted"]
 
 
-def test_one_rank_of_each_model_serves_the_comparison_of_its_layouts() -> None:
-    layouts = [*check_ranks.LAYOUTS]
-    starts = check_ranks.starts_of(check_logits.ON_GPU, Path("m"), ["pat", "fa3"], layouts, 2)
-    assert sorted(starts) == sorted(
-        f"{backend}-{name}"
-        for backend in ("pat", "fa3")
-        for name in ("llama", "qwen3", "latent", *layouts)
-    )
-    names = ("tp_size", "pp_size", "dp_size", "enable_dp_attention", "speculative_algorithm")
-    sizes = {
-        name: [starts[f"pat-{name}"].arguments.get(each) for each in names]
-        for name in ("latent", *layouts)
-    }
-    assert sizes == {
-        "latent": [None, None, None, None, None],
-        "tp": [2, None, None, None, None],
-        "pp": [None, 2, None, None, None],
-        "dp": [2, None, 2, True, None],
-        "mla": [2, None, None, None, None],
-        "mla-dp": [2, None, 2, True, None],
-        "chains": [2, None, None, None, "STANDALONE"],
-    }
-    models = {name: starts[f"fa3-{name}"].model.name for name in layouts}
-    assert models == check_ranks.LAYOUTS
-    assert starts["pat-chains"].arguments["speculative_draft_model_path"] == Path("m/llama")
-
-
-@pytest.mark.parametrize("failing", [None, "fa3-pp", "fa3-llama"])
-def test_a_server_that_fails_fails_its_layouts_alone(
-    failing: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(check_ranks, "this_setup", lambda: check_logits.ON_CPU)
-    monkeypatch.setattr(check_ranks.Plans, "of", lambda _: GOOD_PLANS)
-    run, off = run_of(0.0, [4, 5]), run_of(0.5, [4, 5])
-    monkeypatch.setattr(
-        check_ranks, "answer_all", lambda server, _: off if server.name == "fa3-tp" else run
-    )
-
-    @contextmanager
-    def fleet(starts: Mapping[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
-        members = {}
-        for name in starts:
-            server = SimpleNamespace(name=name, stats=dict)
-            failure = "ended while it started" if name == failing else None
-            members[name] = SimpleNamespace(server=server, failure=failure, name=name)
-        yield members
-
-    monkeypatch.setattr(check_ranks, "fleet", fleet)
-    monkeypatch.setattr(check_ranks, "wait", lambda *_: None)
-    monkeypatch.setattr(check_ranks, "report_starts", lambda *_: None)
-    monkeypatch.setattr(sys, "argv", [])
-    command = ["ranks", "--layout", "tp", "pp", "--backends", "pat", "fa3"]
-    status = suites.main(check, [*command, "--json", str(tmp_path / "found.json")])
-    written = json.loads((tmp_path / "found.json").read_text())
-    failed = {layout for layout in ("tp", "pp") if written[layout]["failed"]}
-    assert failed == {None: set(), "fa3-pp": {"pp"}, "fa3-llama": {"tp", "pp"}}[failing]
-    assert len(written["failures"]) == len(failed)
-    assert status == (1 if failed else 0)
-    assert written["tp"]["layout"] == "tp"
-
-
 def test_kv_from_the_host_must_be_right_and_must_have_been_there() -> None:
     def failures(after: float, on_host: int = 9, planned: int = 5) -> list[str]:
         own, fa3, triton = (run_of(logits, [4, 5]) for logits in (0.0, 0.1, 0.0))
@@ -255,190 +179,18 @@ def test_kv_from_the_host_must_be_right_and_must_have_been_there() -> None:
     assert len(failures(0.0, planned=10)) == 1
 
 
-# --- speculation ---
-
-
-def test_time_and_acceptance_are_compared_with_the_default_backend() -> None:
-    def answer(steps: int) -> dict[str, Any]:
-        return {"output_ids": [1, 2, 3, 4], "meta_info": {"spec_verify_ct": steps}}
-
-    def passed(pat: float, steps: int) -> list[bool]:
-        # 20 requests: each gains 2 tokens a step, except the one that is observed.
-        runs = {
-            name: [DecodeRun({0: ms / 4, 8: ms / 4}, 1.0, 1.0, [answer(1)] + [answer(count)] * 19)]
-            for name, ms, count in (("pat", 20 * pat, steps), ("default", 20.0, 2))
-        }
-        found = speculation.summary(runs)
-        gained = {name: 80 / (1 + 19 * count) for name, count in (("pat", steps), ("default", 2))}
-        assert found["step_ms"] == pytest.approx({"pat": 20 * pat, "default": 20})
-        assert found["accepted_per_step"] == pytest.approx(gained)
-        assert found["ms_per_accepted_token"] == pytest.approx(
-            {"pat": 20 * pat / gained["pat"], "default": 20 / gained["default"]}
-        )
-        assert found["same_answers"] == 1
-        off = {"pat": 0.0, "default": 0.0}
-        case = found | {"drafts": "ngram", "off": off, "stops": {"off": 0.0}, "alone": []}
-        gates = speculation.gates([case])
-        return [gate["met"] for gate in gates.values()]
-
-    assert passed(0.5, 2) == [True, True, True, True]
-    assert passed(0.7, 2) == [False, True, True, True]
-    assert passed(0.35, 3) == [True, False, True, True]
-
-
-def test_acceptance_is_compared_in_the_same_answers() -> None:
-    def compared(*pat: tuple[int, int]) -> tuple[float, dict[str, float]]:
-        # Answers by their last token, with the steps that they took. FA3 says 4 in 2 steps.
-        given = {"pat": pat, "default": [(4, 2)] * len(pat)}
-        runs = {
-            name: [
-                DecodeRun(
-                    {0: 1.0, 8: 1.0},
-                    1.0,
-                    1.0,
-                    [
-                        {"output_ids": [1, 2, 3, last], "meta_info": {"spec_verify_ct": steps}}
-                        for last, steps in answers
-                    ],
-                )
-            ]
-            for name, answers in given.items()
-        }
-        found = speculation.summary(runs)
-        return found["same_answers"], found["accepted_in_same_answers"]
-
-    assert compared((4, 2), (5, 4)) == (0.5, {"pat": 2.0, "default": 2.0})
-    assert compared((4, 4), (5, 2)) == (0.5, {"pat": 1.0, "default": 2.0})
-    assert compared((5, 2), (5, 2)) == (0.0, {})
-    none = {"drafts": "ngram", "pat_over_default": 0.5, "alone": []}
-    gates = speculation.gates([none | {"accepted_in_same_answers": {}}])
-    assert [gate["met"] for gate in gates.values()] == [True, False]
-
-
-def test_answers_under_speculation_are_what_the_model_finds_most_probable() -> None:
-    best = [[(-0.5, 7, None)], [(-0.25, 8, None)]]
-    assert drafts.off([(-0.5, 7, None), (-0.25, 8, None)], best) == 0
-    assert drafts.off([(-0.5, 7, None), (-1.25, 9, None)], best) == 1
-    with pytest.raises(ValueError, match="no position"):
-        drafts.off([], [])
-
-    def is_met(pat: float, default: float, stopped: float = 0.0) -> bool:
-        case = {
-            "drafts": "same",
-            "pat_over_default": 0.5,
-            "accepted_in_same_answers": {"pat": 4, "default": 4},
-            "alone": [],
-            "off": {"pat": pat, "default": default},
-            "stops": {"off": stopped},
-        }
-        return all(gate["met"] for gate in speculation.gates([case]).values())
-
-    assert is_met(0.04, 0)
-    assert not is_met(0.05, 0)
-    assert is_met(0.19, 0.1)
-    assert not is_met(0.21, 0.1)
-    assert not is_met(0.1, 0.1, stopped=0.21)
-
-
-def test_steps_that_share_nothing_may_be_one_percent_longer() -> None:
-    def is_met(*ratios: float) -> bool:
-        alone = [{"case": f"{i}", "pat_over_default": each} for i, each in enumerate(ratios)]
-        case = {
-            "drafts": "dflash",
-            "pat_over_default": 0.5,
-            "accepted_in_same_answers": {"pat": 4, "default": 4},
-            "alone": alone,
-        }
-        return all(gate["met"] for gate in speculation.gates([case]).values())
-
-    assert is_met(1.0, 1.005)
-    assert not is_met(1.0, 1.02)
-    assert not is_met(1.02, 1.0)
-
-
-def test_drafts_are_server_arguments() -> None:
-    path = Path("draft")
-    assert speculation.speculation("deep-trees", path) == {
-        "speculative_algorithm": "EAGLE",
-        "speculative_draft_model_path": path,
-        "speculative_num_steps": 5,
-        "speculative_eagle_topk": 4,
-        "speculative_num_draft_tokens": 8,
-    }
-    assert "speculative_draft_model_path" not in speculation.speculation("ngram", None)
-    for each in speculation.starts("dflash", path, path, {}).values():
-        assert each.environment == {"SGLANG_SIMULATE_ACC_LEN": "4"}
-        assert each.arguments["speculative_draft_load_format"] == "dummy"
-
-
-def test_three_kinds_of_drafts_fit_on_80_gb() -> None:
-    shape = MODELS["llama-3-8b"]
-    needs = {
-        name: speculation.gigabytes(shape, name, 10, 1, 41_472)
-        for name in ("trees", "ngram", "dflash")
-    }
-    # Weights alone, in 16 bits: 10 layers of 218 million, and both ends of the vocabulary.
-    weights = 2 * 2e-9 * (10 * 218e6 + 2 * 128_256 * 4096)
-    assert weights < needs["ngram"] < needs["trees"] < needs["dflash"]
-    assert sum(needs.values()) < 0.95 * 85.5
-
-
-def test_the_model_that_drafts_is_the_beginning_of_the_others(tmp_path: Path) -> None:
-    config = MODELS["tiny"].config
-    paths = write_nested(tmp_path, config, [3, 2], draft_layers=1)
-    assert sorted(paths) == [1, 2, 3]
-    for count, path in paths.items():
-        assert json.loads((path / "config.json").read_text())["num_hidden_layers"] == count
-        weights: dict[str, torch.Tensor] = {}
-        for file in path.glob("*.safetensors"):
-            weights |= load_file(file)
-        layers = {int(name.split(".")[2]) for name in weights if ".layers." in name}
-        assert layers == set(range(count))
-    # Each token has one that it is likely to follow, and some that are likely to follow it.
-    head, embeddings = weights["lm_head.weight"], weights["model.embed_tokens.weight"]
-    before = (head @ embeddings.T).argmax(dim=1)
-    assert len(before.unique()) > 0.9 * len(before)
-
-
-def test_a_head_drafts_by_the_first_layer_and_the_embedding_alone(tmp_path: Path) -> None:
-    config = MODELS["tiny"].config
-    write_nested(tmp_path, config, [2], draft_layers=1)
-    path = write_head(tmp_path, config)
-    assert json.loads((path / "config.json").read_text())["num_hidden_layers"] == 1
-    weights = load_file(path / "model.safetensors")
-    first = load_file(tmp_path / "layers-1" / "0.safetensors")
-    for name, weight in first.items():
-        if "input_layernorm" not in name:
-            assert torch.equal(weights.pop(name.removeprefix("model.")), weight)
-    hidden = config["hidden_size"]
-    embedding, state = torch.randn(2, 3, hidden).to(weights["fc.weight"].dtype)
-    joined = torch.cat((embedding, state), dim=-1)
-    into = torch.nn.functional.linear(joined, weights.pop("fc.weight"), weights.pop("fc.bias"))
-    assert torch.equal(into, embedding)
-    assert not weights
-
-
-# --- soak and profile ---
-
-
-def test_the_soak_repeats_itself_and_does_all_that_it_says() -> None:
-    def first(count: int) -> list[soak.Request]:
-        requests = soak.Workload(3).requests()
-        return [next(requests) for _ in range(count)]
-
-    requests = first(200)
-    assert requests == first(200)
-    assert any(request.sample is not None for request in requests)
-    assert any(request.abort_after is not None for request in requests)
-    assert any("stop_token_ids" in request.sampling for request in requests)
+# --- soak ---
 
 
 def test_growth_of_memory_is_a_failure() -> None:
-    before = Memory({"sglang::scheduler": 1000.0, "server": 500.0}, 8000.0)
-    assert soak.grown(before, Memory({"sglang::scheduler": 1110.0, "server": 9000.0}, 8400.0)) == []
-    (host,) = soak.grown(before, Memory({"sglang::scheduler": 1120.0}, 8000.0))
+    before = soak.Memory({"sglang::scheduler": 1000.0, "server": 500.0}, 8000.0)
+    assert (
+        soak.grown(before, soak.Memory({"sglang::scheduler": 1110.0, "server": 9000.0}, 8400.0))
+        == []
+    )
+    (host,) = soak.grown(before, soak.Memory({"sglang::scheduler": 1120.0}, 8000.0))
     assert host == "memory of schedulers grew from 1,000 to 1,120 MiB"
-    assert len(soak.grown(before, Memory({"sglang::scheduler": 1000.0}, 8500.0))) == 1
+    assert len(soak.grown(before, soak.Memory({"sglang::scheduler": 1000.0}, 8500.0))) == 1
 
 
 def test_a_soak_in_which_nothing_was_retracted_proves_nothing() -> None:

@@ -1,4 +1,4 @@
-"""On PYTHONPATH of the servers that `server speculation` starts for NGRAM: what SGLang 0.5.23 does.
+"""On PYTHONPATH of NGRAM's servers of `experiments speculation`: what SGLang 0.5.23 does.
 
 In every step the n-gram worker of SGLang 0.5.17 copies each prompt twice to use its end: at 64
 prompts of 8,448 tokens most of a step, whatever the backend. That of 0.5.23 copies the end.

@@ -1,6 +1,6 @@
 """Speculative decoding: time per accepted token, and how much is accepted, pat against FA3.
 
-    python benchmarks/server speculation [--drafts NAME ...] [--quick] [--seconds N] [--json FILE]
+    python benchmarks/experiments speculation [--drafts NAME ...] [--quick] [--json FILE]
 
 Drafts come from what has been said (ngram), or from a model: the served one itself (same), its
 first layer (small), or that layer as a head on the model (eagle). Those are chains of 3 steps.
@@ -65,7 +65,7 @@ from common.models import MODELS, TINY, ModelShape
 from common.results import at_most, write
 from common.suites import add_option
 from common.terminal import console, show_failure, table_of
-from server.nested_models import BLOCK_LAYERS, write_blocks, write_head, write_nested
+from experiments.nested_models import BLOCK_LAYERS, write_blocks, write_head, write_nested
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun, held_up_ms
 from sglang_pat.bench.server import Server, Start, contender, sampling_of

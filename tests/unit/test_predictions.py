@@ -1,32 +1,16 @@
-"""Whole jobs: what is sent, what is predicted, what has to hold."""
+"""Predictions that benchmarks compare: of whole jobs, and of a token by its attention."""
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
 
+from common.metadata import known_gpu
 from common.models import MODELS
-from server.jobs import JOBS, Job, JobRun, gates, known_gpu, predicted, run_job
-from sglang_pat.workload.trace import prompt_length
-
-
-@pytest.mark.parametrize("job", [Job("a", 6, 5, 30, 4, 7), JOBS[2].smaller()])
-def test_a_job_is_sent_in_a_random_order_that_is_the_same_every_time(job: Job) -> None:
-    found = job.requests(2000, seed=3)
-    groups = [group for group, _ in found]
-    assert Counter(groups) == dict.fromkeys(range(job.groups), job.size)
-    assert groups != sorted(groups) or job.groups == 1
-    again = job.requests(2000, seed=3)
-    for (_, one), (_, other) in zip(found, again, strict=True):
-        assert one.prompt.tokens.tolist() == other.prompt.tokens.tolist()
-        assert prompt_length(one.prompt) == job.shared + job.private
-    first: dict[int, list[int]] = {}
-    for group, request in found:
-        shared = request.prompt.tokens[: job.shared].tolist()
-        assert first.setdefault(group, shared) == shared
-    assert len({tuple(each) for each in first.values()}) == job.groups
+from kernel import sharing
+from server.jobs import Job, JobRun, gates, run_job
+from sglang_pat.workload.models import GPUS
 
 
 def entry(name: str, measured: float, expected: float) -> dict[str, Any]:
@@ -47,15 +31,6 @@ def test_gates_hold_predictions_to_their_limits() -> None:
     assert len(found) == 3  # what was not measured is no gate
 
 
-def test_a_job_is_predicted_for_its_gpu() -> None:
-    requests = [request for _, request in Job("a", 3, 4, 200, 10, 5).requests(128_256, 0)]
-    config = MODELS["llama-3-8b"].config
-    for gpu in ("H100", "H200"):
-        found = predicted(requests, config, gpu)
-        assert set(found) == {"pat", "default"}
-        assert 0 < found["pat"].seconds < 1
-
-
 @pytest.mark.parametrize(
     ("name", "known"),
     [
@@ -63,6 +38,8 @@ def test_a_job_is_predicted_for_its_gpu() -> None:
         ("NVIDIA H200", "H200"),
         ("NVIDIA L40S", "L40S"),
         ("NVIDIA L4", "L4"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA H2000", None),
         ("GeForce 9", None),
         (None, None),
     ],
@@ -100,3 +77,21 @@ def test_a_job_begins_with_an_empty_cache_and_in_one_call() -> None:
     assert run.cached == (0 + 1 + 2 + 3) / 60
     with pytest.raises(RuntimeError, match="request 0: 5 of 6 tokens"):
         run_job(Server(missing=1), requests)  # type: ignore[arg-type]
+
+
+def test_a_token_is_attention_and_the_rest_of_a_step() -> None:
+    """As `kernel sharing` estimates it."""
+
+    def estimated(us: dict[str, float]) -> dict[str, Any]:
+        measured = {"us": us, "failed": {"pat": "wrong"}}
+        cell = sharing.Cell(32, 0.5, 2048)
+        return sharing.estimated(cell, MODELS["llama-3-8b"], GPUS["H100"], measured)
+
+    free = estimated({"pat": 0.0, "fa3": 0.0, "flashinfer": 1.0})
+    assert free["gain"] == 1
+    assert 4 < free["tpot_ms"]["pat"] < 9  # 16 GB of weights
+    slow = estimated({"pat": 10.0, "fa3": 110.0, "flashinfer": 120.0})
+    assert slow["other"] == "fa3"
+    assert slow["tpot_ms"]["other"] - slow["tpot_ms"]["pat"] == pytest.approx(32 * 0.1)
+    with pytest.raises(RuntimeError, match="wrong"):
+        estimated({"fa3": 1.0})

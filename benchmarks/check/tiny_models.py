@@ -1,4 +1,4 @@
-"""The tiny model with latent attention (MLA): a DeepSeek-V2 whose MLPs are all dense."""
+"""Other models of the tiny one's size: with latent attention (MLA), or as a Qwen3."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _OF_HEADS = ("num_key_value_heads", "head_dim")
 def write_latent(model: TinyModel, folder: Path) -> Path:
     """Write config and weights of `model` to `folder`, with the latent sizes of a DeepSeek-V2.
 
-    Like the tiny model's, queries and keys are sharp enough that a far away token can decide.
+    All its MLPs are dense. Like the tiny model's, queries and keys are sharp enough that a far away
+    token can decide.
     """
     model.write(folder)
     config = {
@@ -54,5 +55,21 @@ def write_latent(model: TinyModel, folder: Path) -> Path:
             f"{prefix}.kv_b_proj.weight": normal(heads * (_NOPE + _VALUES), _LATENT, 2.0),
             f"{prefix}.o_proj.weight": normal(hidden, heads * _VALUES),
         }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def write_qwen3(model: TinyModel, folder: Path) -> Path:
+    """Write config and weights of `model` to `folder`, with the norms that a Qwen3 has.
+
+    SGLang's Llama has no data-parallel attention.
+    """
+    model.write(folder)
+    config = model.config() | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    for layer in range(model.num_layers):
+        for name in ("q_norm", "k_norm"):
+            weights[f"model.layers.{layer}.self_attn.{name}.weight"] = torch.ones(model.head_dim)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
