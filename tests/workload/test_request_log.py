@@ -11,11 +11,13 @@ import json
 import random
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from sglang_pat.cli.main import main
 from sglang_pat.workload.formats import open_trace
@@ -29,9 +31,13 @@ PHOTO = base64.b64encode(DRAWS.randbytes(60_000)).decode()
 PROMPT_TOKENS, OUTPUT_TOKENS = 1100, 120
 USAGE = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": OUTPUT_TOKENS, "total_tokens": 1220}
 OUTPUT_USAGE = {"input_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS}
-ANSWER = {"usage": USAGE, "choices": [{"message": {"role": "assistant", "content": "a" * 480}}]}
+CHOICES = [{"message": {"role": "assistant", "content": "a" * 480}}]
+ANSWER = {"usage": USAGE, "choices": CHOICES}
 
 Record = dict[str, Any]
+SHAPES: dict[str, Record] = yaml.safe_load(
+    (Path(__file__).parents[1] / "support/data/request_shapes.yaml").read_text()
+)
 
 
 def messages(i: int) -> list[Record]:
@@ -42,16 +48,8 @@ def chat(i: int, **more: object) -> Record:
     return {"model": "m", "messages": messages(i), **more}
 
 
-def question(i: int) -> list[Record]:
-    return [{"role": "user", "content": QUESTIONS[i]}]
-
-
 def iso(i: int) -> str:
     return datetime.fromtimestamp(EPOCH + i / 4, UTC).isoformat()
-
-
-def events(*found: Record) -> str:
-    return "".join(f"event: x\ndata: {json.dumps(each)}\n\n" for each in found) + "data: [DONE]\n"
 
 
 def exact_ids(i: int) -> list[int]:
@@ -59,257 +57,48 @@ def exact_ids(i: int) -> list[int]:
     return [*range(1000, 2000), *own.tolist()]
 
 
-def of_question(i: int) -> str:
-    return SYSTEM + QUESTIONS[i]
-
-
-SHAPES: dict[str, Callable[[int], Record]] = {
-    "plain": lambda i: {"timestamp": i / 4, "request": chat(i), "response": ANSWER},
-    "flat": lambda i: {"timestamp": i / 4, **chat(i), **ANSWER, "id": "x", "latency_ms": 3},
-    "body of a request, body of a response": lambda i: {
-        "ts": i / 4,
-        "request": {"method": "POST", "url": "/v1/chat/completions", "body": chat(i)},
-        "response": {"status": 200, "body": ANSWER},
-    },
-    "texts of JSON": lambda i: {
-        "time": i / 4,
-        "request_body": json.dumps(chat(i)),
-        "response_body": json.dumps(ANSWER),
-    },
-    "batch": lambda i: {
-        "custom_id": "x",
-        "created_at": EPOCH + i / 4,
-        "body": chat(i),
-        "response": {"status_code": 200, "body": ANSWER},
-        "error": None,
-    },
-    "container log": lambda i: {"log": json.dumps({**chat(i), **ANSWER}) + "\n", "time": iso(i)},
-    "tracer": lambda i: {
-        "startTime": iso(i),
-        "endTime": iso(i + 9),
-        "input": messages(i),
-        "output": {"role": "assistant", "content": "a"},
-        "usage": {"input": PROMPT_TOKENS, "output": OUTPUT_TOKENS, "total": 1220, "unit": "TOKENS"},
-    },
-    "flat counts": lambda i: {
-        "startTime": iso(i),
+def shape_of(name: str, i: int) -> Record:
+    """The record of request i in a shape of `request_shapes.yaml`."""
+    values = {
+        "t": i / 4,
+        "epoch": EPOCH + i / 4,
+        "iso": iso(i),
+        "later": iso(i + 9),
+        "sent": iso(i + 8),
+        "chat": chat(i),
         "messages": messages(i),
-        "prompt_tokens": PROMPT_TOKENS,
-        "completion_tokens": OUTPUT_TOKENS,
-    },
-    "messages API": lambda i: {
-        "timestamp": i / 4,
-        "request": {"system": SYSTEM, "max_tokens": 8192, "messages": question(i)},
-        "response": {"type": "message", "role": "assistant", "usage": OUTPUT_USAGE},
-    },
-    "messages API, blocks and cache": lambda i: {
-        "timestamp": i / 4,
-        "request": {
-            "system": [{"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral"}}],
-            "messages": [{"role": "user", "content": [{"type": "text", "text": QUESTIONS[i]}]}],
-        },
-        "response": {
-            "usage": {
-                "input_tokens": 100,
-                "cache_read_input_tokens": 900,
-                "cache_creation_input_tokens": 100,
-                "output_tokens": OUTPUT_TOKENS,
-            }
-        },
-    },
-    "messages API, stream": lambda i: {
-        "timestamp": i / 4,
-        "request": {"system": SYSTEM, "messages": question(i), "stream": True},
-        "response": events(
-            {
-                "type": "message_start",
-                "message": {"usage": {"input_tokens": PROMPT_TOKENS, "output_tokens": 1}},
-            },
-            {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "abcd"}},
-            {"type": "message_delta", "usage": {"output_tokens": OUTPUT_TOKENS}},
-        ),
-    },
-    "responses API": lambda i: {
-        "timestamp": i / 4,
-        "request": {"instructions": SYSTEM, "input": question(i)},
-        "response": {"object": "response", "output": [], "usage": OUTPUT_USAGE},
-    },
-    "responses API, a text": lambda i: {
-        "timestamp": i / 4,
-        "request": {"instructions": SYSTEM, "input": QUESTIONS[i], "text": {"format": "x"}},
-        "response": {"usage": OUTPUT_USAGE},
-    },
-    "responses API, parts": lambda i: {
-        "timestamp": i / 4,
-        "request": {
-            "instructions": SYSTEM,
-            "input": [
-                {
-                    "type": "message",
-                    "role": "user",
-                    "content": [{"type": "input_text", "text": QUESTIONS[i]}],
-                }
-            ],
-        },
-        "response": {"usage": OUTPUT_USAGE},
-    },
-    "parts": lambda i: {
-        "timestamp": i / 4,
-        "request": {
-            "messages": [
-                {"role": each["role"], "content": [{"type": "text", "text": each["content"]}]}
-                for each in messages(i)
-            ]
-        },
-        "response": ANSWER,
-    },
-    "reasoning": lambda i: {
-        "timestamp": i / 4,
-        "request": chat(i),
-        "response": {
-            "choices": [{"message": {"reasoning_content": "r" * 400, "content": "a" * 80}}],
-            "usage": {"prompt_tokens": PROMPT_TOKENS},
-        },
-    },
-    "reasoning, twice": lambda i: {
-        "timestamp": i / 4,
-        "request": chat(i),
-        "response": {
-            "choices": [
-                {
-                    "message": {
-                        "reasoning": "r" * 400,
-                        "reasoning_content": "r" * 400,
-                        "content": "a" * 80,
-                    }
-                }
-            ],
-            "usage": {"prompt_tokens": PROMPT_TOKENS},
-        },
-    },
-    "thinking blocks": lambda i: {
-        "timestamp": i / 4,
-        "request": {"system": SYSTEM, "messages": question(i), "max_tokens": 9999},
-        "response": {
-            "type": "message",
-            "content": [
-                {"type": "thinking", "thinking": "r" * 400, "signature": "s" * 999},
-                {"type": "text", "text": "a" * 80},
-            ],
-            "usage": {"input_tokens": PROMPT_TOKENS},
-        },
-    },
-    "reasoning items": lambda i: {
-        "timestamp": i / 4,
-        "request": {"instructions": SYSTEM, "input": QUESTIONS[i]},
-        "response": {
-            "output": [
-                {"type": "reasoning", "summary": [{"type": "summary_text", "text": "r" * 400}]},
-                {
-                    "type": "message",
-                    "role": "assistant",
-                    "content": [{"type": "output_text", "text": "a" * 80}],
-                },
-            ],
-            "usage": {"input_tokens": PROMPT_TOKENS},
-        },
-    },
-    "calls of tools": lambda i: {
-        "timestamp": i / 4,
-        "request": chat(i),
-        "response": {
-            "choices": [
-                {
-                    "message": {
-                        "content": None,
-                        "tool_calls": [{"function": {"name": "f" * 80, "arguments": "a" * 400}}],
-                    }
-                }
-            ],
-            "usage": {"prompt_tokens": PROMPT_TOKENS},
-        },
-    },
-    "stream of chunks": lambda i: {
-        "timestamp": i / 4,
-        "request": chat(i, stream=True),
-        "response": [
-            *({"choices": [{"index": 0, "delta": {"content": "a" * 120}}]} for _ in range(4)),
-            {"choices": [], "usage": {"prompt_tokens": PROMPT_TOKENS}},
-        ],
-    },
-    "a text as answer": lambda i: {
-        "timestamp": i / 4,
-        "prompt": of_question(i),
-        "response": "a" * 480,
-        "prompt_tokens": PROMPT_TOKENS,
-    },
-    "texts": lambda i: {
-        "timestamp": i / 4,
-        "request": {"prompt": [of_question(i)], "max_tokens": 200},
-        "response": {"usage": USAGE},
-    },
-    "/generate": lambda i: {
-        "timestamp": i / 4,
-        "request": {"text": of_question(i), "sampling_params": {"max_new_tokens": 999}},
-        "response": {
-            "text": "a",
-            "meta_info": {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": OUTPUT_TOKENS},
-        },
-    },
-    "/generate, ids of the answer": lambda i: {
-        "timestamp": i / 4,
-        "text": of_question(i),
-        "response": {
-            "output_ids": list(range(OUTPUT_TOKENS)),
-            "meta_info": {"prompt_tokens": PROMPT_TOKENS},
-        },
-    },
-    "SGLang's log": lambda i: {
-        "timestamp": iso(i + 8),
-        "event": "request.finished",
-        "rid": "x",
-        "obj": {"text": of_question(i), "sampling_params": {"n": 4, "max_new_tokens": 999}},
-        "out": {
-            "meta_info": {
-                "id": "x",
-                "finish_reason": {"type": "stop"},
-                "prompt_tokens": PROMPT_TOKENS,
-                "completion_tokens": OUTPUT_TOKENS,
-                "e2e_latency": 2.0,
-            }
-        },
-    },
-    "SGLang's metrics of requests": lambda i: {
-        "request_parameters": json.dumps({"text": of_question(i), "sampling_params": {"n": 2}}),
-        "id": "x",
-        "prompt_tokens": PROMPT_TOKENS,
-        "completion_tokens": OUTPUT_TOKENS,
-        "request_received_ts": EPOCH + i / 4,
-    },
-    "Ollama": lambda i: {
-        "created_at": iso(i),
-        "request": {"model": "m", "messages": messages(i), "options": {"num_predict": 900}},
-        "response": {
-            "message": {"role": "assistant", "content": "a"},
-            "prompt_eval_count": PROMPT_TOKENS,
-            "eval_count": OUTPUT_TOKENS,
-        },
-    },
-    "lengths with a point": lambda i: {
-        "timestamp": i / 4,
-        "request": chat(i),
-        "response": {"usage": {"prompt_tokens": 1100.0, "completion_tokens": 120.0}},
-    },
-    "ids": lambda i: {"timestamp": i / 4, "input_ids": exact_ids(i), "output_length": 120.0},
-    "ids as prompt": lambda i: {"timestamp": i / 4, "prompt": exact_ids(i), "usage": USAGE},
-    "ids of a prompt": lambda i: {
-        "timestamp": i / 4,
-        "request": chat(i, return_token_ids=True),
-        "response": {
-            "choices": [{"index": 0, "prompt_token_ids": exact_ids(i), "token_ids": [1] * 120}]
-        },
-    },
-}  # fmt: skip
+        "asked": messages(i)[1:],
+        "question": QUESTIONS[i],
+        "system": SYSTEM,
+        "text": SYSTEM + QUESTIONS[i],
+        "answer": ANSWER,
+        "choices": CHOICES,
+        "usage": USAGE,
+        "output_usage": OUTPUT_USAGE,
+        "ids": exact_ids(i),
+        "answer_ids": [*range(1, OUTPUT_TOKENS + 1)],
+    }
+
+    def filled(value: Any) -> Any:
+        match value:
+            case {"$json": inner}:
+                return json.dumps(filled(inner))
+            case {"$line": inner}:
+                return json.dumps(filled(inner)) + "\n"
+            case {"$events": several}:
+                lines = (f"event: x\ndata: {json.dumps(each)}\n\n" for each in several)
+                return "".join(lines) + "data: [DONE]\n"
+            case dict():
+                return {key: filled(inner) for key, inner in value.items()}
+            case list():
+                return [filled(inner) for inner in value]
+            case str() if value.startswith("$"):
+                letter, _, count = value[1:].partition("*")
+                return letter * int(count) if count else values[letter]
+        return value
+
+    record: Record = filled(SHAPES[name])
+    return record
 
 
 def written(path: Path, records: list[Record]) -> Path:
@@ -338,7 +127,7 @@ def shared(left: TraceRequest, right: TraceRequest) -> int:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_shape_is_the_same_workload(tmp_path: Path, name: str) -> None:
-    requests, trace = read_shape(tmp_path, SHAPES[name], strict=True)
+    requests, trace = read_shape(tmp_path, partial(shape_of, name), strict=True)
     assert len(requests) == REQUESTS
     assert {each.input_length for each in requests} == {PROMPT_TOKENS}
     assert {each.output_length for each in requests} == {OUTPUT_TOKENS}
@@ -636,7 +425,7 @@ def test_what_generates_nothing_is_left_out_and_named(tmp_path: Path) -> None:
         {"time": 1, "request": chat(0), "response": {"status_code": 500, "error": "x"}},
         {"time": 1, **chat(0), "usage": {"prompt_tokens": 1100, "completion_tokens": 0}},
     ]  # fmt: skip
-    path = written(tmp_path / "log", [SHAPES["plain"](i) for i in range(4)] + others)
+    path = written(tmp_path / "log", [shape_of("plain", i) for i in range(4)] + others)
     requests, trace = read(path)
     assert len(requests) == 4
     assert trace.errors.count == 0
@@ -686,7 +475,7 @@ def test_a_data_set_is_replayed_at_a_rate(tmp_path: Path, turns: str) -> None:
     def record(i: int) -> Record:
         if turns == "messages":
             return {"messages": [*messages(i), {"role": "assistant", "content": "a" * 480}]}
-        asked = {"from": "human", "value": of_question(i)}
+        asked = {"from": "human", "value": SYSTEM + QUESTIONS[i]}
         return {"id": f"c{i}", "conversations": [asked, {"from": "gpt", "value": "a" * 480}, asked]}
 
     path = tmp_path / "set.json"
