@@ -116,7 +116,7 @@ RESULTS := benchmarks/results/h100
 SERVING := $(firstword $(wildcard $(RESULTS)/serving-gates-whole.json $(RESULTS)/serving-gates.json))
 
 results: setup
-	$(RUN) tests/support/recorded_runs_page.py
+	$(RUN) .ci/pages/recorded_runs_page.py
 	$(RUN) tests/support/recorded_figures.py
 	$(RUN) benchmarks/plot gain $(SERVING) $(RESULTS)/kernels.json docs/gain.png
 	$(RUN) benchmarks/plot kernels $(RESULTS)/kernels.json docs/kernels.png
@@ -124,7 +124,7 @@ results: setup
 
 # Parses the sources: needs neither SGLang nor a compiler. Not --quiet: that hides what --strict counts.
 docs: $(VENV)/.docs-installed
-	@$(RUN) tests/support/recorded_runs_page.py --check
+	@$(RUN) .ci/pages/recorded_runs_page.py --check
 	@$(RUN) tests/support/recorded_figures.py --check
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 

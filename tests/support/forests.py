@@ -119,24 +119,6 @@ def three_level_case(
     return make_case(nodes, requests)
 
 
-def tree_case(levels: list[int], tokens: int) -> ForestCase:
-    """A balanced tree by its nodes per level, of `tokens` each. The last level is the requests."""
-    nodes: list[tuple[int, int]] = []
-    parents = [-1]
-    *above, count = levels
-    for size in above:
-        first = len(nodes)
-        nodes += [(parents[i * len(parents) // size], tokens) for i in range(size)]
-        parents = [*range(first, len(nodes))]
-    return make_case(nodes, [(parents[i * len(parents) // count], tokens) for i in range(count)])
-
-
-def chain_case(num_requests: int, tokens: int) -> ForestCase:
-    """Requests that leave a chain of nodes, each at another one."""
-    nodes = [(index - 1, tokens) for index in range(num_requests)]
-    return make_case(nodes, [(index, 50) for index in range(num_requests)])
-
-
 def make_scheduler(
     group_size: int = 4,
     num_workers: int = 33,

@@ -1,15 +1,18 @@
 """The documentation's tables of model families and of SGLang's features, from the tests' data.
 
-`python tests/support/model_families_page.py` writes them into `docs/model-families.md`; a test
+`python .ci/pages/model_families_page.py` writes them into `docs/model-families.md`; a test
 compares.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests/support"))
 
 from model_families import CPU_RUNS, FAMILIES, GPU_RUNS
 from published_shapes import PublishedShape, by_rules, read_shapes

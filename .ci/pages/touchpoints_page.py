@@ -1,6 +1,6 @@
 """The documentation's table of the places in SGLang that pat touches, from the adapter's own list.
 
-`python tests/support/touchpoints_page.py` writes it into `docs/versioning.md`; a test compares.
+`python .ci/pages/touchpoints_page.py` writes it into `docs/versioning.md`; a test compares.
 """
 
 from __future__ import annotations
