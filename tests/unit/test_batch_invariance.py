@@ -193,13 +193,6 @@ def test_work_items_are_the_chunks_of_the_grid(case: ForestCase) -> None:
     assert plan.header.num_item_requests == sum(map(num_chunks, case.seq_lens.tolist()))
 
 
-@pytest.mark.parametrize(
-    "length", [0, 1, 511, 512, 767, 768, 8192, 8703, 8704, 33_791, 33_792, 131_073, 10**9]
-)
-def test_chunks_are_counted(length: int) -> None:
-    assert num_chunks(length) == len(boundaries(length)) - 1
-
-
 def test_shared_steps_are_read_once() -> None:
     """1,100 shared tokens are a chunk of 512 and 9 steps of 64 in the last one.
 

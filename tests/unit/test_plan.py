@@ -10,9 +10,7 @@ from forests import make_case, make_scheduler, plan_case, three_level_case
 
 from sglang_pat._scheduler import (
     LATENT_TILE_TABLE,
-    PLAN_MAGIC,
     PLAN_SECTIONS,
-    PLAN_VERSION,
     SHIPPED_COSTS,
     TILE_TABLE,
     CostModel,
@@ -24,7 +22,6 @@ from sglang_pat.plan import (
     BufferSizes,
     DecodePlan,
     PlanHeader,
-    copy_plan,
     new_scheduler,
     write_plan,
 )
@@ -171,11 +168,6 @@ def test_a_plan_serves_256_more_tokens() -> None:
     assert not scheduler.check_lengths(case.seq_lens + np.int32(257))[0]
 
 
-def test_a_plan_begins_with_magic_and_version() -> None:
-    plan = plan_case(make_scheduler(), three_level_case(4))
-    assert plan.header[:2] == (PLAN_MAGIC, PLAN_VERSION)
-
-
 def test_the_header_has_the_tokens_that_are_read() -> None:
     plan = plan_case(make_scheduler(), three_level_case(300))
     assert plan.header.num_kv_tokens == plan.kv_tokens.planned > 300
@@ -253,38 +245,6 @@ def test_costs_of_gpus_say_whether_they_were_measured() -> None:
     assert list(shipped) == ["H100", "H200", "A100", "L40S", "B200"]
     assert [gpu for gpu, (is_measured, _) in shipped.items() if is_measured] == ["H100", "H200"]
     assert shipped["H100"][1] == CostModel()
-
-
-def test_the_last_plan_stays_in_force_if_another_does_not_fit_its_format() -> None:
-    """Two roots of 2**31 - 1 tokens: more shared slots than int32 can count."""
-    scheduler = make_scheduler()
-    before = plan_case(scheduler, three_level_case(40))
-    summary, lens = scheduler.summary, three_level_case(40).seq_lens
-    longest = (1 << 31) - 1
-    too_long = (
-        np.arange(5, dtype=np.int32),
-        np.array([7, 8, 7, 8], dtype=np.int64),
-        np.zeros(4, dtype=np.int32),
-        np.full(4, longest, dtype=np.int32),
-        np.full(4, longest, dtype=np.int32),
-    )
-    with pytest.raises(ValueError, match="shared slots of this plan do not fit into int32"):
-        scheduler.plan(*too_long)
-    assert scheduler.summary == summary
-    assert scheduler.check_lengths(lens)[0]
-    assert copy_plan(scheduler).buffer.tobytes() == before.buffer.tobytes()
-
-
-def test_lengths_that_are_negative_or_of_another_batch_have_no_steps_left() -> None:
-    scheduler = make_scheduler()
-    plan_case(scheduler, make_case([], [(-1, 5), (-1, 6)]))
-    with pytest.raises(ValueError, match="seq_lens must not be negative, got -2147483648 for"):
-        scheduler.steps_left(np.array([5, -(1 << 31)], dtype=np.int32), 100)
-    with pytest.raises(ValueError, match="the plan is for 2 requests, got lengths of 1"):
-        scheduler.steps_left(np.array([5], dtype=np.int32), 100)
-    lens = np.array([5, 6], dtype=np.int32)
-    assert scheduler.steps_left(lens, -(1 << 31)) == 0
-    assert scheduler.steps_left(lens, (1 << 31) - 1) == 256
 
 
 def test_arrays_must_be_aligned() -> None:

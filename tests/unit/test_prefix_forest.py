@@ -19,24 +19,14 @@ from sglang_pat.plan import copy_plan, new_scheduler
 class Request:
     """Equal to all others: only identity tells them apart."""
 
-    def __init__(
-        self,
-        path: list[PathNode],
-        seq_len: int = 400,
-        children: int = 0,
-        beside: Collection[int] = (),
-    ) -> None:
-        """children: below the last node. beside: nodes that have children beside the path."""
-        self.path, self.seq_len, self.children, self.beside = path, seq_len, children, beside
+    def __init__(self, path: list[PathNode], seq_len: int = 400) -> None:
+        self.path, self.seq_len = path, seq_len
 
     def read(self) -> list[tuple[int, int, int, int, int, int]]:
         """Nodes in the format of SGLang's trees: id, parent, begin, end, tokens, children."""
         last = len(self.path) - 1
         return [
-            (
-                *(node_id, -1, begin, end, end - begin),
-                (self.children if i == last else 1) + (node_id in self.beside),
-            )
+            (node_id, -1, begin, end, end - begin, int(i < last))
             for i, (node_id, begin, end) in enumerate(self.path)
         ]
 
@@ -129,93 +119,8 @@ def test_batches_that_are_alike() -> None:
     batches.check()
 
 
-def test_all_places_of_nodes_are_used_again() -> None:
-    batches = Batches()
-    for wave in range(50):
-        root = PathNode(1000 * wave, 0, 64)
-        batches.go_to([Request([root, PathNode(1000 * wave + i, 64, 90)]) for i in range(1, 21)])
-        batches.check()
-
-
 SYSTEM, LONG = PathNode(1, 0, 100), PathNode(2, 100, 300)
 UPPER, LOWER = PathNode(7, 100, 180), PathNode(2, 180, 300)
-
-
-@pytest.mark.parametrize(
-    ("newcomer", "batches_read"),
-    [
-        pytest.param(Request([SYSTEM, UPPER, LOWER]), ["ab"], id="goes through both parts"),
-        pytest.param(
-            Request([SYSTEM, UPPER, PathNode(9, 180, 200)], beside={7}),
-            ["a", "b"],
-            id="leaves at the split",
-        ),
-        pytest.param(Request([SYSTEM, UPPER], children=2), ["a", "b"], id="ends at the split"),
-        pytest.param(
-            Request([SYSTEM, PathNode(30, 100, 140), PathNode(31, 140, 180)], children=1),
-            ["a", "b"],
-            id="ends at the second of two splits",
-        ),
-    ],
-)
-def test_a_split_is_found_by_the_path_of_a_newcomer(
-    newcomer: Request, batches_read: list[str]
-) -> None:
-    """At once if the path holds the lower part; else one request is asked first."""
-    a, b = Request([SYSTEM, LONG]), Request([SYSTEM, LONG])
-    other = Request([SYSTEM, PathNode(3, 100, 140)])
-    batches = Batches(a, b, other)
-    a.path = b.path = [*newcomer.path[: 2 + (newcomer.path[-1].kv_begin == 140)], LOWER]
-    assert batches.go_to([a, b, other, newcomer]) == (1, 0, 0, 2)
-    names = {"a": id(a), "b": id(b)}
-    reads = [[names[name] for name in read] for read in batches_read]
-    assert batches.reads == [[id(newcomer)], *reads]
-    batches.check()
-
-
-def test_a_longer_sibling_that_was_not_split_costs_one_request() -> None:
-    """Documents of varied lengths lie side by side; each is asked for once, not all its readers."""
-    documents = [PathNode(10 + i, 100, 200 + i) for i in range(8)]
-    readers = [Request([SYSTEM, document]) for document in documents for _ in range(16)]
-    batches = Batches(*readers)
-    newcomer = Request([SYSTEM, PathNode(99, 100, 203), PathNode(100, 203, 210)], beside={99})
-    assert batches.go_to([*readers, newcomer]) == (1, 0, 0, 4)
-    assert batches.reads[1] == [id(reader) for reader in readers[4 * 16 :: 16]]
-    assert batches.forest.num_kept == len(readers)
-    batches.check()
-
-
-def test_a_new_node_without_other_children_outdates_nothing() -> None:
-    a, newcomer = Request([SYSTEM, LONG]), Request([SYSTEM, UPPER, PathNode(9, 180, 200)])
-    batches = Batches(a)
-    assert batches.go_to([a, newcomer]) == (1, 0, 0, 0)
-    batches.check()
-
-
-def test_splits_that_show_one_after_the_other() -> None:
-    root = PathNode(20, 0, 100)
-    a, b = Request([SYSTEM, LONG]), Request([root, PathNode(21, 100, 300)])
-    batches = Batches(a, b)
-    newcomer = Request([SYSTEM, UPPER, LOWER])  # shows the split of a's path ...
-    a.path = b.path = [root, PathNode(22, 100, 150), PathNode(21, 150, 300)]  # ... this b's
-    assert batches.go_to([a, b, newcomer]) == (1, 0, 0, 4)
-    assert batches.reads == [[id(newcomer)], [id(a)], [id(a), id(b), id(newcomer)]]
-    batches.check()
-
-
-def test_a_leaf_beside_longer_ones_outdates_nothing() -> None:
-    a, leaf = Request([SYSTEM, LONG]), Request([SYSTEM, PathNode(8, 100, 180)])
-    batches = Batches(a)
-    assert batches.go_to([a, leaf]) == (1, 0, 0, 0)
-    assert batches.forest.num_kept == 1
-    batches.check()
-
-
-def test_a_node_that_comes_again_elsewhere_after_all_have_left_it() -> None:
-    # Stand-in for ids that are given out again after an eviction.
-    batches = Batches(Request([SYSTEM, LONG]))
-    assert batches.go_to([Request([PathNode(2, 0, 30)])]) == (1, 1, 0, 0)
-    batches.check()
 
 
 @pytest.mark.parametrize(
