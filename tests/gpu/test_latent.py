@@ -21,6 +21,7 @@ from pack_decode_cases import (
     check_case,
     make_sinks,
     needs_gpu,
+    planned,
     planned_step,
     run,
 )
@@ -57,12 +58,6 @@ def check_plan(case: ForestCase, plan: HandPlan, heads: Heads, **options) -> Non
     check(*first, tensors, **options)
     second = run(step, tensors, **options)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "same bits"
-
-
-def planned(case: ForestCase, heads: Heads, **options):
-    tensors, step = Tensors.make(case, heads), planned_step(heads, **options)
-    step.write(case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
-    return tensors, step
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -270,12 +265,7 @@ def test_pack_attention_agrees_with_its_reference() -> None:
         attention = PackAttention(
             16, 1, 576, v_head_dim=512, dtype=BF16, device="cuda", executor=executor
         )
-        attention.plan(
-            MIXED.batch(),
-            req_to_token=tensors.req_to_token,
-            req_pool_indices=tensors.req_pool_indices,
-            seq_lens=tensors.seq_lens,
-        )
+        attention.plan(MIXED.batch(), **tensors.index)
         results.append(attention.run(tensors.q, tensors.k_cache, tensors.v_cache))
     exact, _ = tensors.reference(torch.float64)
     report = compare(results[0], results[1], exact)
@@ -288,12 +278,7 @@ def test_pack_attention_takes_queries_in_two_tensors(group_size: int) -> None:
     attention = PackAttention(
         group_size, 1, 576, v_head_dim=512, dtype=BF16, device="cuda", max_requests=256
     )
-    attention.plan(
-        MIXED.batch(),
-        req_to_token=tensors.req_to_token,
-        req_pool_indices=tensors.req_pool_indices,
-        seq_lens=tensors.seq_lens,
-    )
+    attention.plan(MIXED.batch(), **tensors.index)
     whole = attention.run(tensors.q, tensors.k_cache, tensors.v_cache)
     nope, rope = tensors.q.split([COLUMNS, ROPE], dim=-1)
     parts = attention.run(nope.contiguous(), tensors.k_cache, tensors.v_cache, q_rope=rope)

@@ -21,6 +21,7 @@ from pack_decode_cases import (
     check,
     config_of,
     needs_gpu,
+    planned,
     planned_step,
     run,
 )
@@ -133,8 +134,7 @@ def test_the_first_launch_of_a_process_may_be_in_a_capture() -> None:
 
 def test_each_graph_has_a_ticket_counter() -> None:
     """So a graph that is stopped half-way, or runs beside another, leaves no trace in theirs."""
-    tensors, step = Tensors.make(CASES[0], HEADS), planned_step(HEADS)
-    step.write(CASES[0].batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    tensors, step = planned(CASES[0], HEADS)
     out = torch.empty_like(tensors.q)
     graphs = []
     for _ in range(2):
@@ -215,8 +215,7 @@ def test_lengths_beyond_the_table_end_with_it() -> None:
 
 
 def test_queries_of_another_batch_are_refused() -> None:
-    tensors, step = Tensors.make(MIXED, HEADS), planned_step(HEADS)
-    step.write(MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    tensors, step = planned(MIXED, HEADS)
     q, out = tensors.q[1:], torch.empty_like(tensors.q[1:])
     count = len(tensors.q)
     with pytest.raises(ValueError, match=f"of the plan, {count} and 4, got {count - 1} and 4"):
@@ -238,20 +237,14 @@ def test_buffers_grow_on_another_stream() -> None:
         tensors = Tensors.make(case, HEADS)
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
-            attention.plan(
-                case.batch(),
-                req_to_token=tensors.req_to_token,
-                req_pool_indices=tensors.req_pool_indices,
-                seq_lens=tensors.seq_lens,
-            )
+            attention.plan(case.batch(), **tensors.index)
             out, lse = attention.run(tensors.q, tensors.k_cache, tensors.v_cache, return_lse=True)
             torch.cuda.synchronize()
         check(out, lse, tensors)
 
 
 def test_nothing_runs_before_a_plan_is_loaded() -> None:
-    tensors, step = Tensors.make(MIXED, HEADS), planned_step(HEADS)
-    step.write(MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    tensors, step = planned(MIXED, HEADS)
     buffers = step.executor.buffers
     buffers.loaded = buffers.loaded._replace(num_requests=-1, group_size=-1)
     with pytest.raises(ValueError, match="of the plan, -1 and -1"):

@@ -19,7 +19,7 @@ from pack_decode_cases import (
     check_case,
     make_sinks,
     needs_gpu,
-    planned_step,
+    planned,
     run,
 )
 
@@ -82,8 +82,7 @@ def test_logit_cap(pair: tuple[int, int]) -> None:
 def test_queries_and_caches_may_be_slices(pair: tuple[int, int]) -> None:
     """The pools' rows may lie apart, and what lies between them is never used."""
     heads = heads_of(pair, 4, 2)
-    tensors, step = Tensors.make(MIXED, heads), planned_step(heads)
-    step.write(MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    tensors, step = planned(MIXED, heads)
     expected = run(step, tensors)
     for name in ("q", "k_cache", "v_cache"):
         rows = getattr(tensors, name)
@@ -116,8 +115,7 @@ def test_sinks_of_any_magnitude(sink: float) -> None:
 
 def test_a_nan_sink_is_not_hidden() -> None:
     heads = Heads(8, 2)
-    tensors, step = Tensors.make(MIXED, heads), planned_step(heads)
-    step.write(MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    tensors, step = planned(MIXED, heads)
     sinks = make_sinks(heads)
     sinks[3] = torch.nan
     out, lse = run(step, tensors, sinks=sinks)
@@ -135,8 +133,7 @@ def test_sinks_beside_a_soft_cap() -> None:
 def test_padding_rows_with_sinks_are_zero() -> None:
     heads = Heads(8, 2)
     case, sinks = make_case([], [(-1, 0)] * 5), make_sinks(heads)
-    tensors, step = Tensors.make(case, heads), planned_step(heads)
-    step.write(case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    tensors, step = planned(case, heads)
     out, lse = run(step, tensors, sinks=sinks)
     assert (out == 0).all()
     torch.testing.assert_close(lse, sinks.expand_as(lse))
@@ -144,8 +141,7 @@ def test_padding_rows_with_sinks_are_zero() -> None:
 
 def test_a_graph_has_the_sinks_of_each_layer_and_sees_them_change() -> None:
     heads = Heads(8, 2, 64)
-    tensors, step = Tensors.make(MIXED, heads), planned_step(heads)
-    step.write(MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    tensors, step = planned(MIXED, heads)
     sinks = [make_sinks(heads, BF16), make_sinks(heads).flip(0).contiguous(), None]
     results = [run(step, tensors, sinks=each) for each in sinks]
     graph = torch.cuda.CUDAGraph()
@@ -171,12 +167,7 @@ def test_a_graph_has_the_sinks_of_each_layer_and_sees_them_change() -> None:
 def test_bad_sinks(sinks: tuple[int, torch.dtype, str], message: str) -> None:
     tensors = Tensors.make(MIXED, Heads(8, 2))
     attention = PackAttention(8, 2, 128, dtype=BF16, device="cuda")
-    attention.plan(
-        MIXED.batch(),
-        req_to_token=tensors.req_to_token,
-        req_pool_indices=tensors.req_pool_indices,
-        seq_lens=tensors.seq_lens,
-    )
+    attention.plan(MIXED.batch(), **tensors.index)
     count, dtype, device = sinks
     each = torch.zeros(count, dtype=dtype, device=device)
     with pytest.raises(ValueError, match=message):
@@ -192,12 +183,7 @@ def test_pack_attention(pair: tuple[int, int]) -> None:
     tensors, sinks = Tensors.make(MIXED, heads), make_sinks(heads, BF16)
     attention = PackAttention(8, 2, pair[0], v_head_dim=pair[1], dtype=BF16, device="cuda")
     assert attention.executor == "cuda"
-    attention.plan(
-        MIXED.batch(),
-        req_to_token=tensors.req_to_token,
-        req_pool_indices=tensors.req_pool_indices,
-        seq_lens=tensors.seq_lens,
-    )
+    attention.plan(MIXED.batch(), **tensors.index)
     caches = tensors.k_cache, tensors.v_cache
     out, lse = attention.run(tensors.q, *caches, sinks=sinks, return_lse=True)
     check(out, lse, tensors, sinks=sinks)

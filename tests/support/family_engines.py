@@ -42,32 +42,14 @@ _CALLS = "FAMILY_CALLS_FILE"
 class Run:
     """Answers of an engine, and its actions meanwhile.
 
-    Attributes
-    ----------
-    tokens : list of list of int
-        One answer per prompt.
-    verify_steps : list of int
-        In how many steps of speculative decoding each answer was verified.
-    first_verify_steps : int
-        Of the first prompt, which is asked alone before all.
-    retractions : int
-        How often a request was sent back to the queue.
-    from_host : int
-        Prompt tokens whose KV came back from the host's tier of the cache.
-    aborted : int
-        Requests that were aborted in the middle of their answers.
-    smallest_gap : float
-        In log-probability, between the best and the second token of any step.
-    calls : Counter
-        (who decoded, or verified drafts: "pat" or "default", layer id) -> how often.
-    draft_calls : Counter
-        As `calls`, of a draft model: of its decode steps, and where it reads what was accepted.
-    routes : dict or None
-        What pat says of its routes in the server's info. None without pat.
-    stats : dict
-        What pat has counted in the whole run. Empty where it decodes nothing.
-    log : str
-        What the engine's processes have logged.
+    tokens: one answer per prompt. verify_steps: in how many steps of speculative decoding each was
+    verified; first_verify_steps: of the first prompt, which is asked alone before all. retractions:
+    how often a request was sent back to the queue. from_host: prompt tokens whose KV came back from
+    the host's tier of the cache. aborted: requests that were aborted in the middle of an answer.
+    smallest_gap: in log-probability, between the best and the second token of any step. calls: (who
+    decoded, or verified drafts: "pat" or "default", layer id) -> how often; draft_calls: of a draft
+    model. routes: of pat, in the server's info. stats: what pat has counted in the whole run. log:
+    of the engine's processes.
     """
 
     tokens: list[list[int]]
@@ -144,33 +126,17 @@ class FamilyEngines:
     ) -> Run:
         """Answer the prompts with an engine of this family.
 
-        Parameters
-        ----------
-        family : Family
-        backend : str or None
-            None: SGLang's default.
-        stop_tokens : list of int, optional
-            One for each prompt, which ends its answer.
-        ranks : dict, optional
-            Variables with which SGLang starts several ranks (`environment_of_ranks`).
-        answers : list of list of int, optional
-            What the model answers, for drafts that are right (`sglang_draft_blocks`).
-        environment : dict, optional
-            Variables of SGLang's.
-        has_graphs : bool
-            Whether steps of pat run as in CUDA graphs (`sglang_acted_graphs`). No step is checked
-            then, since in debug mode none repeats another. Every other prompt comes twice, so that
-            KV is computed twice and freed once, and the others do not come.
-        aborts : bool
-            Whether all prompts come once before, while others that are the same are aborted.
-        conversations : str, optional
-            Prompts begin conversations of several turns, whose answers are put together. "whole": a
-            turn repeats what was said before. "session" and "streaming": SGLang's sessions keep it,
-            the second kind with its KV, and mended for drafts (`sglang_speculation`).
-        evictions : bool
-            Whether the prompts come twice, and others between, which need the pool.
-        arguments : object
-            As of sglang.Engine.
+        backend: None is SGLang's default. stop_tokens: one for each prompt, which ends its answer.
+        ranks: variables with which SGLang starts several ranks (`environment_of_ranks`). answers:
+        what the model answers, for drafts that are right (`sglang_draft_blocks`). environment:
+        variables of SGLang's. has_graphs: steps of pat run as in CUDA graphs
+        (`sglang_acted_graphs`); no step is checked then, since in debug mode none repeats another,
+        and every other prompt comes twice, so that KV is computed twice and freed once. aborts: all
+        prompts come once before, while others that are the same are aborted. conversations: prompts
+        begin conversations of several turns, whose answers are put together; "whole": a turn
+        repeats what was said before; "session" and "streaming": SGLang's sessions keep it, the
+        second kind with its KV, and mended for drafts (`sglang_speculation`). evictions: the
+        prompts come twice, and others between, which need the pool. arguments: of sglang.Engine.
         """
         self._count += 1
         folder = family.write(self._folder / f"{self._count}-{family.name}-{backend}")

@@ -24,24 +24,11 @@ VOCAB_SIZE: int = _SMALL["vocab_size"]
 class Family:
     """One family, and who decodes its layers.
 
-    Attributes
-    ----------
-    modules : tuple of str
-        Those of `sglang.srt.models` that its class needs.
-    config : dict
-        What `config.json` holds, beside the small shapes that all have.
-    models : str
-        Whose architecture it is.
-    pat : tuple of int
-        The small model's layers that pat decodes.
-    default : dict
-        Reason -> its layers that the default backend decodes.
-    pat_has_sinks : bool
-        Whether layers that pat decodes have attention sinks.
-    arguments : dict
-        Server arguments without which SGLang does not run it on a CPU.
-    refused : dict
-        Version of SGLang -> why it does not run it on a CPU: its own error.
+    modules: of `sglang.srt.models`, that its class needs. config: what `config.json` holds beside
+    the small shapes that all have. models: whose architecture it is. pat: the small model's layers
+    that pat decodes, and whether these have attention sinks. default: reason -> layers that the
+    default backend decodes. arguments: of servers, without which SGLang does not run it on a CPU.
+    refused: version of SGLang -> why it does not run it on a CPU, its own error.
     """
 
     name: str

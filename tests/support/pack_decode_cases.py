@@ -83,6 +83,12 @@ class Tensors:
             torch.from_numpy(case.seq_lens).to("cuda", index_dtype),
         )
 
+    @property
+    def index(self) -> dict[str, torch.Tensor]:
+        """What a plan reads of the device."""
+        names = ("req_to_token", "req_pool_indices", "seq_lens")
+        return {name: getattr(self, name) for name in names}
+
     def reference(
         self,
         dtype: torch.dtype,
@@ -116,6 +122,13 @@ def planned_step(heads: Heads, **options):
 
     options = {"by_time": False, **options}  # small cases, which are to share
     return PlannedStep(config_of(heads), heads.num_qo_heads, heads.num_kv_heads, **options)
+
+
+def planned(case: ForestCase, heads: Heads, **options):
+    """The case on the device, and a step with its plan."""
+    tensors, step = Tensors.make(case, heads), planned_step(heads, **options)
+    step.write(case.batch(), **tensors.index)
+    return tensors, step
 
 
 def run(step, tensors: Tensors, **options) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,9 +173,7 @@ def check_case(
     sinks: torch.Tensor | None = None,
     **options,
 ) -> None:
-    tensors = Tensors.make(case, heads)
-    step = planned_step(heads, **options)
-    step.write(case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    tensors, step = planned(case, heads, **options)
     check(*run(step, tensors, logit_cap=logit_cap, sinks=sinks), tensors, logit_cap, sinks)
 
 

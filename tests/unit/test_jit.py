@@ -275,27 +275,6 @@ def test_force_compiles_again(nvrtc: Nvrtc, tmp_path: Path) -> None:
     assert len(nvrtc.calls()) == 2
 
 
-def test_the_variable_names_the_cache(
-    nvrtc: Nvrtc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SGLANG_PAT_KERNEL_CACHE", str(tmp_path / "of the image"))
-    assert build(CONFIG).parents[1] == tmp_path / "of the image"
-
-
-def test_eight_processes_compile_once(nvrtc: Nvrtc, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    workers = [
-        context.Process(target=build, args=(CONFIG,), kwargs={"cache": tmp_path / "cache"})
-        for _ in range(8)
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(timeout=60)
-    assert [worker.exitcode for worker in workers] == [0] * 8
-    assert len(nvrtc.calls()) == 1
-
-
 def test_a_killed_build_does_not_block_the_next(nvrtc: Nvrtc, tmp_path: Path) -> None:
     (tmp_path / "slow").touch()
     worker = multiprocessing.get_context("fork").Process(
@@ -321,14 +300,6 @@ def test_a_failed_build_shows_the_options_and_leaves_nothing(nvrtc: Nvrtc, tmp_p
     ):
         build(CONFIG, cache=tmp_path / "cache")
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
-
-
-def test_a_cache_that_cannot_be_written_is_named(nvrtc: Nvrtc, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    cache = tmp_path / "file" / "cache"
-    message = rf"{cache} cannot be written.*SGLANG_PAT_KERNEL_CACHE"
-    with pytest.raises(KernelCacheError, match=message):
-        build(CONFIG, cache=cache)
 
 
 # --- the compiler ---
