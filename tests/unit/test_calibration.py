@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -336,18 +337,49 @@ def test_without_a_gpu_nothing_is_measured(
     assert "no NVIDIA GPU" in capsys.readouterr().err
 
 
+class OnAGpu:
+    """The command on a fake GPU."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, printed: pytest.CaptureFixture[str], cache: Path
+    ) -> None:
+        self.patch, self.printed = patch, printed
+        patch.setenv(CACHE_VARIABLE, str(cache))
+        patch.setattr(command, "find_gpus", lambda: [Gpu(MACHINE.gpu, (9, 0), "")])
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        self.has_capability(9, 0)
+        patch.setattr(Machine, "of_device", lambda _: MACHINE)
+        patch.setattr(calibration, "driver_version", lambda: MACHINE.driver)
+        patch.setattr(jit, "source_hash", lambda: MACHINE.kernels)
+        self.measures(lambda kind: timed(planned_of(kind)))
+
+    def has_capability(self, *capability: int) -> None:
+        self.patch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+
+    def measures(self, measure: Callable[[str], list[Measurement]]) -> None:
+        self.patch.setattr(bench, "measure", lambda _, kind: measure(kind))
+
+    def run(self, *flags: str) -> tuple[int, str]:
+        """The exit status, and what was printed."""
+        status = main.main(["calibrate", *flags])
+        return status, "".join(self.printed.readouterr())
+
+
+@pytest.fixture
+def gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> OnAGpu:
+    return OnAGpu(monkeypatch, capsys, tmp_path)
+
+
 @pytest.mark.parametrize("flags", [[], ["--dry-run"]])
 def test_the_command_keeps_its_result_unless_it_is_told_not_to(
-    flags: list[str],
-    planned: list[Planned],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    flags: list[str], gpu: OnAGpu, tmp_path: Path
 ) -> None:
-    _on_a_gpu(monkeypatch, tmp_path)
-    monkeypatch.setattr(bench, "measure", lambda _, kind: timed(planned_of(kind), noise=0.01))
-    assert main.main(["calibrate", *flags]) == 0
-    printed = capsys.readouterr().out
+    gpu.measures(lambda kind: timed(planned_of(kind), noise=0.01))
+    status, printed = gpu.run(*flags)
+    assert status == 0
     for kind in KINDS:
         assert f"{kind} layers:\n" in printed
         assert f"fitted to {len(planned_of(kind))} plans, off by" in printed
@@ -360,19 +392,16 @@ def test_the_command_keeps_its_result_unless_it_is_told_not_to(
 
 
 def test_a_gpu_without_kernels_for_latent_attention_has_the_others_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gpu: OnAGpu, tmp_path: Path
 ) -> None:
-    _on_a_gpu(monkeypatch, tmp_path)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
-    monkeypatch.setattr(bench, "measure", lambda _, kind: timed(planned_of(kind)))
-    assert main.main(["calibrate"]) == 0
-    assert [load(MACHINE, tmp_path, kind=kind) is not None for kind in KINDS] == [
-        True,
-        False,
-        False,
-    ]
-    assert main.main(["calibrate", "--kinds", LATENT]) == 1
-    assert "no kernels for the NVIDIA H100" in capsys.readouterr().err
+    gpu.has_capability(10, 0)
+    status, printed = gpu.run("--kinds", PLAIN, LATENT)
+    assert status == 1
+    assert "latent attention has no kernels for the NVIDIA H100" in printed
+    assert load(MACHINE, tmp_path) is None
+    assert gpu.run()[0] == 0
+    kept = [load(MACHINE, tmp_path, kind=kind) is not None for kind in KINDS]
+    assert kept == [True, False, False]
 
 
 def test_the_command_knows_the_kinds() -> None:
@@ -380,105 +409,54 @@ def test_the_command_knows_the_kinds() -> None:
 
 
 @pytest.mark.parametrize("noise", [0.01, 0.4])
-def test_samples_are_written_whatever_the_fit(
-    noise: float,
-    planned: list[Planned],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    _on_a_gpu(monkeypatch, tmp_path)
-    measured = timed(planned, noise=noise)
-    monkeypatch.setattr(bench, "measure", lambda *_: measured)
+def test_samples_are_written_whatever_the_fit(noise: float, gpu: OnAGpu, tmp_path: Path) -> None:
+    measured = timed(planned_of(PLAIN), noise=noise)
+    gpu.measures(lambda _: measured)
     file = tmp_path / "samples.json"
-    flags = ["--dry-run", "--kinds", PLAIN, "--samples", str(file)]
-    assert main.main(["calibrate", *flags]) == (noise > 0.1)
+    status, _ = gpu.run("--dry-run", "--kinds", PLAIN, "--samples", str(file))
+    assert status == (noise > 0.1)
     samples = json.loads(file.read_text())["samples"]
     assert [Design(**each["design"]) for each in samples] == [each.design for each in measured]
     assert [each["us"] for each in samples] == [each.us for each in measured]
 
 
-def test_samples_that_cannot_be_written_are_an_error(
-    planned: list[Planned],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    _on_a_gpu(monkeypatch, tmp_path)
-    monkeypatch.setattr(bench, "measure", lambda *_: timed(planned))
-    assert main.main(["calibrate", "--samples", "/dev/full"]) == 1
-    assert "the samples cannot be written" in capsys.readouterr().err
+def test_samples_that_cannot_be_written_are_an_error(gpu: OnAGpu) -> None:
+    status, printed = gpu.run("--samples", "/dev/full")
+    assert status == 1
+    assert "the samples cannot be written" in printed
 
 
-def test_a_bad_fit_leaves_the_file_alone(
-    planned: list[Planned],
-    made: Calibration,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    _on_a_gpu(monkeypatch, tmp_path)
+def test_a_bad_fit_leaves_the_file_alone(made: Calibration, gpu: OnAGpu, tmp_path: Path) -> None:
     made.save(tmp_path)
-    monkeypatch.setattr(bench, "measure", lambda *_: timed(planned, noise=0.4))
-    assert main.main(["calibrate"]) == 1
-    assert "Its file was not changed" in capsys.readouterr().err
+    gpu.measures(lambda kind: timed(planned_of(kind), noise=0.4))
+    status, printed = gpu.run()
+    assert status == 1
+    assert "Its file was not changed" in printed
     assert load(MACHINE, tmp_path) == made
 
 
-def test_a_kind_that_fails_leaves_the_others_kept(
-    planned: list[Planned],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def measure(report: object, kind: str) -> list[Measurement]:
+def test_a_kind_that_fails_leaves_the_others_kept(gpu: OnAGpu, tmp_path: Path) -> None:
+    def measure(kind: str) -> list[Measurement]:
         if kind != PLAIN:
             raise jit.KernelBuildError("no kernels")
-        return timed(planned)
+        return timed(planned_of(kind))
 
-    _on_a_gpu(monkeypatch, tmp_path)
-    monkeypatch.setattr(bench, "measure", measure)
-    assert main.main(["calibrate"]) == 1
-    assert f"{LATENT}: no kernels" in capsys.readouterr().err
+    gpu.measures(measure)
+    status, printed = gpu.run()
+    assert status == 1
+    assert f"{LATENT}: no kernels" in printed
     assert load(MACHINE, tmp_path) is not None
     (kept,) = tmp_path.rglob("*.json")
     assert "kind" not in json.loads(kept.read_text())
 
 
-def test_a_kind_without_kernels_is_refused_if_it_is_asked_for(
-    planned: list[Planned],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    _on_a_gpu(monkeypatch, tmp_path)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
-    monkeypatch.setattr(bench, "measure", lambda *_: timed(planned))
-    assert main.main(["calibrate", "--kinds", PLAIN, LATENT]) == 1
-    assert "latent attention has no kernels" in capsys.readouterr().err
-    assert load(MACHINE, tmp_path) is None
-    assert main.main(["calibrate"]) == 0
-
-
-def test_doctor_names_a_file_that_is_wrong(
-    made: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _on_a_gpu(monkeypatch, tmp_path)
+@pytest.mark.usefixtures("gpu")
+def test_doctor_names_a_file_that_is_wrong(made: Calibration, tmp_path: Path) -> None:
     made.save(tmp_path).write_text("{}")
     (check,) = doctor.check_calibration([Gpu(MACHINE.gpu, (9, 0), "")], tmp_path)
     assert check.status == "failed"
     assert "sglang-pat calibrate" in check.advice
     assert doctor.check_calibration([], tmp_path) == []
-
-
-def _on_a_gpu(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    monkeypatch.setenv(CACHE_VARIABLE, str(cache))
-    monkeypatch.setattr(command, "find_gpus", lambda: [Gpu(MACHINE.gpu, (9, 0), "")])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(Machine, "of_device", lambda _: MACHINE)
-    monkeypatch.setattr(calibration, "driver_version", lambda: MACHINE.driver)
-    monkeypatch.setattr(jit, "source_hash", lambda: MACHINE.kernels)
 
 
 def test_a_table_has_shared_slots_once() -> None:

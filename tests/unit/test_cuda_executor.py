@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-import sglang_planted_errors as errors
 import torch
 from forests import ForestCase, make_case, make_scheduler, plan_case
 
@@ -18,7 +16,6 @@ from sglang_pat.attention import default_workers
 from sglang_pat.batch import IntArray, Step
 from sglang_pat.executors import cuda
 from sglang_pat.executors.cuda import CudaExecutor, PlanOverflowError
-from sglang_pat.executors.layer import LayerInputs
 from sglang_pat.plan import BufferSizes, PlanHeader, copy_plan
 
 HEADS, HEAD_DIM = 8, 64
@@ -213,102 +210,3 @@ def test_workers_are_the_ctas_that_fit(num_ctas: int, num_kv_heads: int, workers
 def test_more_kv_heads_than_ctas_leave_one_worker() -> None:
     kernels: Any = SimpleNamespace(num_ctas=30)
     assert default_workers(kernels, 32) == 1
-
-
-class Planted:
-    """An executor with errors (`sglang_planted_errors`), and what its kernels were given."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.lens: list[int] = []
-        self.partials: list[float] = []
-        self.file.write_text("")
-        kernels: Any = SimpleNamespace(
-            config=SimpleNamespace(
-                partial_dtype=torch.bfloat16,
-                head_dim=HEAD_DIM,
-                v_head_dim=HEAD_DIM,
-                has_tensor_maps=False,
-                is_latent=False,
-            ),
-            num_sms=132,
-            num_ctas=132,
-            facts=SimpleNamespace(merge_ctas_per_sm=1, merge_slices=1),
-            gather_slots=lambda *_: None,
-            pack_decode=[self._decode] * 2,
-            merge_partials=[self._merge] * 2,
-        )
-        self.executor = CudaExecutor(kernels, HEADS, torch.device("cpu"), None)
-        self.scheduler = planned(LARGE)
-        table, lens = torch.from_numpy(LARGE.tokens).int(), torch.from_numpy(LARGE.seq_lens).long()
-        self.step = Step(table, torch.arange(len(lens)), lens, LARGE.seq_lens)
-        self.out = torch.randn(len(lens), HEADS, HEAD_DIM).bfloat16()
-
-    def _decode(self, *_: Any) -> None:
-        assert self.executor.step is not None
-        self.lens = self.executor.step.seq_lens.tolist()
-
-    def _merge(self, *_: Any) -> None:
-        self.partials = self.executor.buffers.partial_lse.flatten().tolist()
-
-    def load(self, error: str) -> Any:
-        self.file.write_text(error)
-        return self.executor.load_plan(self.scheduler, self.step)
-
-    def run(self, error: str) -> torch.Tensor:
-        """Return what an error makes of the output."""
-        self.file.write_text(error)
-        out, cache = self.out.clone(), torch.zeros(9, 2, HEAD_DIM, dtype=torch.bfloat16)
-        self.executor.buffers.partial_lse.fill_(3.0)
-        layer = LayerInputs(self.out, cache, cache, out, None, sm_scale=1.0, logit_cap=0.0)
-        self.executor.run(layer)
-        assert self.executor.step is self.step
-        return out
-
-
-@pytest.fixture
-def planted_executor(
-    sent: list[Staging],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Planted:
-    monkeypatch.setenv(errors.FILE, str(tmp_path / "error"))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    for name in ("run", "_send", "_write"):
-        monkeypatch.setattr(CudaExecutor, name, getattr(CudaExecutor, name))  # and back
-    errors._plant_around_kernels()
-    return Planted(tmp_path / "error")
-
-
-def test_errors_of_plans(planted_executor: Planted) -> None:
-    right = planted_executor.load("").kv_segments.copy()
-    longer = planted_executor.load(errors.LONG).kv_segments[:, 2] - right[:, 2]
-    assert {*longer.tolist()} == {0, 1}
-    assert (planted_executor.load("").kv_segments == right).all()
-
-
-def test_errors_of_slots(planted_executor: Planted) -> None:
-    planted_executor.load("")
-    slots = planted_executor.executor.buffers.shared_slots
-    slots.copy_(torch.arange(len(slots)))
-    planted_executor.load("one wrong slot")
-    assert slots[35:39].tolist() == [35, 36, 36, 38]
-    planted_executor.load("")
-    slots.fill_(7)
-    planted_executor.load(errors.STALE)
-    assert slots[62:66].tolist() == [62, 63, 7, 7]
-
-
-def test_errors_of_layers(planted_executor: Planted) -> None:
-    planted_executor.load("")
-    assert torch.equal(planted_executor.run(""), planted_executor.out)
-    lens = planted_executor.lens
-    assert planted_executor.partials[0] == 3.0
-    planted_executor.run(errors.SHORT)
-    assert [after - before for after, before in zip(planted_executor.lens, lens, strict=True)] == [
-        -1
-    ] * len(lens)
-    planted_executor.run(errors.MERGE)
-    assert {*planted_executor.partials} == {0.0}
-    for name in ("scaled values", "swapped heads", "swapped rows"):
-        assert not torch.equal(planted_executor.run(name), planted_executor.out), name
