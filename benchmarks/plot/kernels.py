@@ -19,13 +19,6 @@ import matplotlib.pyplot as plt
 from sglang_pat.cli.arguments import input_file
 from sglang_pat.output_file import output_file
 
-COLORS = {
-    "pat": "#c0392b",
-    "flashinfer": "#7f8c8d",
-    "fa3": "#b3b6b7",
-    "cascade": "#5d6d7e",
-    "xqa": "#d6dbdf",
-}
 LABELS = {
     "pat": "sglang-pat",
     "flashinfer": "FlashInfer",
@@ -33,6 +26,7 @@ LABELS = {
     "cascade": "FlashInfer cascade",
     "xqa": "XQA",
 }
+COLORS = dict(zip(LABELS, ("#c0392b", "#7f8c8d", "#b3b6b7", "#5d6d7e", "#d6dbdf"), strict=True))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
