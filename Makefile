@@ -73,7 +73,7 @@ fuzz: $(CPP_TESTS)/scheduler_tests
 	$(CPP_TESTS)/scheduler_fuzz --plans 10000 --operations 1000000 $(ARGS)
 
 mutants: setup
-	@$(RUN) tests/support/mutants.py $(ARGS)
+	@$(RUN) .ci/mutants.py $(ARGS)
 
 $(CPP_TESTS)/scheduler_tests: $(CPP_SOURCES) $(wildcard scheduler/tests/*) $(if $(findstring $(VENV),$(CMAKE)),$(VENV)/.dependencies-installed)
 	@$(CMAKE) -S scheduler/tests -B $(CPP_TESTS) >/dev/null

@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-LIST = Path(__file__).with_suffix(".toml")
+ROOT = Path(__file__).resolve().parents[1]
+LIST = ROOT / "tests/support/mutants.toml"
 # It stays between runs, so that a mutant of the scheduler compiles one file.
 COPY = ROOT / "build/mutants"
 CPP_TESTS = "make test-cpp"
