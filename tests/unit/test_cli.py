@@ -97,7 +97,7 @@ def test_wrong_input_is_answered_in_one_line(
 
 
 @pytest.mark.parametrize(
-    "words", ["", "doctor --model nofile", "build --arch 9", "advise --trace /"]
+    "words", ["", "doctor --model nofile", "build --arch 9", "advise --trace /no/f"]
 )
 def test_wrong_input_is_answered_at_once(words: str) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
