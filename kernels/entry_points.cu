@@ -61,12 +61,12 @@ __global__ void __launch_bounds__(kDecodeThreads<Dims>, kCtasPerSm<Dims>)
 
 __global__ void __launch_bounds__(kMergeWarps * 32, kMergeCtasPerSm)
     merge_partials_kernel(const __grid_constant__ DecodeParams params) {
-  merge_partials<Element, Partial, Dims::kValue, Dims::kOneByte, false>(params);
+  merge_partials<Element, Partial, Dims::kValue, Dims::kIsFp8, false>(params);
 }
 
 __global__ void __launch_bounds__(kMergeWarps * 32, kMergeCtasPerSm)
     merge_partials_sinks_kernel(const __grid_constant__ DecodeParams params) {
-  merge_partials<Element, Partial, Dims::kValue, Dims::kOneByte, true>(params);
+  merge_partials<Element, Partial, Dims::kValue, Dims::kIsFp8, true>(params);
 }
 
 __global__ void __launch_bounds__(kGatherThreads)

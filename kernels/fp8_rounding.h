@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "anywhere.h"
+#include "host_device.h"
 #include "kv_type.h"
 
 namespace pat {
@@ -12,7 +12,7 @@ namespace pat {
 // of infinity. Of e4m3, it differs between versions of torch: NaN (0x7f) or the largest number (0x7e). The instructions
 // of the GPU know the largest number only, and lose the sign of NaN.
 template <KvType kType>
-PAT_ANYWHERE constexpr uint32_t to_byte(float number, uint32_t overflow) {
+PAT_HOST_DEVICE constexpr uint32_t to_byte(float number, uint32_t overflow) {
   static_assert(kType == KvType::kE4m3 || kType == KvType::kE5m2);
   constexpr bool kIsE4m3 = kType == KvType::kE4m3;
   constexpr uint32_t kMantissa = kIsE4m3 ? 3 : 2, kDropped = 23 - kMantissa;  // bits

@@ -7,7 +7,7 @@
 namespace pat {
 
 // Over KV of the queries' type: the host has the scales, and they cost no register.
-template <bool kOneByte>
+template <bool kIsFp8>
 struct KvScales {
   __device__ __forceinline__ static KvScales load(const DecodeParams&) { return {}; }
 

@@ -14,7 +14,7 @@ struct Consumer {
 
   Storage& storage;
   const int warp;
-  const KvScales<Dims::kOneByte> scales;
+  const KvScales<Dims::kIsFp8> scales;
   QueryPosition position;
   RingPosition<Storage::kStages> ring;
 

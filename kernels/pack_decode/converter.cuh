@@ -1,5 +1,5 @@
 // Converter warps of pack_decode over one-byte KV on Hopper: they make the values of each stage fp16, in
-// place, for wgmma. Keys are multiplied as they are (query_terms.cuh). So a number is converted once per tile, and by
+// place, for wgmma. Keys are multiplied as they are (query_fp8_terms.cuh). So a number is converted once per tile, and by
 // warps that run ahead of the consumers, as far as the copies do.
 #pragma once
 

@@ -8,8 +8,8 @@
 #pragma once
 
 #include "decode_params.h"
-#include "pack_decode/isolated_rows.cuh"
 #include "pack_decode/latent_storage.cuh"
+#include "pack_decode/nan_row_recompute.cuh"
 #include "pack_decode/row_output.cuh"
 #include "pack_decode/warp_attention.cuh"
 #include "ptx/wgmma.cuh"
@@ -120,10 +120,9 @@ struct LatentConsumer {
     wgmma::commit();
   }
 
-  // Scores of a stage, as weights. See WarpAttention::weigh().
-  __device__ __forceinline__ typename Attention::Rescaling weigh(Attention& part, Weights& weights,
-                                                                 Scores& scores,
-                                                                 const StageRecord& record) const {
+  // Scores of a stage, as weights. See WarpAttention::softmax_weights().
+  __device__ __forceinline__ typename Attention::Rescaling softmax_weights(
+      Attention& part, Weights& weights, Scores& scores, const StageRecord& record) const {
     typename Attention::Rescaling rescaling{};
     if (record.counts_for(unit)) {
       rescaling = part.template weigh<kTokens>(scores, record, unit * kUnitRows, 0,
@@ -188,7 +187,7 @@ struct LatentConsumer {
         wgmma::wait<0>();
         wgmma::tie(scores);
         if (is_last) release_queries();
-        const auto rescaling = weigh(part, weights, scores, record);
+        const auto rescaling = softmax_weights(part, weights, scores, record);
         hand_over(part, weights, first);
         part.rescale(rescaling);
         start_output(part, weights, first);
@@ -220,7 +219,7 @@ struct LatentConsumer {
         part.rescale(take_over(part));
         wait_for_part(first, kGroup);
         start_shared_output(part, first);
-        const auto rescaling = weigh(part, weights, scores, record);
+        const auto rescaling = softmax_weights(part, weights, scores, record);
         hand_over(part, weights, second);
         finish_output(part, first);
         part.rescale(rescaling);

@@ -45,7 +45,7 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
   __syncthreads();
 
   if (warp < kLatentConsumerWarps) {
-    ptx::take_registers<kLatentConsumerRegisters>();
+    ptx::setmaxnreg_inc<kLatentConsumerRegisters>();
     ptx::wait_for_dependencies();
     ptx::launch_dependents();
     if (blockIdx.x == 0 && threadIdx.x == 0) *params.partials_owner = params.launch_tag;
@@ -60,7 +60,7 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
     }
     return;
   }
-  ptx::leave_registers<kLatentProducerRegisters>();
+  ptx::setmaxnreg_dec<kLatentProducerRegisters>();
   const int role = warp - kLatentConsumerWarps;
   if (role == 0) {
     Producer<Dims, true>(params, storage, lane).run();

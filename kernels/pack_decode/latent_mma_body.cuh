@@ -53,7 +53,7 @@ struct LatentMmaConsumer {
 
   __device__ __forceinline__ void load_queries(Queries& queries, uint32_t stage,
                                                uint32_t lane) const {
-    if constexpr (Dims::kOneByte) {
+    if constexpr (Dims::kIsFp8) {
       const uint32_t first = stage + share.byte_queries(pass_unit, lane);
 #pragma unroll
       for (int panel = 0; panel < Dims::kQueryPanels; ++panel) {
@@ -74,7 +74,7 @@ struct LatentMmaConsumer {
 
   // This warp's, of its columns of the queries.
   __device__ __forceinline__ float* query_factors() const {
-    return storage.query_factors[Dims::kOneByte ? pass_unit * LatentPart::kParts + share.part : 0];
+    return storage.query_factors[Dims::kIsFp8 ? pass_unit * LatentPart::kParts + share.part : 0];
   }
 
   // In this warp's columns.
@@ -85,7 +85,7 @@ struct LatentMmaConsumer {
 #pragma unroll
       for (float& score : tile) score = 0.f;
     }
-    if constexpr (Dims::kOneByte) {
+    if constexpr (Dims::kIsFp8) {
 #pragma unroll
       for (int panel = 0; panel < Dims::kQueryPanels; ++panel) {
         ptx::Fragment bytes;
@@ -171,7 +171,7 @@ struct LatentMmaConsumer {
         ptx::Fragment values;
         ptx::load_matrices_transposed(
             values, step_address(first, LatentPart::kRows, pair) + step * 16 * kPanelRowBytes);
-        if constexpr (Dims::kOneByte) {
+        if constexpr (Dims::kIsFp8) {
           // Same order as in mma_body.cuh: first the even columns of a chunk, then the odd ones.
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
@@ -206,7 +206,7 @@ struct LatentMmaConsumer {
     Attention part;
     part.begin_without_queries();
     part.has_factors = has_factors;
-    const auto scales = KvScales<Dims::kOneByte>::load(params);
+    const auto scales = KvScales<Dims::kIsFp8>::load(params);
     decltype(auto) scale = scales.template logit<false>(params);
     StageRecord stage_record;
     do {
@@ -225,7 +225,7 @@ struct LatentMmaConsumer {
       release_stage();
     } while (!stage_record.is_last());
 
-    if constexpr (Dims::kOneByte) part.order_columns();
+    if constexpr (Dims::kIsFp8) part.order_columns();
     part.finish();
     store_latent_unit<T, Dims>(params, scales, record().targets + pass_unit * kUnitRows,
                                record().mixed_item, unit * kUnitRows, share.part * kColumns,

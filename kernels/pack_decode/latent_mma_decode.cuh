@@ -35,7 +35,7 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
   __syncthreads();
 
   if (warp < kLatentConsumerWarps) {
-    if constexpr (kHasBothLatentBodies<Dims>) ptx::take_registers<kLatentConsumerRegisters>();
+    if constexpr (kHasBothLatentBodies<Dims>) ptx::setmaxnreg_inc<kLatentConsumerRegisters>();
     ptx::wait_for_dependencies();
     ptx::launch_dependents();
     if (blockIdx.x == 0 && threadIdx.x == 0) *params.partials_owner = params.launch_tag;
@@ -48,7 +48,7 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
     }
     return;
   }
-  if constexpr (kHasBothLatentBodies<Dims>) ptx::leave_registers<kLatentProducerRegisters>();
+  if constexpr (kHasBothLatentBodies<Dims>) ptx::setmaxnreg_dec<kLatentProducerRegisters>();
   if (warp == kLatentConsumerWarps) {
     Producer<Dims, true>(params, storage, lane).run();
   } else if (warp == kLatentConsumerWarps + 1) {  // beside wgmma, a CTA has more warps

@@ -44,7 +44,7 @@ struct SharedState<Dims> {
   uint64_t kv_empty[kMaxPassStages];
   uint64_t drawn_full[kDrawsAhead];
   uint64_t drawn_empty[kDrawsAhead];
-  float query_factors[Dims::kOneByte ? kLatentConsumerWarps : 1][kUnitRows];  // WarpAttention
+  float query_factors[Dims::kIsFp8 ? kLatentConsumerWarps : 1][kUnitRows];  // WarpAttention
 };
 
 // Some panels of every stage, in the order of the stages.

@@ -46,7 +46,7 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[kTokens / 8][4],
       ptx::Fragment fragment;
       ptx::load_matrices(fragment,
                          step_address(first, kStageTokens, step) + pair * 16 * kPanelRowBytes);
-      if constexpr (Dims::kOneByte) {
+      if constexpr (Dims::kIsFp8) {
 #pragma unroll
         for (int depth = 2 * step; depth < std::min(2 * step + 2, Dims::kKey / 16); ++depth) {
 #pragma unroll
@@ -80,7 +80,7 @@ __device__ __forceinline__ void multiply_values(WarpAttention<T, Dims, kSoftCap>
       ptx::Fragment fragment;
       ptx::load_matrices_transposed(
           fragment, step_address(first, kStageTokens, pair) + step * 16 * kPanelRowBytes);
-      if constexpr (Dims::kOneByte) {
+      if constexpr (Dims::kIsFp8) {
 #pragma unroll
         for (int chunk = 2 * pair; chunk < std::min(2 * pair + 2, Dims::kValue / 16); ++chunk) {
           // Each register holds two columns of two tokens; first the even columns, then the odd ones.
@@ -114,7 +114,7 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
   const int kv_warp = consumer.warp % Layout::kKvWarps;
 
   WarpAttention<T, Dims, kSoftCap> part;
-  float* query_factors = consumer.storage.query_factors[Dims::kOneByte ? consumer.warp : 0];
+  float* query_factors = consumer.storage.query_factors[Dims::kIsFp8 ? consumer.warp : 0];
   part.begin(consumer.queries(kUnits), kTileRows, first_row, query_factors, lane);
   consumer.release_queries(kUnits, first_row, lane);
 
@@ -140,7 +140,7 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
     ++num_stages;
   } while (!record.is_last());
 
-  if constexpr (Dims::kOneByte) part.order_columns();
+  if constexpr (Dims::kIsFp8) part.order_columns();
   part.finish();
   if constexpr (Layout::kKvWarps == 1) {
     store_item(part, consumer.storage, params, consumer.scales, first_row, consumer.warp, lane);

@@ -53,19 +53,19 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
   __syncthreads();
 
   if (warp < kConsumerWarps) {
-    if constexpr (kHasConverters<Dims>) ptx::take_registers<kConsumerRegisters>();
+    if constexpr (kHasConverters<Dims>) ptx::setmaxnreg_inc<kConsumerRegisters>();
     ptx::wait_for_dependencies();
     ptx::launch_dependents();
     if (blockIdx.x == 0 && threadIdx.x == 0) *params.partials_owner = params.launch_tag;
     Consumer<Dims> consumer{.storage = storage,
                             .warp = warp,
-                            .scales = KvScales<Dims::kOneByte>::load(params),
+                            .scales = KvScales<Dims::kIsFp8>::load(params),
                             .position = {},
                             .ring = {}};
     while (consumer.wait_for_item()) execute_item<T, Dims, kSoftCap>(params, consumer);
     return;
   }
-  if constexpr (kHasConverters<Dims>) ptx::leave_registers<kOtherRegisters>();
+  if constexpr (kHasConverters<Dims>) ptx::setmaxnreg_dec<kOtherRegisters>();
   if (warp == kConsumerWarps) {
     Producer<Dims, true>(params, storage, lane).run();
   } else if (warp == kConsumerWarps + 1) {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "decode_params.h"
-#include "pack_decode/isolated_rows.cuh"
+#include "pack_decode/nan_row_recompute.cuh"
 #include "pack_decode/row_scale.cuh"
 #include "pack_decode/warp_attention.cuh"
 
@@ -22,8 +22,8 @@ __device__ __forceinline__ void store_columns(const DecodeParams& params, RowTar
   // This lane has two neighbouring columns of one tile; of two tiles of one-byte values, four.
   T* target = static_cast<T*>(is_partial ? params.partial_out : params.out) +
               static_cast<int64_t>(is_partial ? row : ~row) * Dims::kValue +
-              (first_column + lane % 4 * (Dims::kOneByte ? 4 : 2));
-  if constexpr (Dims::kOneByte) {
+              (first_column + lane % 4 * (Dims::kIsFp8 ? 4 : 2));
+  if constexpr (Dims::kIsFp8) {
     const bool converts = !std::is_same_v<T, Partial> && !is_partial;
 #pragma unroll
     for (int tile = 0; tile < kTiles; tile += 2) {
@@ -99,7 +99,7 @@ __device__ __forceinline__ void store_lse(const DecodeParams& params, RowTarget 
 // is 0, the rows' LSEs too. total: sums of exponentials relative to the scores `maximum`.
 template <typename T, typename Dims, int kTiles>
 __device__ __forceinline__ void store_latent_unit(
-    const DecodeParams& params, const KvScales<Dims::kOneByte>& scales, const RowTarget* targets,
+    const DecodeParams& params, const KvScales<Dims::kIsFp8>& scales, const RowTarget* targets,
     int mixed_item, int first_row, int first_column, const float (&out)[kTiles][4],
     const float (&maximum)[2], const float (&total)[2], uint32_t lane) {
   uint64_t rows_with_nan = 0;
@@ -116,7 +116,7 @@ __device__ __forceinline__ void store_latent_unit(
     const float logit = maximum[h] * scales.template logit<false>(params).outer;
     const auto [scale, log2_sum] =
         row_scale<Dims>(params, scales, row, logit - kHeadroom, total[h]);
-    if constexpr (Dims::kOneByte) {
+    if constexpr (Dims::kIsFp8) {
       store_columns<T, Dims, false>(params, row, first_column, values, scale, lane);
     } else {
       store_long_row<T, Dims>(params, row, first_column, values, scale, lane);
@@ -133,7 +133,7 @@ __device__ __forceinline__ void store_latent_unit(
 // score `maximum`.
 template <typename T, typename Dims, bool kSoftCap, bool kMayEnd, int kTiles>
 __device__ __forceinline__ void store_row(const DecodeParams& params,
-                                          const KvScales<Dims::kOneByte>& scales, RowTarget row,
+                                          const KvScales<Dims::kIsFp8>& scales, RowTarget row,
                                           int first_column, const float2 (&values)[kTiles],
                                           float maximum, float total, uint32_t lane) {
   constexpr float kHeadroom = WarpAttention<T, Dims, kSoftCap>::kHeadroom;
@@ -148,7 +148,7 @@ __device__ __forceinline__ void store_row(const DecodeParams& params,
 template <typename T, typename Dims, bool kSoftCap>
 __device__ __forceinline__ void store_item(const WarpAttention<T, Dims, kSoftCap>& part,
                                            SharedStorage<Dims>& storage, const DecodeParams& params,
-                                           const KvScales<Dims::kOneByte>& scales, int first_row,
+                                           const KvScales<Dims::kIsFp8>& scales, int first_row,
                                            int warp, uint32_t lane) {
   constexpr int kTiles = Dims::kValue / 8;
   const RowTarget* targets = storage.row_targets[warp];
@@ -177,7 +177,7 @@ template <typename T, typename Dims, bool kSoftCap, int kKvWarps>
 __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Dims, kSoftCap>& part,
                                                        SharedStorage<Dims>& storage,
                                                        const DecodeParams& params,
-                                                       const KvScales<Dims::kOneByte>& scales,
+                                                       const KvScales<Dims::kIsFp8>& scales,
                                                        int num_parts, int num_rows, int first_row,
                                                        int warp, uint32_t lane) {
   constexpr int kTiles = Dims::kValue / 8;

@@ -34,11 +34,11 @@ struct RowScale {
 // the output gets its sink.
 template <typename Dims>
 __device__ __forceinline__ RowScale row_scale(const DecodeParams& params,
-                                              const KvScales<Dims::kOneByte>& scales, RowTarget row,
+                                              const KvScales<Dims::kIsFp8>& scales, RowTarget row,
                                               float maximum, float total) {
   const bool empty = total == 0.f;
   // Partials of one-byte numbers are in fp16, where those numbers fit: there, merge_partials multiplies.
-  const float v_scale = Dims::kOneByte && row >= 0 ? 1.f : scales.value(params);
+  const float v_scale = Dims::kIsFp8 && row >= 0 ? 1.f : scales.value(params);
   float scale = empty ? 0.f : ptx::reciprocal(total) * v_scale;
   float log2_sum = empty ? -INFINITY : maximum + ptx::log2(total);
   if (params.sinks.data != nullptr && row < 0 && row != kNoTarget) {

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <numeric>
 
-#include "anywhere.h"
+#include "host_device.h"
 #include "kv_type.h"
 
 namespace pat {
@@ -21,18 +21,18 @@ inline constexpr int kChunkBytes = 16;
 inline constexpr int kPanelRowBytes = 128;
 inline constexpr int kPanelColumns = 64;
 
-PAT_ANYWHERE constexpr uint32_t swizzled_offset(uint32_t rows, uint32_t row, uint32_t chunk) {
+PAT_HOST_DEVICE constexpr uint32_t swizzled_offset(uint32_t rows, uint32_t row, uint32_t chunk) {
   const uint32_t panel = chunk / 8, column = chunk % 8;
   return (panel * rows + row) * kPanelRowBytes + (column ^ row % 8) * kChunkBytes;
 }
 
 // Address of chunk 2 * step + half of a row, from the address of chunk `half` of the same row (half is 0 or 1):
 // one XOR with a constant, where swizzled_offset would take the chunk apart again.
-PAT_ANYWHERE constexpr uint32_t step_address(uint32_t first_chunk, int rows, int step) {
+PAT_HOST_DEVICE constexpr uint32_t step_address(uint32_t first_chunk, int rows, int step) {
   return (first_chunk ^ (step % 4 * 2 * kChunkBytes)) + step / 4 * rows * kPanelRowBytes;
 }
 
-PAT_ANYWHERE constexpr int panels(int row_bytes) {
+PAT_HOST_DEVICE constexpr int panels(int row_bytes) {
   return (row_bytes + kPanelRowBytes - 1) / kPanelRowBytes;
 }
 
@@ -44,8 +44,8 @@ struct HeadDims {
   static constexpr int kKey = kKeyColumns;
   static constexpr int kValue = kValueColumns;
   static constexpr KvType kKv = kCacheType;
-  static constexpr bool kOneByte = kKv != KvType::kAsQueries;
-  static constexpr int kElementBytes = kOneByte ? 1 : 2;  // of the cache
+  static constexpr bool kIsFp8 = kKv != KvType::kAsQueries;
+  static constexpr int kElementBytes = kIsFp8 ? 1 : 2;  // of the cache
   static_assert(kKey % 16 == 0 && kValue % 16 == 0, "steps of matrix instructions");
   // Latent attention (MLA): values are the first columns of the keys. One load, one stage for both.
   static constexpr bool kIsLatent = kKey == 576 && kValue == 512;
@@ -75,14 +75,14 @@ struct RowCopy {
 
   int lane;
 
-  PAT_ANYWHERE static constexpr int copies(int rows) { return rows * kChunks / 32; }
+  PAT_HOST_DEVICE static constexpr int copies(int rows) { return rows * kChunks / 32; }
 
-  PAT_ANYWHERE constexpr int row(int copy) const {
+  PAT_HOST_DEVICE constexpr int row(int copy) const {
     if constexpr (kWholeRows) return copy * (32 / kChunks) + lane / kChunks;
     return copy / kPeriod * kPeriodRows + (copy % kPeriod * 32 + lane) / kChunks;
   }
 
-  PAT_ANYWHERE constexpr int chunk(int copy) const {
+  PAT_HOST_DEVICE constexpr int chunk(int copy) const {
     if constexpr (kWholeRows) return lane % kChunks;
     return (copy % kPeriod * 32 + lane) % kChunks;
   }
@@ -95,12 +95,12 @@ struct PanelCopy {
 
   int lane;
 
-  PAT_ANYWHERE constexpr int row(int copy) const { return 4 * copy + lane / 8; }
-  PAT_ANYWHERE constexpr int source() const {
+  PAT_HOST_DEVICE constexpr int row(int copy) const { return 4 * copy + lane / 8; }
+  PAT_HOST_DEVICE constexpr int source() const {
     return lane % 8 * kChunkBytes;
   }  // within a row of the panel
   // Within the panel.
-  PAT_ANYWHERE constexpr uint32_t target(int copy) const {
+  PAT_HOST_DEVICE constexpr uint32_t target(int copy) const {
     return swizzled_offset(0, row(copy % 2), lane % 8) + copy / 2 * 8 * kPanelRowBytes;
   }
 };
@@ -121,17 +121,17 @@ struct ValueConversion {
   int warp;
   int lane;
 
-  PAT_ANYWHERE constexpr uint32_t chunk() const { return lane % kChunks; }
+  PAT_HOST_DEVICE constexpr uint32_t chunk() const { return lane % kChunks; }
   // Those of the second panel are swapped in pairs: lanes that write at the same time meet in no bank.
-  PAT_ANYWHERE constexpr uint32_t token(int copy) const {
+  PAT_HOST_DEVICE constexpr uint32_t token(int copy) const {
     return warp * kTokens + (lane / kChunks ^ chunk() / 4 % 2) + copy * (32 / kChunks);
   }
   // From where values land.
-  PAT_ANYWHERE constexpr uint32_t source(int copy) const {
+  PAT_HOST_DEVICE constexpr uint32_t source(int copy) const {
     return swizzled_offset(kStageTokens, token(copy), chunk());
   }
   // Place of the first of two chunks, from where values are for wgmma. The second is at ^ kChunkBytes.
-  PAT_ANYWHERE constexpr uint32_t target(int copy) const {
+  PAT_HOST_DEVICE constexpr uint32_t target(int copy) const {
     return swizzled_offset(kStageTokens, token(copy), 2 * chunk());
   }
 };
@@ -139,14 +139,14 @@ struct ValueConversion {
 // The right-hand sides of wgmma in a stage, as addresses and the distances that its descriptors hold.
 struct KeyOperand {                                            // 32 tokens, 16 columns
   static constexpr uint32_t kGroupBytes = 8 * kPanelRowBytes;  // from 8 tokens to the next 8
-  PAT_ANYWHERE static constexpr uint32_t address(uint32_t keys, int step) {
+  PAT_HOST_DEVICE static constexpr uint32_t address(uint32_t keys, int step) {
     return keys + step / 4 * (kStageTokens * kPanelRowBytes) + step % 4 * 2 * kChunkBytes;
   }
 };
 struct ValueOperand {                                          // 16 tokens, all columns
   static constexpr uint32_t kGroupBytes = 8 * kPanelRowBytes;  // from 8 tokens to the next 8
   static constexpr uint32_t kPanelBytes = kStageTokens * kPanelRowBytes;
-  PAT_ANYWHERE static constexpr uint32_t address(uint32_t values, int step) {
+  PAT_HOST_DEVICE static constexpr uint32_t address(uint32_t values, int step) {
     return values + step * 2 * kGroupBytes;
   }
 };
@@ -157,11 +157,11 @@ struct LatentOperand {
   static constexpr uint32_t kGroupBytes = 8 * kPanelRowBytes;  // from 8 rows to the next 8
   static constexpr uint32_t kPanelBytes = kRows * kPanelRowBytes;
   // 16 columns of all rows: of queries, keys and weights.
-  PAT_ANYWHERE static constexpr uint32_t columns(uint32_t matrix, int step) {
+  PAT_HOST_DEVICE static constexpr uint32_t columns(uint32_t matrix, int step) {
     return step_address(matrix, kRows, step);
   }
   // 16 tokens' values, from a panel on.
-  PAT_ANYWHERE static constexpr uint32_t tokens(uint32_t stage, int first_panel, int step) {
+  PAT_HOST_DEVICE static constexpr uint32_t tokens(uint32_t stage, int first_panel, int step) {
     return stage + first_panel * kPanelBytes + step * 2 * kGroupBytes;
   }
 };
@@ -177,15 +177,15 @@ struct LatentPart {
   uint32_t part;
 
   // Place of a lane's first chunk of ldmatrix in a matrix. Each panel has one at the same place.
-  PAT_ANYWHERE constexpr uint32_t queries(uint32_t unit, uint32_t lane) const {
+  PAT_HOST_DEVICE constexpr uint32_t queries(uint32_t unit, uint32_t lane) const {
     return swizzled_offset(kRows, unit * kUnitRows + lane % 16, 2 * part + lane / 16);
   }
-  PAT_ANYWHERE constexpr uint32_t keys(uint32_t lane) const {  // of the first 16 tokens
+  PAT_HOST_DEVICE constexpr uint32_t keys(uint32_t lane) const {  // of the first 16 tokens
     return swizzled_offset(kRows, lane / 16 * 8 + lane % 8, 2 * part + lane / 8 % 2);
   }
   // The same of values, of 16 tokens and 16 columns. For the next columns: step_address().
   template <int kValuePanels>
-  PAT_ANYWHERE constexpr uint32_t values(uint32_t lane) const {
+  PAT_HOST_DEVICE constexpr uint32_t values(uint32_t lane) const {
     static_assert(kValuePanels % kParts == 0);
     return part * (kValuePanels / kParts) * kPanelBytes +
            swizzled_offset(kRows, lane % 16, lane / 16);
@@ -193,12 +193,12 @@ struct LatentPart {
 
   // With one-byte KV, whose 16 columns are a chunk. Of those of a query row, a lane has four that touch, and of 8 rows
   // further the same.
-  PAT_ANYWHERE constexpr uint32_t byte_queries(uint32_t unit, uint32_t lane) const {
+  PAT_HOST_DEVICE constexpr uint32_t byte_queries(uint32_t unit, uint32_t lane) const {
     return swizzled_offset(kRows, unit * kUnitRows + lane / 4, 2 * part + lane / 2 % 2) +
            lane % 2 * 8;
   }
   // The 16 columns of all 32 tokens that belong to a panel of the queries.
-  PAT_ANYWHERE constexpr uint32_t byte_keys(uint32_t query_panel, uint32_t lane) const {
+  PAT_HOST_DEVICE constexpr uint32_t byte_keys(uint32_t query_panel, uint32_t lane) const {
     return swizzled_offset(kRows, lane, 4 * query_panel + part);
   }
 };

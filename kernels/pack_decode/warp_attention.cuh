@@ -28,7 +28,7 @@ struct WarpAttention {
   static constexpr float kSlack = 8.f;
   // Probabilities in place of those in bf16 are multiplied with 2 to this power: in fp16, those of less than 2^-14 are
   // less exact, and a million of them may count.
-  static constexpr float kHeadroom = Dims::kOneByte ? 6.f : 0.f;
+  static constexpr float kHeadroom = Dims::kIsFp8 ? 6.f : 0.f;
 
   WarpQueries<T, Dims> queries;
   float out[kColumnTiles][4];  // those beyond Dims::kValue hold whatever lies behind the values
@@ -69,9 +69,10 @@ struct WarpAttention {
   // row of the warp, whose first is row first_row of the item, and at least one of the tokens does. rescale() must
   // follow before these are multiplied with values: `out` may be in use until then.
   template <int kTokens, typename Scale>
-  __device__ __forceinline__ Rescaling weigh(float (&scores)[kTokens / 8][4],
-                                             const StageRecord& stage, int first_row,
-                                             int first_token, const Scale& scale, uint32_t lane) {
+  __device__ __forceinline__ Rescaling softmax_weights(float (&scores)[kTokens / 8][4],
+                                                       const StageRecord& stage, int first_row,
+                                                       int first_token, const Scale& scale,
+                                                       uint32_t lane) {
     if constexpr (kSoftCap) cap<kTokens>(scores, scale);
     if (!stage.is_whole(first_row / kUnitRows)) {
       mask<kTokens>(scores, stage, first_row, first_token, lane);

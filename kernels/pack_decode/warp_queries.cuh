@@ -10,7 +10,7 @@ namespace pat {
 // Type in which T, the type of queries and outputs, is multiplied. One-byte numbers are exact in fp16, and take one
 // instruction to get there. Probabilities in fp16 are eight times as exact as in bf16.
 template <typename T, typename Dims>
-using ComputeType = std::conditional_t<Dims::kOneByte, __half, T>;
+using ComputeType = std::conditional_t<Dims::kIsFp8, __half, T>;
 
 // True if queries are bf16 and what they are multiplied with is not.
 template <typename T, typename Dims>
@@ -71,7 +71,7 @@ template <typename T, typename Dims>
 __device__ __forceinline__ void load_queries(WarpQueries<T, Dims>& queries, bool& has_factors,
                                              uint32_t tile, int tile_rows, int first_row,
                                              float* query_factors, uint32_t lane) {
-  if constexpr (Dims::kOneByte) {
+  if constexpr (Dims::kIsFp8) {
     // A lane has four neighbours of every 16 columns, as in the keys: the order in a sum does not matter.
     const uint32_t first =
         tile + swizzled_offset(tile_rows, first_row + lane / 4, lane / 2 % 2) + lane % 2 * 8;

@@ -88,7 +88,7 @@ __device__ __forceinline__ void execute_item_wgmma(const DecodeParams& params,
   queries.start_scores(scores, part, stage);
   wgmma::wait<0>();
   wgmma::tie(scores);
-  weigh(record);  // nothing to rescale yet
+  softmax_weights(record);  // nothing to rescale yet
   pack_weights<Attention>(weights, scores);
   while (!record.is_last()) {
     const uint32_t before = stage;
@@ -98,7 +98,7 @@ __device__ __forceinline__ void execute_item_wgmma(const DecodeParams& params,
     record = consumer.following_stage_record();
     wgmma::wait<1>();
     wgmma::tie(scores);
-    const auto rescaling = weigh(record);
+    const auto rescaling = softmax_weights(record);
     wgmma::wait<0>();
     wgmma::tie(part.out);
     consumer.release_wgmma_stage();

@@ -1,9 +1,9 @@
 // A warp's queries as the left-hand side of wgmma, and their multiplication with a stage's keys: numbers as the model
-// has them, or e4m3 terms (query_terms.cuh) where keys have one byte.
+// has them, or e4m3 terms (query_fp8_terms.cuh) where keys have one byte.
 #pragma once
 
 #include "pack_decode/consumer.cuh"
-#include "pack_decode/query_terms.cuh"
+#include "pack_decode/query_fp8_terms.cuh"
 #include "pack_decode/warp_attention.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -46,7 +46,7 @@ struct Queries {
 
 // Over one-byte keys, scores are sums of terms, and each row has a scale of its own.
 template <typename T, typename Dims, bool kSoftCap>
-  requires(Dims::kOneByte)
+  requires(Dims::kIsFp8)
 struct Queries<T, Dims, kSoftCap> {
   using Attention = WarpAttention<T, Dims, kSoftCap>;
 

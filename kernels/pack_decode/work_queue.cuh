@@ -39,12 +39,12 @@ inline constexpr bool kHasWgmma = false;
 // True if warps of their own convert one-byte values for wgmma (converter.cuh).
 template <typename Dims>
 inline constexpr bool kHasConverters =
-    kHasWgmma && Dims::kOneByte && Dims::kKey == Dims::kValue && 128 % Dims::kKey == 0;
+    kHasWgmma && Dims::kIsFp8 && Dims::kKey == Dims::kValue && 128 % Dims::kKey == 0;
 // The first tile, by the number of its rows, that is multiplied by wgmma. In small tiles, consumers convert in
 // registers, each its own tokens.
 template <typename Dims>
 inline constexpr int kFirstWgmmaTile = !kHasWgmma             ? kNumTiles
-                                       : !Dims::kOneByte      ? 0
+                                       : !Dims::kIsFp8        ? 0
                                        : kHasConverters<Dims> ? 1
                                                               : kNumTiles;
 template <typename Dims>
@@ -65,7 +65,7 @@ inline constexpr int kLatentTokens =
     kHasWgmma && kKv == KvType::kAsQueries ? 2 * kStageTokens : kStageTokens;
 // True if a kernel of latent attention has the body on wgmma, beside that on mma.sync.
 template <typename Dims>
-inline constexpr bool kHasBothLatentBodies = kHasWgmma && Dims::kIsLatent && !Dims::kOneByte;
+inline constexpr bool kHasBothLatentBodies = kHasWgmma && Dims::kIsLatent && !Dims::kIsFp8;
 template <typename Dims>
 inline constexpr int kDecodeThreads =
     32 * (Dims::kIsLatent
@@ -213,7 +213,7 @@ inline constexpr int kSharedAlignment = 1024;
 // may have fewer.
 template <typename Dims>
 __host__ __device__ constexpr int own_tiles(int warps) {
-  constexpr int kTogether = Dims::kOneByte ? 2 : 1;  // of which a lane has columns that touch
+  constexpr int kTogether = Dims::kIsFp8 ? 2 : 1;  // of which a lane has columns that touch
   return (Dims::kValue / 8 / kTogether + warps - 1) / warps * kTogether;
 }
 
@@ -230,9 +230,9 @@ struct SharedState {
   float2 exchange[kUsesWgmma<Dims> ? 1
                                    : kConsumerWarps * (kConsumerWarps - 1) *
                                          own_tiles<Dims>(kConsumerWarps) * 32];
-  float2 row_states[kConsumerWarps][kUnitRows];                         // maximum and sum
-  float query_factors[Dims::kOneByte ? kConsumerWarps : 1][kUnitRows];  // WarpAttention
-  RowTarget row_targets[kConsumerWarps][kUnitRows];                     // of the item a warp is at
+  float2 row_states[kConsumerWarps][kUnitRows];                       // maximum and sum
+  float query_factors[Dims::kIsFp8 ? kConsumerWarps : 1][kUnitRows];  // WarpAttention
+  RowTarget row_targets[kConsumerWarps][kUnitRows];                   // of the item a warp is at
   int32_t mixed_items[kConsumerWarps];  // ItemRecord::mixed_item, of the same
   ItemRecord records[kQueryUnits];
   StageRecord stage_records[kMaxStages];

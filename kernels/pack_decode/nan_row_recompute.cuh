@@ -105,7 +105,7 @@ __device__ __noinline__ void recompute_rows(const DecodeParams& params, const Ro
             const float4 b = load_columns<Number, Dims::kKv>(key, group);
             score += a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
           }
-          if constexpr (Dims::kOneByte) score *= KvScales<true>::load(params).key;
+          if constexpr (Dims::kIsFp8) score *= KvScales<true>::load(params).key;
           if constexpr (kSoftCap) score = ptx::tanh(score * params.logit_scale.inner);
           logit = score * params.logit_scale.outer;
         }
@@ -143,8 +143,7 @@ __device__ __noinline__ void recompute_rows(const DecodeParams& params, const Ro
     }
 
     const float scale =
-        row_scale<Dims>(params, KvScales<Dims::kOneByte>::load(params), target, maximum, total)
-            .scale;
+        row_scale<Dims>(params, KvScales<Dims::kIsFp8>::load(params), target, maximum, total).scale;
     const bool is_partial = target >= 0;
     T* out = static_cast<T*>(is_partial ? params.partial_out : params.out) +
              static_cast<int64_t>(is_partial ? target : ~target) * Dims::kValue;
