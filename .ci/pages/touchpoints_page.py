@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from sglang_pat.sglang import TOUCHPOINTS, Touchpoint
+from sglang_pat.offline.installed_sglang import TOUCHPOINTS, Touchpoint
 
 PAGE = Path(__file__).parents[2] / "docs/versioning.md"
 KINDS = {

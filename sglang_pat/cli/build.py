@@ -19,7 +19,7 @@ from sglang_pat.cli.served_model import add_model_options, loadable, server_word
 from sglang_pat.messages import quoted
 
 if TYPE_CHECKING:
-    from sglang_pat.sglang.offline.model_support import KernelNeeds
+    from sglang_pat.offline.model_support import KernelNeeds
 
 DESCRIPTION = "compile the CUDA kernels now instead of on first use"
 
@@ -158,7 +158,7 @@ def _needs_of(model: str, words: list[str]) -> KernelNeeds | int:
 
                 enable_cpu_engine()  # before SGLang is imported
                 logging.disable(logging.WARNING)
-                from sglang_pat.sglang.offline.model_support import kernels_of_model
+                from sglang_pat.offline.model_support import kernels_of_model
 
                 needs, routes = kernels_of_model(source, words)
         except Exception as error:  # SGLang may raise anything

@@ -28,14 +28,14 @@ from sglang_pat.cli.arguments import bounded
 from sglang_pat.cli.gpus import Gpu, find_gpus
 from sglang_pat.cli.progress import sign_of_life
 from sglang_pat.cli.served_model import add_model_options, loadable, server_words
-from sglang_pat.output_file import output_or_stdout, write_output
-from sglang_pat.sglang import TOUCHPOINTS
-from sglang_pat.sglang.offline.launch_flags import PLUGIN_GROUP
-from sglang_pat.sglang.plugin import (
+from sglang_pat.offline.installed_sglang import (
+    TOUCHPOINTS,
     missing_registrations,
     missing_touchpoints,
     unwrapped_backends,
 )
+from sglang_pat.offline.launch_flags import PLUGIN_GROUP
+from sglang_pat.output_file import output_or_stdout, write_output
 
 DESCRIPTION = "check the GPU, the compilers, SGLang and the plug-in, and say what to do"
 
@@ -160,7 +160,7 @@ def _print_routes(model: str, words: list[str], report: Path | None) -> int:
                 from sglang_pat.sglang.cpu import enable_cpu_engine
 
                 enable_cpu_engine()  # before SGLang is imported
-                from sglang_pat.sglang.offline.model_support import layers_of_config
+                from sglang_pat.offline.model_support import layers_of_config
 
                 routes = layers_of_config(source, words)
         except Exception as error:  # SGLang may raise anything

@@ -19,8 +19,8 @@ from sglang_pat.bench.stand_ins import refuse_stand_ins
 from sglang_pat.cli.arguments import FLAGS
 from sglang_pat.cli.gpus import Gpu, find_gpus
 from sglang_pat.messages import quoted
+from sglang_pat.offline.launch_flags import PLUGIN_GROUP, attention_backends, launch_flags
 from sglang_pat.output_file import output_or_stdout
-from sglang_pat.sglang.offline.launch_flags import PLUGIN_GROUP, attention_backends, launch_flags
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -277,7 +277,7 @@ def _sglang_tree() -> Any:
     print("Loading SGLang, which takes some seconds ...", file=sys.stderr)
     enable_cpu_engine()
     warnings.simplefilter("ignore")  # of SGLang's imports
-    from sglang_pat.sglang.offline.simulated_cache import new_tree
+    from sglang_pat.offline.simulated_cache import new_tree
 
     return new_tree
 

@@ -31,7 +31,7 @@ from sglang_pat.model_layers import (
     decoder_config,
     read_layers,
 )
-from sglang_pat.sglang.offline.model_modules import VARIABLE, modules_without
+from sglang_pat.offline.model_modules import VARIABLE, modules_without
 from sglang_pat.workload.models import NAMED_CONFIGS, quantised_config, read_whole_config
 from sglang_pat.workload.weights import Weights, read_weights
 
@@ -130,7 +130,7 @@ def _classes(config: Mapping[str, Any]) -> set[str]:
 def _ask(asked: Sequence[Mapping[str, Any]], without: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Ask a process that imports SGLang, all of its models but those in modules `without`."""
     left_out = {VARIABLE: ",".join(without)} if without else {}
-    command = [sys.executable, "-m", "sglang_pat.sglang.offline.model_descriptions"]
+    command = [sys.executable, "-m", "sglang_pat.offline.model_descriptions"]
     lines = "".join(json.dumps(each) + "\n" for each in asked)
     try:
         done = subprocess.run(

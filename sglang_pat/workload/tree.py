@@ -1,7 +1,7 @@
 """The prefix cache of the simulated server: a radix tree over a KV pool that only counts.
 
 It has the rules of SGLang's UnifiedRadixCache for full attention and LRU eviction, and a test
-compares every operation with it. `sglang/offline/simulated_cache.py` has SGLang's own classes
+compares every operation with it. `offline/simulated_cache.py` has SGLang's own classes
 behind the same interface, `Tree`.
 """
 

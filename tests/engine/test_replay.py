@@ -22,7 +22,7 @@ from sglang_plugins import install_plugin
 from sglang_step_recorder import FILE, WAIT_FOR, described
 
 from common.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
-from sglang_pat.sglang.offline.simulated_cache import SGLangTree, new_tree
+from sglang_pat.offline.simulated_cache import SGLangTree, new_tree
 from sglang_pat.workload.server import Decode, Prefill, Rules, SimulatedServer, accepted
 from sglang_pat.workload.trace import TokenPrompt, TraceRequest
 

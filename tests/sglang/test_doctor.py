@@ -17,7 +17,8 @@ from sglang.srt.layers.attention import attention_registry
 
 from sglang_pat import support
 from sglang_pat.cli import doctor
-from sglang_pat.sglang import TOUCHPOINTS, plugin
+from sglang_pat.offline import installed_sglang
+from sglang_pat.offline.installed_sglang import TOUCHPOINTS
 from sglang_pat.sglang.start import hooks
 
 
@@ -89,7 +90,7 @@ def test_kernels_that_a_server_needs(
     code = f"""
 from sglang_pat.sglang.cpu import enable_cpu_engine
 enable_cpu_engine()
-from sglang_pat.sglang.offline.model_support import kernels_of_model
+from sglang_pat.offline.model_support import kernels_of_model
 print(tuple(kernels_of_model({str(model)!r}, {flags.split()!r})[0]))
 """
     environment = {k: v for k, v in os.environ.items() if k != "SGLANG_DISABLED_MODEL_ARCHS"}
@@ -122,7 +123,7 @@ def test_all_that_pat_touches_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> 
     assert doctor.check_touchpoints().status == "ok"
     (place,) = (each for each in TOUCHPOINTS if each.target.endswith("Scheduler.get_init_info"))
     gone = [place._replace(target=f"{place.target}{i}") for i in range(7)]
-    monkeypatch.setattr(plugin, "TOUCHPOINTS", (*TOUCHPOINTS, *gone))
+    monkeypatch.setattr(installed_sglang, "TOUCHPOINTS", (*TOUCHPOINTS, *gone))
     check = doctor.check_touchpoints()
     assert check.status == "failed"
     assert check.found.startswith(f"SGLang has no {gone[0].target} ({place.why}); ")

@@ -6,7 +6,7 @@ import argparse
 
 from sglang.srt import server_args
 
-from sglang_pat.sglang.offline.launch_flags import attention_backends, launch_flags
+from sglang_pat.offline.launch_flags import attention_backends, launch_flags
 
 
 def test_every_flag_is_found() -> None:

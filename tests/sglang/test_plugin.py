@@ -16,6 +16,7 @@ from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
+from sglang_pat.offline.installed_sglang import unwrapped_backends
 from sglang_pat.sglang import plugin
 from sglang_pat.sglang.compat import resolved
 from sglang_pat.sglang.start.argument_rewrite import around_resolution, is_asked_for
@@ -265,9 +266,9 @@ def test_other_backends_are_not(built: list[tuple[Any, str]], other: dict[str, A
 
 def test_all_factories_are_wrapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
     load_plugins()
-    assert plugin.unwrapped_backends() == []
+    assert unwrapped_backends() == []
     before = dict(ATTENTION_BACKENDS)
     plugin.register()
     assert before == ATTENTION_BACKENDS
     monkeypatch.setitem(ATTENTION_BACKENDS, "late", lambda runner: None)
-    assert plugin.unwrapped_backends() == ["late"]
+    assert unwrapped_backends() == ["late"]

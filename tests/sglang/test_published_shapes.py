@@ -26,7 +26,7 @@ def described(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
     # Engine tests of the same process leave out all models but two.
     environment = {k: v for k, v in os.environ.items() if k != "SGLANG_DISABLED_MODEL_ARCHS"}
     child = subprocess.run(
-        [sys.executable, "-m", "sglang_pat.sglang.offline.model_descriptions"],
+        [sys.executable, "-m", "sglang_pat.offline.model_descriptions"],
         input="\n".join(asked),
         capture_output=True,
         text=True,

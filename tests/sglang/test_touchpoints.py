@@ -1,9 +1,10 @@
-"""The map in `sglang_pat/sglang/__init__.py` lists what the code does to SGLang, and no more."""
+"""`sglang_pat/sglang/touchpoints.txt` lists what the code does to SGLang, and no more."""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_pat import sglang as adapter
-from sglang_pat.sglang import TOUCHPOINTS, Touchpoint, plugin
+from sglang_pat.offline import installed_sglang
+from sglang_pat.offline.installed_sglang import TOUCHPOINTS, Touchpoint
 from sglang_pat.sglang.backend import PatMixin
 from sglang_pat.sglang.speculative.backends import PatSpeculativeMixin
 from sglang_pat.sglang.speculative.draft_requests import BLOCK_WORKERS
@@ -27,7 +29,7 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
     """Yield the modules of the adapter that run in a server."""
     for path in sorted(FOLDER.rglob("*.py")):
         name = ".".join(path.relative_to(FOLDER).with_suffix("").parts)
-        if path.stem != "__init__" and not name.startswith("cpu.") and "offline." not in name:
+        if path.stem != "__init__" and not name.startswith("cpu."):
             yield name, ast.parse(path.read_text())
 
 
@@ -46,7 +48,11 @@ def value_of(node: ast.expr, module: Any) -> set[str]:
 
 
 def test_each_row_of_the_table_is_read() -> None:
-    assert len(TOUCHPOINTS) == adapter._TABLE.count(": ") == len(set(TOUCHPOINTS))
+    assert (
+        len(TOUCHPOINTS)
+        == len(re.findall(r"^ {11}\S+: ", installed_sglang._TEXT, re.M))
+        == len(set(TOUCHPOINTS))
+    )
     kinds = {"name", "hook", "wrapper", "override", "class", "attribute", "value"}
     assert {each.kind for each in TOUCHPOINTS} == kinds
 
@@ -120,9 +126,7 @@ def test_objects_of_sglang_are_written_where_the_list_says() -> None:
 
 # Questions about models, about objects that pat has marked, and about any SGLang at all.
 NOT_OF_VERSIONS = {
-    ("plugin", "hasattr(factory, _WRAPPED)"),
-    ("plugin", "hasattr(f, _WRAPPED)"),
-    ("plugin", "ImportError"),
+    ("plugin", "hasattr(factory, WRAPPED)"),
     ("start.hooks", "(AttributeError, ImportError)"),
     ("start.layer_rules", "hasattr(getattr(module, 'kv_b_proj', None), 'set_lora')"),
     ("start.layer_rules", "hasattr(text_config, 'wrap_attention_backend')"),
@@ -144,7 +148,7 @@ def test_only_one_file_asks_what_a_version_of_sglang_has() -> None:
 
 
 def test_the_installed_sglang_has_all_of_them() -> None:
-    assert plugin.missing_touchpoints() == []
+    assert installed_sglang.missing_touchpoints() == []
 
 
 @pytest.mark.parametrize(
@@ -159,6 +163,6 @@ def test_the_installed_sglang_has_all_of_them() -> None:
 def test_a_place_that_is_gone_is_named(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = Touchpoint("hook", target, None, None, "plugin", "")
     field = Touchpoint("value", "sglang.srt.server_args:ServerArgs", "gone", None, "plugin", "")
-    lacking = field._replace(not_in=plugin.version("sglang"))
-    monkeypatch.setattr(plugin, "TOUCHPOINTS", (gone, field, lacking))
-    assert plugin.missing_touchpoints() == [gone, field]
+    lacking = field._replace(not_in=installed_sglang.version("sglang"))
+    monkeypatch.setattr(installed_sglang, "TOUCHPOINTS", (gone, field, lacking))
+    assert installed_sglang.missing_touchpoints() == [gone, field]

@@ -11,7 +11,7 @@ import pytest
 from served import SlowClock, log_of
 
 from sglang_pat.cli.main import main
-from sglang_pat.sglang.offline.simulated_cache import IdTree, new_tree
+from sglang_pat.offline.simulated_cache import IdTree, new_tree
 from sglang_pat.workload.generate import WORKLOADS, generate
 from sglang_pat.workload.server import Decode, Rules, SimulatedServer, accepted
 from sglang_pat.workload.trace import Segment, Trace, TraceRequest

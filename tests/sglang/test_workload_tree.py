@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_pat.sglang.offline.simulated_cache import IdTree, new_tree
+from sglang_pat.offline.simulated_cache import IdTree, new_tree
 from sglang_pat.workload.tree import Node, RadixTree
 
 pytestmark = pytest.mark.skipif(

@@ -277,7 +277,7 @@ def needs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return SimpleNamespace(**found), "pat decodes nothing: sliding window 128"
 
     module = SimpleNamespace(kernels_of_model=kernels_of_model)
-    monkeypatch.setitem(sys.modules, "sglang_pat.sglang.offline.model_support", module)
+    monkeypatch.setitem(sys.modules, "sglang_pat.offline.model_support", module)
     return found
 
 

@@ -375,7 +375,7 @@ def test_what_sglang_says_of_a_model_is_told_in_one_line(
         raise ValueError("num_attention_heads:\n    expected int,\tgot str")
 
     routes = SimpleNamespace(layers_of_config=refuse)
-    monkeypatch.setitem(sys.modules, "sglang_pat.sglang.offline.model_support", routes)
+    monkeypatch.setitem(sys.modules, "sglang_pat.offline.model_support", routes)
     assert main.main(["doctor", "--model", "qwen3-8b"]) == 1
     assert capsys.readouterr().err == (
         "SGLang cannot build qwen3-8b in this process: ValueError: num_attention_heads: expected "
@@ -393,7 +393,7 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         raise ValueError("built")
 
     module = SimpleNamespace(layers_of_config=layers_of_config)
-    monkeypatch.setitem(sys.modules, "sglang_pat.sglang.offline.model_support", module)
+    monkeypatch.setitem(sys.modules, "sglang_pat.offline.model_support", module)
     return asked
 
 
@@ -501,7 +501,7 @@ def test_a_model_is_built_as_the_server_would_build_it(
 
     asked = []
     module = SimpleNamespace(layers_of_config=lambda source, words: asked.append(words) or Routes())
-    monkeypatch.setitem(sys.modules, "sglang_pat.sglang.offline.model_support", module)
+    monkeypatch.setitem(sys.modules, "sglang_pat.offline.model_support", module)
     monkeypatch.setattr(server_options, "launch_flags", lambda: {"--tp", "--tp-size", "--x"})
     report = tmp_path / "report.json"
     command = ["doctor", "--model", "qwen3-8b", *options, "--json", str(report)]
@@ -565,7 +565,7 @@ def test_a_name_on_the_hub_is_loaded_by_sglang(
 ) -> None:
     asked: list[str] = []
     module = SimpleNamespace(layers_of_config=lambda source, words: asked.append(source) or 1 / 0)
-    monkeypatch.setitem(sys.modules, "sglang_pat.sglang.offline.model_support", module)
+    monkeypatch.setitem(sys.modules, "sglang_pat.offline.model_support", module)
     ask_hub(monkeypatch, answer, cached=cached)
     assert main.main(["doctor", "--model", "some/model"]) == 1
     assert asked == ["some/model"]

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_pat.sglang.offline import model_modules
-from sglang_pat.sglang.offline.model_modules import modules_without
+from sglang_pat.offline import model_modules
+from sglang_pat.offline.model_modules import modules_without
 
 
 def test_modules_that_do_not_define_a_class(

@@ -1,6 +1,6 @@
 """Models as SGLang's classes describe them, for processes that do not import SGLang.
 
-`python -m sglang_pat.sglang.offline.model_descriptions` writes one line for each line of its input,
+`python -m sglang_pat.offline.model_descriptions` writes one line for each line of its input,
 `{"path": ..., "flags": [...]}`: what `describe_model` returns, or `{"error": ...}`. It imports
 SGLang once and forks for each model, because a process can build one model only.
 """
@@ -37,7 +37,7 @@ def describe_model(path: str, flags: Sequence[str] = ()) -> dict[str, Any]:
         what they are: "attention" (and states), "dense", "experts", "head" (0 where it is the
         embedding), "embedding", "encoders". `experts`: of a layer, and those that a token takes.
     """
-    from sglang_pat.sglang.offline.model_support import build_model
+    from sglang_pat.offline.model_support import build_model
     from sglang_pat.sglang.start.layer_rules import attention_layers, shape_of
 
     model, layer_support = build_model(path, flags)
@@ -113,7 +113,7 @@ def main() -> None:
     os.dup2(2, 1)  # SGLang's words
     enable_cpu_engine()
     logging.disable(logging.WARNING)
-    from sglang_pat.sglang.offline.model_support import without_gpu
+    from sglang_pat.offline.model_support import without_gpu
 
     with without_gpu():
         import sglang.srt.models.registry
