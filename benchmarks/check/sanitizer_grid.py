@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from forests import ForestCase, make_case
-from hand_plans import HandPlan, random_plan
+from handwritten_plans import HandPlan, random_plan
+from sample_forests import ForestCase, make_case
 from slot_placements import place
 
 from sglang_pat._scheduler import TILE_TABLE, CostModel, PackScheduler

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from forests import ForestCase, make_case
+from sample_forests import ForestCase, make_case
 
 from kernel.planned_step import PlannedStep
 from sglang_pat._scheduler import TILE_TABLE, num_chunks

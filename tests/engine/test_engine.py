@@ -537,7 +537,7 @@ class TestStreamingSessionsAndPrioritiesInASmallPool(_Everywhere, _Features, _Se
 
 @pytest.mark.nightly
 class TestInGraphs(_Everywhere, _Features, _SmallPool):
-    """Graphs of several sizes, whose steps repeat one another (`sglang_acted_graphs`)."""
+    """Graphs of several sizes, whose steps repeat one another (`sglang_fake_cuda_graphs`)."""
 
     ARGUMENTS: ClassVar[dict[str, Any]] = {
         "has_graphs": True,

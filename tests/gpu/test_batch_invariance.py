@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from forests import make_case
 from pack_decode_cases import BF16, FP16, MIXED, Heads, check_case, config_of, needs_gpu
+from sample_forests import make_case
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
 

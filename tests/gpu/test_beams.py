@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from forests import make_case
 from pack_decode_cases import Heads, Tensors, check, needs_gpu, planned_step, run
+from sample_forests import make_case
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
 

@@ -7,8 +7,7 @@ import math
 
 import pytest
 import torch
-from forests import ForestCase, forest_cases, make_case
-from hand_plans import MAX_ROWS, HandPlan, random_case, random_plan, tails, tails_case
+from handwritten_plans import MAX_ROWS, HandPlan, random_case, random_plan, tails, tails_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pack_decode_cases import (
@@ -22,6 +21,7 @@ from pack_decode_cases import (
     planned_step,
     run,
 )
+from sample_forests import ForestCase, forest_cases, make_case
 
 from kernel.numerics import compare
 from sglang_pat import PackAttention, support

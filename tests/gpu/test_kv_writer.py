@@ -6,8 +6,8 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from forests import make_case
 from pack_decode_cases import BF16, FP16, Heads, Tensors, needs_gpu, planned_step
+from sample_forests import make_case
 from slot_placements import move, place
 
 from sglang_pat.executors.jit import KernelConfig

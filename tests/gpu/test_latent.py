@@ -9,8 +9,15 @@ import dataclasses
 
 import pytest
 import torch
-from forests import ForestCase, make_case, three_level_case
-from hand_plans import HandItem, HandPlan, HandSegment, random_case, random_plan, tails, tails_case
+from handwritten_plans import (
+    HandItem,
+    HandPlan,
+    HandSegment,
+    random_case,
+    random_plan,
+    tails,
+    tails_case,
+)
 from pack_decode_cases import (
     BF16,
     FP16,
@@ -25,6 +32,7 @@ from pack_decode_cases import (
     planned_step,
     run,
 )
+from sample_forests import ForestCase, make_case, three_level_case
 
 from kernel.numerics import compare
 from sglang_pat import PackAttention, support

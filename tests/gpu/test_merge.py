@@ -8,8 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from forests import ForestCase, make_case
-from hand_plans import HandItem, HandPlan, HandSegment
+from handwritten_plans import HandItem, HandPlan, HandSegment
 from pack_decode_cases import (
     BF16,
     FP16,
@@ -22,6 +21,7 @@ from pack_decode_cases import (
     planned_step,
     run,
 )
+from sample_forests import ForestCase, make_case
 
 from sglang_pat._scheduler import OPEN_END
 from sglang_pat.batch import Step

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from forests import ForestCase, forest_cases, make_case, three_level_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pack_decode_cases import (
@@ -19,6 +18,7 @@ from pack_decode_cases import (
     planned_step,
     run,
 )
+from sample_forests import ForestCase, forest_cases, make_case, three_level_case
 
 from kernel.request_forests import Forest
 from sglang_pat.support import POLICIES

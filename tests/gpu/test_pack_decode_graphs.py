@@ -11,8 +11,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from forests import ForestCase, make_case
 from pack_decode_cases import BF16, MIXED, Heads, Tensors, check, needs_gpu, planned_step, run
+from sample_forests import ForestCase, make_case
 
 from sglang_pat import PackAttention
 

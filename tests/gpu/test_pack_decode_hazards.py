@@ -13,7 +13,6 @@ import textwrap
 
 import pytest
 import torch
-from forests import make_case
 from pack_decode_cases import (
     MIXED,
     Heads,
@@ -25,6 +24,7 @@ from pack_decode_cases import (
     planned_step,
     run,
 )
+from sample_forests import make_case
 
 from sglang_pat.attention import PackAttention, default_workers
 from sglang_pat.executors.loaded_kernels import load_kernels
@@ -39,7 +39,7 @@ CASES = [
 # A kernel that stops takes its process's context with it, so these run in one of their own.
 PRELUDE = """
     import torch
-    from forests import make_case
+    from sample_forests import make_case
     from pack_decode_cases import Heads, Tensors, planned_step
 
     heads = Heads(8, 2)

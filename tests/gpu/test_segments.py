@@ -7,8 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from forests import ForestCase, broken_token, make_case
-from hand_plans import (
+from handwritten_plans import (
     MAX_ROWS,
     HandItem,
     HandPlan,
@@ -29,6 +28,7 @@ from pack_decode_cases import (
     planned_step,
     run,
 )
+from sample_forests import ForestCase, broken_token, make_case
 
 from kernel.numerics import compare
 from sglang_pat._scheduler import OPEN_END, SHARED_KV

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from forests import ForestCase, forest_cases, make_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pack_decode_cases import (
@@ -22,6 +21,7 @@ from pack_decode_cases import (
     planned,
     run,
 )
+from sample_forests import ForestCase, forest_cases, make_case
 
 from sglang_pat import PackAttention
 from sglang_pat.support import GQA_HEAD_DIMS

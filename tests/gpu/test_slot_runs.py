@@ -8,8 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from forests import ForestCase, make_case
-from hand_plans import random_case, random_plan
+from handwritten_plans import random_case, random_plan
 from pack_decode_cases import (
     BF16,
     FP16,
@@ -22,6 +21,7 @@ from pack_decode_cases import (
     planned_step,
     run,
 )
+from sample_forests import ForestCase, make_case
 from slot_placements import PLACEMENTS, move, place
 
 from sglang_pat.batch import Step

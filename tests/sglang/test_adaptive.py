@@ -129,18 +129,17 @@ class Adaptive(DraftScene):
     def verify(self, state: State, lens: list[int], size: int) -> None:
         view = self.view(state.count, lens, size)
         request_tracker._after_init_new(view, object, self.scheduled, self.target)
-        outer = REQUEST_TRACKER.enter(view)
-        if size:
-            state.served.init_forward_metadata_out_graph(view)
-            state.served.init_forward_metadata_in_graph(view)
-            for attention in inside.attentions(
-                inside.plans(state.served)
-            ):  # kernels read it in each replay
-                attention._executor.reuse_plan(attention._executor._step)
-        else:
-            state.served.init_forward_metadata(view)
-        self.assert_chain(state.served, self.target, view, lens, state.count)
-        REQUEST_TRACKER.leave(outer)
+        with REQUEST_TRACKER.running(view):
+            if size:
+                state.served.init_forward_metadata_out_graph(view)
+                state.served.init_forward_metadata_in_graph(view)
+                for attention in inside.attentions(
+                    inside.plans(state.served)
+                ):  # kernels read it in each replay
+                    attention._executor.reuse_plan(attention._executor._step)
+            else:
+                state.served.init_forward_metadata(view)
+            self.assert_chain(state.served, self.target, view, lens, state.count)
 
     def read(self, state: State, lens: list[int]) -> None:
         """The draft model reads what was verified."""

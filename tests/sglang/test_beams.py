@@ -71,16 +71,15 @@ class Batch:
             beam_tail=self.tail if has_beams else None,
         )
         self.tracker.on_target_batch(forward, batch)
-        outer = self.tracker.enter(forward)
-        view = StepInputs.read(forward, self.tracker.claim_step())
-        assert view.requests is not None
-        kind: Any = "decode"
-        plans: Any = "of the graphs"
-        self.why = self.reuse.reason(kind, view.requests.reqs, plans, len(lens))
-        self.reuse.begin_plan(kind, view.requests.reqs, plans, len(lens), ReplanReason.PRIVATE)
-        self.batch = self.builder.read(view)
-        self.reuse.permit_skips(100)
-        self.tracker.leave(outer)
+        with self.tracker.running(forward):
+            view = StepInputs.read(forward, self.tracker.claim_step())
+            assert view.requests is not None
+            kind: Any = "decode"
+            plans: Any = "of the graphs"
+            self.why = self.reuse.reason(kind, view.requests.reqs, plans, len(lens))
+            self.reuse.begin_plan(kind, view.requests.reqs, plans, len(lens), ReplanReason.PRIVATE)
+            self.batch = self.builder.read(view)
+            self.reuse.permit_skips(100)
         shared = self.builder.last_shared
         assert shared is not None
         rows = torch.tensor([1, 2, 5, 6][: len(lens)])

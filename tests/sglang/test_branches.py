@@ -259,17 +259,16 @@ def test_verified_trees_are_read_as_paths_by_the_draft_model(size: int) -> None:
             view = decode_batch(list(ROWS), lens, slots, **more)
         view.forward_mode = ForwardMode.TARGET_VERIFY
         request_tracker._after_init_new(view, object, scene.scheduled, scene.target)
-        outer = REQUEST_TRACKER.enter(view)
-        prepare = (
-            scene.served.init_forward_metadata_out_graph
-            if size
-            else scene.served.init_forward_metadata
-        )
-        prepare(view)
-        if size:
-            scene.served.init_forward_metadata_in_graph(view)
-        assert_drafts(scene, scene.served, scene.target, view, lens, TREE)
-        REQUEST_TRACKER.leave(outer)
+        with REQUEST_TRACKER.running(view):
+            prepare = (
+                scene.served.init_forward_metadata_out_graph
+                if size
+                else scene.served.init_forward_metadata
+            )
+            prepare(view)
+            if size:
+                scene.served.init_forward_metadata_in_graph(view)
+            assert_drafts(scene, scene.served, scene.target, view, lens, TREE)
 
         ends = [length + DRAFTS for length in lens]
         more["input_ids"] = torch.zeros(len(slots))

@@ -94,17 +94,16 @@ class Extending(DraftScene):
             view = decode_batch(list(ROWS), lens, self.slots(lens), **more)
         view.forward_mode = ForwardMode.TARGET_VERIFY
         request_tracker._after_init_new(view, object, self.scheduled, self.target)
-        outer = REQUEST_TRACKER.enter(view)
-        if more_rows:
-            view = mlp_padded(view, self.served, len(lens) * DRAFTS + more_rows, DRAFTS)
-        if size:
-            self.served.init_forward_metadata_out_graph(view)
-            self.served.init_forward_metadata_in_graph(view)
-        else:
-            self.served.init_forward_metadata(view)
-        q = torch.randn(num_rows(view, DRAFTS), QO_HEADS, HEAD_DIM)
-        self.served.forward_extend(q, None, None, self.target.model[0], view)
-        REQUEST_TRACKER.leave(outer)
+        with REQUEST_TRACKER.running(view):
+            if more_rows:
+                view = mlp_padded(view, self.served, len(lens) * DRAFTS + more_rows, DRAFTS)
+            if size:
+                self.served.init_forward_metadata_out_graph(view)
+                self.served.init_forward_metadata_in_graph(view)
+            else:
+                self.served.init_forward_metadata(view)
+            q = torch.randn(num_rows(view, DRAFTS), QO_HEADS, HEAD_DIM)
+            self.served.forward_extend(q, None, None, self.target.model[0], view)
 
     def view(self, lens: list[int], size: int = 0) -> Any:
         """SGLang's view of the step behind: requests are longer by all draft tokens."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-from forests import ForestCase, make_case, plan_case
+from sample_forests import ForestCase, make_case, plan_case
 
 from sglang_pat._scheduler import TILE_TABLE, CostModel, PackScheduler
 

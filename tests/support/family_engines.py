@@ -130,7 +130,7 @@ class FamilyEngines:
         ranks: variables with which SGLang starts several ranks (`environment_of_ranks`). answers:
         what the model answers, for drafts that are right (`sglang_draft_blocks`). environment:
         variables of SGLang's. has_graphs: steps of pat run as in CUDA graphs
-        (`sglang_acted_graphs`); no step is checked then, since in debug mode none repeats another,
+        (`sglang_fake_cuda_graphs`); no step is checked then, since in debug mode none repeats another,
         and every other prompt comes twice, so that KV is computed twice and freed once. aborts: all
         prompts come once before, while others that are the same are aborted. conversations: prompts
         begin conversations of several turns, whose answers are put together; "whole": a turn
@@ -242,9 +242,9 @@ def _in_child(order: dict[str, Any]) -> None:
 
             sglang_speculation.mend_streaming_sessions()
         if order["has_graphs"]:
-            import sglang_acted_graphs
+            import sglang_fake_cuda_graphs
 
-            sglang_acted_graphs.register()
+            sglang_fake_cuda_graphs.register()
         if order["answers"] is not None:
             import sglang_draft_blocks
 

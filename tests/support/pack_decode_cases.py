@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from forests import ForestCase, make_case
+from sample_forests import ForestCase, make_case
 
 from kernel.numerics import compare
 from sglang_pat import support

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from forests import ForestCase
+from sample_forests import ForestCase
 
 from sglang_pat import PackAttention
 from sglang_pat.executors.reference import dense_attention

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang_acted_graphs import act_out_graphs
+from sglang_fake_cuda_graphs import act_out_graphs
 from sglang_forks import forked_processes
 
 from check.cpu_ranks import environment_of_ranks
@@ -230,7 +230,7 @@ def running_pat_engine(
 ) -> Iterator[tuple[Any, Stats]]:
     """An engine that decodes with `pat` and checks every step; what it counts goes to `folder`.
 
-    has_graphs: instead of the checks, steps run as in CUDA graphs (`sglang_acted_graphs`).
+    has_graphs: instead of the checks, steps run as in CUDA graphs (`sglang_fake_cuda_graphs`).
     """
     stats = Stats(folder / "stats.json")
     with pytest.MonkeyPatch.context() as environment:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-from forests import ForestCase
+from sample_forests import ForestCase
 
 PLACEMENTS = ("scattered", "ranges", "mixed", "descending", "swapped")
 STAGE_TOKENS = 32  # what pack_decode copies at once

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 import torch
-from forests import ForestCase, make_case
 from pack_decode_cases import Heads, Tensors, config_of, planned_step, run
+from sample_forests import ForestCase, make_case
 
 from sglang_pat.executors import jit
 from sglang_pat.executors.loaded_kernels import load_kernels

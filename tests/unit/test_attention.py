@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forests import make_case, three_level_case
 from problems import Problem
+from sample_forests import make_case, three_level_case
 
 from sglang_pat import DecodeBatch, PackAttention, PathNode, PrefixPaths
 from sglang_pat.executors.cuda import PlanOverflowError

@@ -8,10 +8,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from forests import ForestCase, forest_cases, make_case, three_level_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plan_segments import plan_segments
+from sample_forests import ForestCase, forest_cases, make_case, three_level_case
 
 from sglang_pat import DecodeBatch, PackAttention, PrefixPaths
 from sglang_pat._scheduler import OPEN_END, SHARED_KV, CostModel, PackScheduler, num_chunks

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from forests import ForestCase, make_case, make_scheduler, plan_case
+from sample_forests import ForestCase, make_case, make_scheduler, plan_case
 
 from sglang_pat.attention import default_workers
 from sglang_pat.batch import IntArray, Step

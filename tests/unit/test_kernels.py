@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from forests import make_case, make_scheduler, plan_case
 from launch_parameters import read
+from sample_forests import make_case, make_scheduler, plan_case
 
 from sglang_pat.batch import Step
 from sglang_pat.executors import cuda

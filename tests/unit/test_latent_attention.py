@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from forests import make_case
 from problems import Problem
+from sample_forests import make_case
 
 from sglang_pat import PackAttention
 from sglang_pat.executors.jit import KernelConfig

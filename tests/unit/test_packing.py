@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from exact_packing import packing_gaps
-from forests import ForestCase, make_case, make_scheduler, plan_case
 from plan_segments import plan_segments
+from sample_forests import ForestCase, make_case, make_scheduler, plan_case
 
 from sglang_pat._scheduler import SHARED_KV, CostModel
 

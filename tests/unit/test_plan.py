@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from forests import make_case, make_scheduler, plan_case, three_level_case
+from sample_forests import make_case, make_scheduler, plan_case, three_level_case
 
 from sglang_pat._scheduler import (
     LATENT_TILE_TABLE,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from forests import (
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from plan_segments import plan_segments, segment_tokens
+from sample_forests import (
     ForestCase,
     forest_cases,
     make_case,
     make_scheduler,
     plan_case,
 )
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from plan_segments import plan_segments, segment_tokens
 
 from sglang_pat._scheduler import (
     OPEN_END,

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forests import ForestCase, forest_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sample_forests import ForestCase, forest_cases
 
 from sglang_pat import PathNode, PrefixPaths
 from sglang_pat._scheduler import PackScheduler, PrefixForest, same_objects

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from forests import ForestCase, forest_cases, make_case, three_level_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from problems import Problem
+from sample_forests import ForestCase, forest_cases, make_case, three_level_case
 
 from sglang_pat import PackAttention
 from sglang_pat.executors.reference import add_sinks, dense_attention, merge_partials

@@ -7,11 +7,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from forests import ForestCase, broken_token, forest_cases, make_case
-from hand_plans import HandItem, HandPlan, HandSegment, random_plan
+from handwritten_plans import HandItem, HandPlan, HandSegment, random_plan
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from problems import Problem
+from sample_forests import ForestCase, broken_token, forest_cases, make_case
 
 from sglang_pat._scheduler import OPEN_END
 from sglang_pat.batch import Step

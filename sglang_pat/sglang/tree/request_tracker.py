@@ -7,7 +7,8 @@ them while it runs. They are installed when the backend is built.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
@@ -45,9 +46,9 @@ class PathCache(Protocol):
 class RequestTracker:
     """Batch that SGLang runs right now in this process, whose scheduler is a single thread.
 
-    A batch is noted when it is made. `enter()` and `leave()` enclose its forward. A backend that
-    decodes it calls `claim_step()`: a batch that nobody acknowledged has decoded elsewhere, so the
-    next equal list of requests is not taken for the same step.
+    A batch is noted when it is made. `running()` encloses its forward, in which the backend that
+    decodes it calls `claim_step()`. If no backend of pat claims a batch, another backend decoded
+    it. The next batch with the same requests is then treated as new.
     """
 
     # SGLang runs a draft model, if there is one, by the same methods. Called with its batches.
@@ -91,19 +92,19 @@ class RequestTracker:
             decoding = set(map(id, compat.decoding_requests(batch)))
             self.invalidate(req for req in batch.reqs if id(req) not in decoding)
 
-    def enter(self, forward_batch: Any) -> StepRequests | None:
-        """The forward of a batch begins. Returns the step outside of it, for `leave()`."""
+    @contextmanager
+    def running(self, forward_batch: Any) -> Iterator[None]:
+        """Enclose what SGLang does for a batch: its forward, or what it prepares of it."""
         outer = self._step
         self._step = requests_of(forward_batch)
         # A batch may be planned first, and run in a call of its own.
         self._is_claimed = self._step is not None and self._step is self._claimed
-        return outer
-
-    def leave(self, outer: StepRequests | None) -> None:
-        """The forward has ended."""
-        self._step = outer
-        if not self._is_claimed:  # requests that decode may have grown all the same
-            self.last_reqs = []
+        try:
+            yield
+        finally:
+            self._step = outer
+            if not self._is_claimed:  # requests that decode may have grown all the same
+                self.last_reqs = []
 
     def claim_step(self, forward_batch: Any = None) -> StepRequests | None:
         """Return the step that is being run, to the backend that decodes it.
@@ -164,11 +165,8 @@ def within_step(
     original: Callable[..., Any], owner: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Make a call that belongs to a step."""
-    outer = REQUEST_TRACKER.enter(forward_batch)
-    try:
+    with REQUEST_TRACKER.running(forward_batch):
         return original(owner, forward_batch, *args, **kwargs)
-    finally:
-        REQUEST_TRACKER.leave(outer)
 
 
 def _after_retraction(result: Any, req: Request, *args: object, **kwargs: object) -> None:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from forests import ForestCase, make_case
+from sample_forests import ForestCase, make_case
 
 from sglang_pat._scheduler import (
     DIRECT_STORE,

@@ -9,6 +9,7 @@ where a plan that was reused is not the plan of the step.
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ STAYS = 0.7  # how often a step goes on as the one before it
 
 def act_out_graphs(folder: Path, environment: pytest.MonkeyPatch) -> None:
     """Let engines that are started from now on use the plug-in."""
-    install_plugin(folder, "sglang_acted_graphs")
+    install_plugin(folder, "sglang_fake_cuda_graphs")
     environment.syspath_prepend(folder)  # which the engine's processes inherit
 
 
@@ -151,14 +152,12 @@ def register() -> None:
         view = place.view(batch, size)
         # SGLang loads verify steps into graphs before their forward.
         is_first = not REQUEST_TRACKER.is_within_step and requests_of(batch) is not None
-        outer = REQUEST_TRACKER.enter(batch) if is_first else None
-        pat.kind, pat.is_captured = kind, False
-        pat.plans = pat.planner.plan_captured(kind, view)
-        if isinstance(kind, SpeculativeStep):
-            kind.record_in_graph(view)
-        read_again(pat.plans)
-        if is_first:
-            REQUEST_TRACKER.leave(outer)
+        with REQUEST_TRACKER.running(batch) if is_first else nullcontext():
+            pat.kind, pat.is_captured = kind, False
+            pat.plans = pat.planner.plan_captured(kind, view)
+            if isinstance(kind, SpeculativeStep):
+                kind.record_in_graph(view)
+            read_again(pat.plans)
 
     def prepare_round(steps: Any, batch: Any) -> None:
         spoiler.spoil()
