@@ -30,6 +30,7 @@ from sglang_pat._scheduler import (
     plan_bounds,
 )
 from sglang_pat.batch import IntArray
+from sglang_pat.reasons import StepReason
 from sglang_pat.support import GROWTH_TOKENS, is_latent
 
 MIN_PIECE_TOKENS = 256
@@ -303,7 +304,7 @@ def copy_plan(scheduler: PackScheduler) -> DecodePlan:
     return plan
 
 
-def replan_cause(*, planned: bool, same_batch: bool, lengths_served: bool) -> str | None:
+def replan_cause(*, planned: bool, same_batch: bool, lengths_served: bool) -> StepReason | None:
     """Say why the last plan does not serve a step.
 
     Parameters
@@ -317,14 +318,14 @@ def replan_cause(*, planned: bool, same_batch: bool, lengths_served: bool) -> st
 
     Returns
     -------
-    str or None
-        The name of the cause; None if the plan serves the step.
+    StepReason or None
+        The cause; None if the plan serves the step.
     """
     if not planned:
-        return "first"
+        return StepReason.FIRST
     if not same_batch:
-        return "batch_changed"
-    return None if lengths_served else "tail_growth"
+        return StepReason.BATCH_CHANGED
+    return None if lengths_served else StepReason.TAIL_GROWTH
 
 
 class BufferSizes(NamedTuple):

@@ -103,12 +103,14 @@ class Plans(NamedTuple):
     reused: int
     kv_ratio: float
     steps_alike: int  # on all ranks
-    private_steps: dict[str, int]  # by reason; a rank without requests of its own decodes padding
+    steps_without_sharing: dict[
+        str, int
+    ]  # by reason; a rank without requests of its own decodes padding
     apart_us: dict[str, float]  # by percentile; empty where ranks do not share a batch
 
     @classmethod
     def of(cls, stats: Mapping[str, Any]) -> Plans:
-        from sglang_pat.sglang.tree.batch_builder import NO_REQUESTS  # imports SGLang
+        from sglang_pat.reasons import StepReason  # imports SGLang
 
         reused = stats["plans_reused"]
         query_centric = stats["kv_tokens_query_centric"]
@@ -121,7 +123,11 @@ class Plans(NamedTuple):
             reused,
             stats["kv_tokens_planned"] / query_centric if query_centric else 1.0,
             stats.get("ranks_alike", {}).get("steps", 0),
-            {why: n for why, n in stats["private_steps"].items() if why != NO_REQUESTS},
+            {
+                why: n
+                for why, n in stats["steps_without_sharing"].items()
+                if why != StepReason.NO_REQUESTS
+            },
             {f"p{percent}": apart.percentile_us("changed", percent) for percent in percents},
         )
 
@@ -132,8 +138,8 @@ class Plans(NamedTuple):
             found.append(f"only {self.steps} steps were planned")
         if self.kv_ratio > LARGEST_RATIO:
             found.append(f"{self.kv_ratio:.2f} of the KV was planned, more than {LARGEST_RATIO}")
-        if self.private_steps:
-            found.append(f"steps that shared nothing: {self.private_steps}")
+        if self.steps_without_sharing:
+            found.append(f"steps that shared nothing: {self.steps_without_sharing}")
         if layout in ONE_BATCH and self.steps_alike < least:
             found.append(f"the ranks compared only {self.steps_alike} plans")
         if layout == "pp" and self.reused < LEAST_REUSED * self.steps:

@@ -363,7 +363,14 @@ def run_drafts(
             data["gates"] = gates(data["cases"])
             write(path, data)
         stats = data["cases"][place]["pat_stats"]
-        shown = ("verify", "draft", "plans_built", "plans_reused", "private_steps", "kv_read_ratio")
+        shown = (
+            "verify",
+            "draft",
+            "plans_built",
+            "plans_reused",
+            "steps_without_sharing",
+            "kv_read_ratio",
+        )
         console.print({name: stats[name] for name in shown if name in stats})
     if failures:
         data["failures"][drafts] = failures[0]

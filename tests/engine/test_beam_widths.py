@@ -51,7 +51,7 @@ def test_beams_of_several_widths(
             planned, apart = counted["kv_tokens_planned"], counted["kv_tokens_query_centric"]
             if disable_radix_cache:
                 assert planned == apart > 0
-                assert counted["private_steps"]
+                assert counted["steps_without_sharing"]
             else:
                 assert planned < WIDTHS[width] * apart
-                assert counted["private_steps"] == {}
+                assert counted["steps_without_sharing"] == {}

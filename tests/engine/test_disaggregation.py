@@ -121,7 +121,7 @@ def test_prefixes_are_read_once_with_a_radix_cache(
             # The first prompts come whole; of the second ones the server has a prefix.
             assert all(kept == 0 if wave == 0 else kept >= 208 for kept in pair.kept)
             counted = pair.stats.new()
-            assert counted["private_steps"] == {}
+            assert counted["steps_without_sharing"] == {}
             assert counted["kv_tokens_planned"] < 0.55 * counted["kv_tokens_query_centric"]
             assert counted["plans_reused"] > counted["plans_built"] > 0
 
@@ -133,7 +133,7 @@ def test_requests_are_retracted(
     with running_pair(tiny_model, tmp_path, 1, **KEEPS_PREFIXES, **IS_SMALL) as pair:
         assert pair.generate(asked) == [expected.of(request) for request in asked]
         counted = pair.stats.new()
-        assert counted["private_steps"] == {}
+        assert counted["steps_without_sharing"] == {}
         assert counted["batch_changes"]["join"] > len(asked)  # some come back
         assert counted["kv_tokens_planned"] < 0.6 * counted["kv_tokens_query_centric"]
 
@@ -145,5 +145,5 @@ def test_nothing_is_shared_without_one(
     with running_pair(tiny_model, tmp_path, 1, **KEEPS_NOTHING) as pair:
         assert pair.generate(asked) == [expected.of(request) for request in asked]
         counted = pair.stats.new()
-        assert counted["private_steps"]
+        assert counted["steps_without_sharing"]
         assert counted["kv_tokens_planned"] == counted["kv_tokens_query_centric"] > 0

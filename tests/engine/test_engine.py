@@ -83,7 +83,7 @@ class _Everywhere:
         assert counted["kv_tokens_planned"] < 0.55 * counted["kv_tokens_query_centric"]
         assert counted["kv_tokens_planned"] >= counted["kv_tokens_lower_bound"]
         assert counted["plans_reused"] > counted["plans_built"] > 0
-        assert counted["private_steps"] == {}
+        assert counted["steps_without_sharing"] == {}
 
     def test_two_roots(self, engine: Any, workload: Workload, expected: Expected) -> None:
         assert_same(generate(engine, workload.two_roots), workload.two_roots, expected)
@@ -395,7 +395,7 @@ class TestPageSize1(_Everywhere, _Features, _Sessions):
         stats.new()
         assert beams(generate(engine, [workload.beams])) == expected.beams
         counted = stats.new()
-        assert counted["private_steps"] == {}
+        assert counted["steps_without_sharing"] == {}
         assert counted["kv_tokens_planned"] < 0.45 * counted["kv_tokens_query_centric"]
         assert counted["plans_reused"] > counted["plans_built"] > 0
         # Beside others with the same system prompt, and with rows to spare: where they are scarce,
@@ -407,7 +407,7 @@ class TestPageSize1(_Everywhere, _Features, _Sessions):
         assert_same(answers, others, expected)
         assert beams([searched]) == expected.beams
         counted = stats.new()
-        assert counted["private_steps"] == {}
+        assert counted["steps_without_sharing"] == {}
         assert counted["kv_tokens_planned"] < 0.6 * counted["kv_tokens_query_centric"]
 
 

@@ -159,7 +159,7 @@ def test_speculation(
     assert NUM_TOKENS / 4 < sum(found.verify_steps) / len(found.verify_steps) < NUM_TOKENS - 1
     assert_routes(found, small)
     assert_drafts(found, expected, speculation)
-    assert found.stats["private_steps"] == {}
+    assert found.stats["steps_without_sharing"] == {}
     assert found.stats["plans_reused"] > found.stats["plans_built"]
     assert found.stats["kv_tokens_planned"] < 0.4 * found.stats["kv_tokens_query_centric"]
     verified = found.stats["verify"]
@@ -191,7 +191,7 @@ def test_tokens_that_are_padded_for_the_ranks(engines: FamilyEngines, tmp_path: 
     assert found.verify_steps == expected.verify_steps
     assert_telling(found)
     assert_routes(found, small)
-    assert found.stats["private_steps"] == {}
+    assert found.stats["steps_without_sharing"] == {}
     assert found.first_verify_steps > 0  # of one request: three rows, padded to four
 
 
@@ -214,7 +214,7 @@ def test_latent_attention_on_two_ranks(
     assert_telling(found)
     assert found.tokens == expected.tokens
     assert (found.layers_of("pat"), found.layers_of("default")) == (small.pat, ())
-    assert found.stats["private_steps"] == {}
+    assert found.stats["steps_without_sharing"] == {}
     assert found.stats["kv_tokens_planned"] < found.stats["kv_tokens_query_centric"]
     compared = found.stats["ranks_alike"].get("steps", 0)
     planned = found.stats["plans_built"] + found.stats["plans_reused"]
@@ -264,7 +264,7 @@ def test_steps_that_are_prepared_on_a_stream_of_their_own(
     }
     _, _, found = run_with_drafts(engines, small, drafts)
     assert_routes(found, small)
-    assert found.stats["private_steps"] == {}
+    assert found.stats["steps_without_sharing"] == {}
     assert found.stats["draft_extend"] == found.stats["verify"]
 
 
@@ -290,7 +290,7 @@ def test_a_number_of_drafts_that_adapts(engines: FamilyEngines, tmp_path: Path) 
     assert_routes(found, small)
     for run in (expected, found):
         assert {*re.findall(r"steps \d+ -> (\d+)", run.log)} >= {"0", "1", "2", "3"}
-    assert found.stats["private_steps"] == {}
+    assert found.stats["steps_without_sharing"] == {}
     verified = found.stats["verify"]
     assert {*found.calls.values()} == {verified["steps"]}
     assert found.calls.keys() == {("pat", layer) for layer in range(4)}
@@ -363,7 +363,7 @@ def test_blocks_of_drafts(
     assert_routes(found, small)
     assert found.routes is not None
     assert found.routes["draft_model"]["pat_layers"] == len(layers)
-    assert found.stats["private_steps"] == {}
+    assert found.stats["steps_without_sharing"] == {}
     assert found.stats["kv_tokens_planned"] < 0.4 * found.stats["kv_tokens_query_centric"]
     verified = found.stats["verify"]
     assert {*found.calls.values()} == {verified["steps"]}
@@ -385,7 +385,7 @@ def test_a_draft_model_of_several_layers(engines: FamilyEngines, tmp_path: Path)
     assert_routes(found, small)
     assert found.routes is not None
     assert found.routes["draft_extend"]["pat_layers"] == 1
-    assert found.stats["private_steps"] == {}
+    assert found.stats["steps_without_sharing"] == {}
     verified = found.stats["verify"]
     assert {*found.calls.values()} == {verified["steps"]}
     assert found.draft_calls == {("pat", 0): 3 * verified["steps"]}
@@ -420,7 +420,7 @@ def test_requests_that_are_aborted_under_speculation(
     found = engines.run(small, "pat", aborts=True, **drafts)
     assert found.tokens == alone.tokens
     assert found.aborted >= len(alone.tokens) // 2
-    assert found.stats["private_steps"] == {}
+    assert found.stats["steps_without_sharing"] == {}
 
 
 @pytest.mark.nightly
@@ -462,7 +462,7 @@ def test_requests_that_stop_and_that_are_retracted_under_speculation(
     stop_tokens = [answer[-1] for answer in stopped]
     found = engines.run(small, "pat", stop_tokens=stop_tokens, max_running_requests=3, **drafts)
     assert found.tokens == stopped
-    assert found.stats["private_steps"] == {}
+    assert found.stats["steps_without_sharing"] == {}
     assert found.stats["batch_changes"]["leave"] >= len(stopped)
     # With overlap SGLang reserves more for each round, and admits fewer.
     few = {
@@ -583,7 +583,7 @@ def test_a_step_in_a_graph_has_a_plan_that_serves_it(
     reasons = found.stats["steps_planned"]
     assert reasons.keys() >= {"eager", "requests"}
     assert sum(reasons.values()) < {*found.calls.values()}.pop()  # others repeat the last one
-    assert found.stats["private_steps"] == {}
+    assert found.stats["steps_without_sharing"] == {}
 
 
 def answers_that_stop(run: Run) -> list[list[int]]:
@@ -633,7 +633,7 @@ def assert_shared_drafts(found: Run, expected: Run) -> None:
     """Assert that as many drafts are right as elsewhere, and that steps of pat share."""
     assert found.verify_steps == expected.verify_steps
     assert_routes(found, FAMILIES["llama"])
-    assert found.stats["private_steps"] == {}
+    assert found.stats["steps_without_sharing"] == {}
     assert found.stats["kv_tokens_planned"] < 0.6 * found.stats["kv_tokens_query_centric"]
 
 
@@ -657,7 +657,7 @@ def assert_shared(run: Run, family: Family) -> None:
     Or twice with one KV head, whose tiles are cut to give all workers something to do: both items
     of a cut may read the prefix, where that costs less than partials.
     """
-    assert run.stats["private_steps"] == {}
+    assert run.stats["steps_without_sharing"] == {}
     planned, alone = run.stats["kv_tokens_planned"], run.stats["kv_tokens_query_centric"]
     steps = NUM_TOKENS - 1
     reads = 2 if family.config.get("num_key_value_heads") == 1 else 1

@@ -76,7 +76,7 @@ def assert_comes_back_from_host(
     assert from_host > 0
     counted = stats.new()
     assert counted["tree_events"]["evict"] > 0
-    assert counted["private_steps"] == {}
+    assert counted["steps_without_sharing"] == {}
     assert counted["kv_tokens_planned"] < 0.7 * counted["kv_tokens_query_centric"]
 
 

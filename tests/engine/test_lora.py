@@ -85,7 +85,7 @@ def test_two_adapters_and_the_model(
             assert answers(engine) == expected
         counted = stats.new()
         assert counted["kv_tokens_planned"] < 0.7 * counted["kv_tokens_query_centric"]
-        assert counted["private_steps"] == {}
+        assert counted["steps_without_sharing"] == {}
 
         # One prompt for three models: nothing is the same.
         one = [Request(workload.identical[0].prompt, 20)] * len(names)

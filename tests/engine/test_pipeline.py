@@ -42,5 +42,5 @@ def test_two_stages_give_the_same_tokens_and_reuse_plans(
     steps_of_each = workload.many[0].num_tokens - 1  # the first token comes from the prefill
     assert steps >= 2 * steps_of_each, "batches take turns"
     assert counted["plans_reused"] >= 0.8 * steps
-    assert counted["private_steps"] == {}
+    assert counted["steps_without_sharing"] == {}
     assert counted["kv_tokens_planned"] < 0.5 * counted["kv_tokens_query_centric"]

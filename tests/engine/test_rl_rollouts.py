@@ -49,7 +49,7 @@ def test_rollouts_follow_the_trainer_and_share_their_prompts(
 ) -> None:
     assert max(mismatches(tmp_path, monkeypatch)) < ROUNDING
     counted = json.loads((tmp_path / "stats.json").read_text())
-    assert counted["private_steps"] == {}
+    assert counted["steps_without_sharing"] == {}
     assert counted["kv_tokens_planned"] < 0.5 * counted["kv_tokens_query_centric"]
 
 

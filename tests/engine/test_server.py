@@ -165,7 +165,7 @@ def test_launch_server_answers_and_ends_on_sigterm(
         assert_survives_clients_that_leave(server, workload, expected)
         counted = stats.new()
         assert counted["kv_tokens_planned"] < 0.7 * counted["kv_tokens_query_centric"]
-        assert counted["private_steps"] == {}
+        assert counted["steps_without_sharing"] == {}
         assert_metrics_are_published(server, read_stats(stats.path))
         assert_routes_are_published(server)
         assert_steps_are_logged(server.log.read_text())
@@ -192,7 +192,7 @@ def test_sglang_serve_with_pat_for_decode_only_and_no_radix_cache(
         assert_answers_concurrent_clients(server, workload, expected)
         assert "pat decodes without sharing KV between requests" in server.log.read_text()
         counted = stats.new()
-    (steps,) = counted["private_steps"].values()
+    (steps,) = counted["steps_without_sharing"].values()
     assert steps == counted["plans_built"] + counted["plans_reused"] > 0
     assert counted["kv_tokens_planned"] == counted["kv_tokens_query_centric"]
 

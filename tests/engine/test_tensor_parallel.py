@@ -68,5 +68,5 @@ def test_each_rank_has_requests_of_its_own(
             assert tokens(generate(engine, [request])) == [expected.of(request)]
         counted = stats.new()
     # While one rank answers alone, the other one decodes a row of padding, which is not counted.
-    assert counted["private_steps"] == {}
+    assert counted["steps_without_sharing"] == {}
     assert counted["kv_tokens_planned"] < 0.7 * counted["kv_tokens_query_centric"]

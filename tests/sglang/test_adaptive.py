@@ -32,11 +32,11 @@ from sglang_fakes import (
 from sglang_trees import late_lengths, place
 
 from sglang_pat.executors.reference import ReferenceExecutor
+from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.report import layer_report
 from sglang_pat.sglang.speculative import attach as speculative_attach
 from sglang_pat.sglang.speculative import backends
 from sglang_pat.sglang.start.server_options import drafts_now, drafts_of, server_reason
-from sglang_pat.sglang.step.plan_reuse import ReplanReason
 from sglang_pat.sglang.tree import request_tracker
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER
 
@@ -218,7 +218,7 @@ def test_drafts_are_verified_in_any_number(size: int, adaptive: Adaptive) -> Non
                 adaptive.read(state, lens)
             verified += 2 * state.count
     assert adaptive.counters["verify"] == {"steps": 8 * 4, "rows": verified}
-    assert sum(adaptive.counters["private_steps"].values()) == (len(STEPS) if size else 0)
+    assert sum(adaptive.counters["steps_without_sharing"].values()) == (len(STEPS) if size else 0)
 
 
 def test_graphs_of_all_numbers_lie_in_memory_that_stays(adaptive: Adaptive) -> None:
@@ -257,7 +257,7 @@ def test_a_step_with_another_number_of_drafts_is_planned(adaptive: Adaptive) -> 
     for steps in (3, 3, 1, 1, 1, 3):
         adaptive.verify(adaptive.states[steps], lens, 2)
     assert inside.num_repeated(adaptive.served) - before == 3
-    assert adaptive.counters["steps_planned"] == {ReplanReason.FIRST: 1, ReplanReason.KIND: 2}
+    assert adaptive.counters["steps_planned"] == {StepReason.FIRST: 1, StepReason.KIND: 2}
 
 
 def test_rounds_of_each_number_are_counted_together(adaptive: Adaptive) -> None:

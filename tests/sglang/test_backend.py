@@ -28,9 +28,9 @@ from sglang_fakes import (
 from sglang_pat.executors.cuda import PlanOverflowError
 from sglang_pat.executors.reference import dense_attention
 from sglang_pat.plan import DecodePlan
+from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.attach import with_pat
 from sglang_pat.sglang.backend import PatMixin
-from sglang_pat.sglang.tree.batch_builder import OVERFLOW
 
 pytestmark = pytest.mark.usefixtures("server_context")
 
@@ -418,5 +418,5 @@ def test_a_plan_that_does_not_fit_a_graph_shares_nothing(
     backend.init_forward_metadata(decode_batch([1], [2], [9]))
     assert len(planned) == 2
     assert planned[1].path_begin.tolist() == [0, 0]
-    assert inside.microbatch(backend).builder.private_steps[OVERFLOW] == 1
-    assert OVERFLOW in caplog.text
+    assert inside.microbatch(backend).builder.steps_without_sharing[StepReason.OVERFLOW] == 1
+    assert StepReason.OVERFLOW in caplog.text

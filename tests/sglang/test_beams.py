@@ -10,8 +10,9 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_trees import TREE_KINDS, Tree
 
+from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.step.debug_checks import StepChecker
-from sglang_pat.sglang.step.plan_reuse import PlanReuse, ReplanReason
+from sglang_pat.sglang.step.plan_reuse import PlanReuse
 from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder, StepInputs
 from sglang_pat.sglang.tree.radix_paths import path_reader
 from sglang_pat.sglang.tree.request_tracker import RequestTracker
@@ -41,7 +42,7 @@ class Batch:
         self.tracker = RequestTracker()
         self.builder = DecodeBatchBuilder(self.tracker, strict=True)
         self.reuse = PlanReuse(self.tracker)
-        self.why: ReplanReason | None = None  # the last step did not repeat the one before
+        self.why: StepReason | None = None  # the last step did not repeat the one before
         self.checker = StepChecker()
 
     def _request(self, rid: str, cached: list[int], row: int) -> Any:
@@ -77,7 +78,7 @@ class Batch:
             kind: Any = "decode"
             plans: Any = "of the graphs"
             self.why = self.reuse.reason(kind, view.requests.reqs, plans, len(lens))
-            self.reuse.begin_plan(kind, view.requests.reqs, plans, len(lens), ReplanReason.PRIVATE)
+            self.reuse.begin_plan(kind, view.requests.reqs, plans, len(lens), StepReason.PRIVATE)
             self.batch = self.builder.read(view)
             self.reuse.permit_skips(100)
         shared = self.builder.last_shared
@@ -101,7 +102,7 @@ def test_beams_share_their_prompt_and_others_the_tree(kind: str) -> None:
     assert leader == first == second
     assert other == leader[:1]
     assert batch.batch.seq_lens.tolist() == [13, 20, 13, 13]
-    assert not batch.builder.private_steps
+    assert not batch.builder.steps_without_sharing
 
 
 def test_a_prompt_that_the_tree_does_not_hold_is_shared_as_a_whole() -> None:
@@ -138,7 +139,7 @@ def test_steps_of_the_same_beams_are_the_same_step() -> None:
     batch = Batch()
     batch.step([13, 20, 13, 13])
     key = batch.batch.key
-    assert batch.why is ReplanReason.FIRST
+    assert batch.why is StepReason.FIRST
     batch.req_to_token[5, 12] = 40
     batch.req_to_token[6, 12] = 41
     for step in (1, 2):
@@ -154,14 +155,14 @@ def test_a_leader_decodes_on_alone_when_its_beams_have_ended() -> None:
     batch.step([13, 20, 13, 13])
     assert batch.step([14, 21], has_beams=False) == [[(0, 8), (8, 12)], [(0, 8)]]
     assert batch.builder.changes["leave"] == 2
-    assert batch.builder.changes["re_anchor"] == 0
+    assert batch.builder.changes["last_node_changed"] == 0
 
 
 def test_a_leader_that_decoded_before_its_beams_is_read_again() -> None:
     batch = Batch()
     assert batch.step([13, 20], has_beams=False) == [[(0, 8)], [(0, 8)]]
     assert batch.step([14, 21, 14, 14])[0] == [(0, 8), (8, 12)]
-    assert batch.builder.changes["re_anchor"] == 1
+    assert batch.builder.changes["last_node_changed"] == 1
 
 
 @pytest.mark.parametrize("kind", TREE_KINDS)

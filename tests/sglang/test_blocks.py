@@ -30,6 +30,7 @@ from sglang_fakes import (
 from sglang_trees import TREE_KINDS, late_lengths, place
 
 from sglang_pat.executors.reference import ReferenceExecutor
+from sglang_pat.reasons import StepReason
 from sglang_pat.sglang import backend
 from sglang_pat.sglang.report import layer_report
 from sglang_pat.sglang.speculative import attach as speculative_attach
@@ -37,7 +38,6 @@ from sglang_pat.sglang.speculative import draft_requests
 from sglang_pat.sglang.speculative.draft_requests import block_hook
 from sglang_pat.sglang.start import argument_rewrite
 from sglang_pat.sglang.start.hooks import check_hooks
-from sglang_pat.sglang.step.plan_reuse import ReplanReason
 from sglang_pat.sglang.tree import request_tracker
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER
 
@@ -203,7 +203,7 @@ def test_each_token_of_a_block_reads_its_block(
         scene.assert_block(captured or view, lens, scene.backend, scene.runner, READS)
     assert scene.counters["draft"]["rows"] == 4 * 2 * BLOCK
     builder = inside.microbatch(scene.backend).builder
-    assert sum(builder.private_steps.values()) == bool(size), "the capture alone"
+    assert sum(builder.steps_without_sharing.values()) == bool(size), "the capture alone"
     assert builder.changes["join"] == 2 * BLOCK, "the requests stay the same"
 
 
@@ -233,7 +233,7 @@ def test_blocks_are_verified_as_chains(algorithm: str, size: int, bound: int | N
         chain = (READS[1], READS[1])
         scene.assert_block(captured or view, lens, scene.served, scene.target, chain)
     assert scene.counters["verify"] == {"steps": 4, "rows": 4 * 2 * BLOCK}
-    assert sum(scene.counters["private_steps"].values()) == bool(size), "the capture alone"
+    assert sum(scene.counters["steps_without_sharing"].values()) == bool(size), "the capture alone"
     assert scene.counters["batch_changes"]["join"] == 2 * BLOCK, "the requests stay the same"
 
 
@@ -262,7 +262,7 @@ def test_a_block_of_a_request_that_outgrows_the_plan_is_planned() -> None:
         view = scene.view(lens, 2)
         scene.draft(view, 2)
         scene.assert_block(captured, lens, scene.backend, scene.runner, READS)
-    assert inside.reasons(scene.backend) == {ReplanReason.FIRST: 1, ReplanReason.LENGTHS: 1}
+    assert inside.reasons(scene.backend) == {StepReason.FIRST: 1, StepReason.LENGTHS: 1}
 
 
 def test_a_graph_reads_a_block_where_it_was_captured() -> None:

@@ -28,11 +28,11 @@ from sglang_fakes import (
 from sglang_trees import TREE_KINDS, late_lengths
 
 from sglang_pat.executors.reference import ReferenceExecutor
+from sglang_pat.reasons import StepReason
 from sglang_pat.sglang import backend
 from sglang_pat.sglang.speculative import attach as speculative_attach
 from sglang_pat.sglang.speculative import backends
 from sglang_pat.sglang.speculative.steps import DraftTreeSteps
-from sglang_pat.sglang.step.plan_reuse import ReplanReason
 from sglang_pat.sglang.tree import request_tracker
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER
 
@@ -238,7 +238,7 @@ def test_a_round_whose_request_outgrows_the_plan_is_planned() -> None:
         view = scene.view(lens, 2)
         scene.prepare(view, 2)
         scene.assert_round(view, lens)
-    assert scene.reasons == {ReplanReason.FIRST: 1, ReplanReason.LENGTHS: 1}
+    assert scene.reasons == {StepReason.FIRST: 1, StepReason.LENGTHS: 1}
 
 
 @pytest.mark.parametrize("size", [0, 2, 4])

@@ -27,8 +27,8 @@ from sglang_fakes import (
 from sglang_trees import TREE_KINDS, Tree
 
 from sglang_pat.executors.reference import ReferenceExecutor, gather_slots
+from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.step.debug_checks import DebugChecks, RankChecker
-from sglang_pat.sglang.tree.batch_builder import NO_REQUESTS
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, StepRequests
 
 GRAPH_ROWS = 4
@@ -202,7 +202,7 @@ def test_requests_share_in_a_replay_that_does_not_name_them(
     assert inside.microbatch(backend).captured is not None
     stats = inside.microbatch(backend).captured.stats
     assert (stats.kv_tokens_query_centric, stats.kv_tokens_planned) == (96, 36)
-    assert NO_REQUESTS not in inside.microbatch(backend).builder.private_steps
+    assert StepReason.NO_REQUESTS not in inside.microbatch(backend).builder.steps_without_sharing
 
 
 def test_a_request_that_stopped_takes_no_one_with_it(

@@ -60,14 +60,14 @@ def test_batches_that_take_turns_find_what_they_left(tree: Tree) -> None:
     assert used[0].builder.changes == {
         "join": 3,
         "leave": 1,
-        "re_anchor": 0,
+        "last_node_changed": 0,
         "split": 0,
         "mismatch": 0,
     }
     assert used[1].builder.changes == {
         "join": 2,
         "leave": 1,
-        "re_anchor": 0,
+        "last_node_changed": 0,
         "split": 0,
         "mismatch": 0,
     }

@@ -14,13 +14,11 @@ from sglang_trees import TREE_KINDS, Tree, place, request
 
 from sglang_pat._scheduler import row_lengths
 from sglang_pat.batch import DecodeBatch
+from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.speculative.rows import DraftBatchBuilder, RowShape, SpeculativeInputs
-from sglang_pat.sglang.step.plan_reuse import PlanReuse, ReplanReason
+from sglang_pat.sglang.step.plan_reuse import PlanReuse
 from sglang_pat.sglang.tree import batch_builder, request_tracker
 from sglang_pat.sglang.tree.batch_builder import (
-    CUT,
-    NO_REQUESTS,
-    OVERFLOW,
     DecodeBatchBuilder,
     StepInputs,
 )
@@ -80,7 +78,7 @@ def test_an_eager_step(tree: Tree, reqs: list[Any]) -> None:
     assert batch.key is not None
     assert builder.last_shared is not None
     assert builder.last_shared.reqs == reqs
-    assert not builder.private_steps
+    assert not builder.steps_without_sharing
 
 
 def test_a_graph_replay_shows_a_namespace_with_padding(tree: Tree, reqs: list[Any]) -> None:
@@ -108,7 +106,7 @@ def test_a_step_of_an_idle_rank_is_not_counted(view: Any) -> None:
     builder = DecodeBatchBuilder()
     batch = builder.read(StepInputs.read(view, None))
     assert batch.seq_lens.tolist() == [0, 0]
-    assert not builder.private_steps
+    assert not builder.steps_without_sharing
     assert builder.last_shared is None
 
 
@@ -120,7 +118,8 @@ def test_equal_steps_have_equal_keys_and_read_no_path(
     monkeypatch.setattr(builder._source, "read", lambda reqs: pytest.fail("read a path"))
     # A list of its own in each step, as SGLang may make it.
     assert read(builder, [*reqs], tree.cache, batch_of([7, 6])).key == first
-    assert builder.changes == {"join": 2, "leave": 0, "re_anchor": 0, "split": 0, "mismatch": 0}
+    changes = {"join": 2, "leave": 0, "last_node_changed": 0, "split": 0, "mismatch": 0}
+    assert builder.changes == changes
 
 
 class Reads:
@@ -167,7 +166,7 @@ def test_only_the_paths_of_who_joins_are_read(reads: Reads) -> None:
     assert reads.builder.changes == {
         "join": 3,
         "leave": 1,
-        "re_anchor": 0,
+        "last_node_changed": 0,
         "split": 0,
         "mismatch": 0,
     }
@@ -214,7 +213,7 @@ def test_a_request_that_moves_is_read_again(reads: Reads, move: str) -> None:
     assert reads.builder.changes == {
         "join": 2,
         "leave": 0,
-        "re_anchor": 1,
+        "last_node_changed": 1,
         "split": 0,
         "mismatch": 0,
     }
@@ -255,7 +254,7 @@ def test_only_a_step_right_after_one_of_the_same_requests_is_unchanged(
     def note_and_read(view: StepInputs) -> Any:
         assert view.requests is not None
         reasons.append(reuse.reason(kind, view.requests.reqs, plans, 1))
-        reuse.begin_plan(kind, view.requests.reqs, plans, 1, ReplanReason.PRIVATE)
+        reuse.begin_plan(kind, view.requests.reqs, plans, 1, StepReason.PRIVATE)
         batch = original(view)
         reuse.permit_skips(100)
         return batch
@@ -269,7 +268,7 @@ def test_only_a_step_right_after_one_of_the_same_requests_is_unchanged(
     request_tracker._after_init_new(launched, object, between, RUNNER)
     request_tracker._around_forward(lambda runner, forward_batch: None, RUNNER, launched)
     assert reads.step([a]) == reads.step([a]) == []  # it has grown, not moved
-    assert reasons == [ReplanReason.FIRST, None, ReplanReason.REQUESTS, None]
+    assert reasons == [StepReason.FIRST, None, StepReason.REQUESTS, None]
 
 
 def test_a_request_that_left_and_came_back_is_read_again(reads: Reads) -> None:
@@ -350,7 +349,7 @@ def test_a_path_that_does_not_match_costs_only_its_request_the_sharing(
     assert paths.path_begin.tolist() == [0, 1, 1, 2]
     assert paths.node_id[0] == paths.node_id[1]
     assert reads.builder.last_shared is not None
-    assert not reads.builder.private_steps
+    assert not reads.builder.steps_without_sharing
     assert reads.step([a, c, b]) == []  # nor is it read in each step
     c2 = reads.request("c2", [1])
     place(c2).cache_protected_len = 9
@@ -381,16 +380,16 @@ def test_a_step_made_private_shares_nothing(tree: Tree, reqs: list[Any]) -> None
     builder = DecodeBatchBuilder()
     batch = read(builder, reqs, tree.cache, batch_of([6, 5]))
     assert builder.last_shared is not None
-    private = builder.without_sharing(batch, OVERFLOW)
+    private = builder.without_sharing(batch, StepReason.OVERFLOW)
     assert private.read_paths().path_begin.tolist() == [0, 0, 0]
     assert builder.last_shared is None, "nothing is left to check or to repeat"
-    assert builder.private_steps == {OVERFLOW: 1}
+    assert builder.steps_without_sharing == {StepReason.OVERFLOW: 1}
 
 
 def test_part_of_a_batch_is_private(tree: Tree, reqs: list[Any]) -> None:
     builder = DecodeBatchBuilder()
     batch = read(builder, reqs, tree.cache, batch_of([6]))
-    assert builder.private_steps == {CUT: 1}
+    assert builder.steps_without_sharing == {StepReason.CUT: 1}
     assert batch.seq_lens.tolist() == [6]
     assert batch.read_paths().path_begin.tolist() == [0, 0]
 
@@ -400,7 +399,7 @@ def test_a_warm_up_is_private(caplog: pytest.LogCaptureFixture) -> None:
     batch = builder.read(StepInputs.read(batch_of([1, 1, 1]), None))
     assert batch.seq_lens.tolist() == [1, 1, 1]
     assert batch.key is None
-    assert builder.private_steps == {NO_REQUESTS: 1}
+    assert builder.steps_without_sharing == {StepReason.NO_REQUESTS: 1}
     assert builder.last_shared is None
     assert not caplog.records
 
@@ -412,7 +411,7 @@ def test_an_unknown_cache_is_private_and_said_once(
     for _ in range(3):
         batch = read(builder, reqs, SimpleNamespace(), batch_of([6, 5]))
     assert batch.read_paths().path_begin.tolist() == [0, 0, 0]
-    assert list(builder.private_steps.values()) == [3]
+    assert list(builder.steps_without_sharing.values()) == [3]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "SimpleNamespace" in caplog.text
     assert read(builder, reqs, tree.cache, batch_of([6, 5])).key is not None  # and back

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from sglang_fakes import decode_batch, pat_backend, runner
 
+from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.report import reports
 from sglang_pat.sglang.report.reports import StepLog, log_line, scheduler_labels
 from sglang_pat.sglang.report.stats_file import read_stats
-from sglang_pat.sglang.tree.batch_builder import NO_REQUESTS
 from sglang_pat.stats import PlanningTime, PlanningTimes, PlanStats, read_counters
 
 
@@ -34,7 +34,7 @@ def test_the_file_says_what_has_been_counted(
         assert counted["plans_built"] + counted["plans_reused"] == step
         assert counted["kv_tokens_query_centric"] == sum(2 + i for i in range(step))
         assert counted["causes"] == ({"first": 1} if step else {})
-        assert counted["private_steps"] == ({NO_REQUESTS: step} if step else {})
+        assert counted["steps_without_sharing"] == ({StepReason.NO_REQUESTS: step} if step else {})
         backend.init_forward_metadata(decode_batch([1], [2 + step], [9]))
     read_stats(tmp_path / "stats.json")  # until the last write is done
     assert [path.name for path in tmp_path.iterdir()] == ["stats.json"]
@@ -71,7 +71,7 @@ def test_a_line_is_logged_at_sglangs_interval(
 
 @pytest.mark.parametrize("interval", [-1, 1])
 def test_no_step_is_left_unplanned_where_each_is_logged(interval: int) -> None:
-    counters = read_counters([PlanStats()], private_steps=[{}], steps_planned=[{}])
+    counters = read_counters([PlanStats()], steps_without_sharing=[{}], steps_planned=[{}])
     log = StepLog(interval, lambda: counters)
     for _ in range(3):
         assert log.steps_left == 0
@@ -82,7 +82,7 @@ def test_log_line() -> None:
     before = {
         "plans_built": 10,
         "plans_reused": 20,
-        "private_steps": {"warm-up": 5},
+        "steps_without_sharing": {"warm-up": 5},
         "steps_planned": {"moved": 7},
         "kv_tokens_query_centric": 1000,
         "kv_tokens_planned": 900,
@@ -91,7 +91,7 @@ def test_log_line() -> None:
     after = {
         "plans_built": 13,
         "plans_reused": 57,
-        "private_steps": {"warm-up": 5, "beams": 2},
+        "steps_without_sharing": {"warm-up": 5, "beams": 2},
         "steps_planned": {"moved": 8, "due": 2},
         "kv_tokens_query_centric": 2000,
         "kv_tokens_planned": 1110,

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from sglang_pat._scheduler import growth_of
+from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.speculative.steps import SpeculativeStep
-from sglang_pat.sglang.step.plan_reuse import PlanReuse, ReplanReason
+from sglang_pat.sglang.step.plan_reuse import PlanReuse
 from sglang_pat.sglang.tree.request_tracker import RequestTracker, StepRequests
 
 DECODE: Any = SimpleNamespace(name="decode")
@@ -33,12 +34,12 @@ def tracker() -> RequestTracker:
 def reuse(tracker: RequestTracker) -> PlanReuse:
     """After a decode step of two requests, which two more steps may repeat."""
     reuse = PlanReuse(tracker)
-    reuse.begin_plan(DECODE, REQS, GRAPHS, ROWS, ReplanReason.PRIVATE)
+    reuse.begin_plan(DECODE, REQS, GRAPHS, ROWS, StepReason.PRIVATE)
     reuse.permit_skips(2)
     return reuse
 
 
-def asked(reuse: PlanReuse) -> ReplanReason | None:
+def asked(reuse: PlanReuse) -> StepReason | None:
     return reuse.reason(DECODE, REQS, GRAPHS, ROWS)
 
 
@@ -47,7 +48,7 @@ def test_a_step_repeats_the_last_one_as_often_as_allowed(reuse: PlanReuse) -> No
         assert asked(reuse) is None
         assert asked(reuse) is None, "asking changes nothing"
         reuse.count()
-    assert asked(reuse) is ReplanReason.DUE
+    assert asked(reuse) is StepReason.DUE
 
 
 @pytest.mark.parametrize(
@@ -55,38 +56,38 @@ def test_a_step_repeats_the_last_one_as_often_as_allowed(reuse: PlanReuse) -> No
     [
         (
             (DECODE, list(REQS), GRAPHS, ROWS),
-            ReplanReason.REQUESTS,
+            StepReason.REQUESTS,
         ),  # an equal list is another batch
-        ((DECODE, None, GRAPHS, ROWS), ReplanReason.REQUESTS),
-        ((VERIFY, REQS, GRAPHS, ROWS), ReplanReason.KIND),
-        ((DECODE, REQS, EAGER, ROWS), ReplanReason.PLACE),
-        ((DECODE, REQS, None, ROWS), ReplanReason.PLACE),
-        ((DECODE, REQS, GRAPHS, ROWS + 1), ReplanReason.ROWS),
+        ((DECODE, None, GRAPHS, ROWS), StepReason.REQUESTS),
+        ((VERIFY, REQS, GRAPHS, ROWS), StepReason.KIND),
+        ((DECODE, REQS, EAGER, ROWS), StepReason.PLACE),
+        ((DECODE, REQS, None, ROWS), StepReason.PLACE),
+        ((DECODE, REQS, GRAPHS, ROWS + 1), StepReason.ROWS),
     ],
 )
-def test_another_step_is_planned(reuse: PlanReuse, step: Any, reason: ReplanReason) -> None:
+def test_another_step_is_planned(reuse: PlanReuse, step: Any, reason: StepReason) -> None:
     assert reuse.reason(*step) is reason
 
 
 def test_the_first_step_is_planned(tracker: RequestTracker) -> None:
-    assert asked(PlanReuse(tracker)) is ReplanReason.FIRST
+    assert asked(PlanReuse(tracker)) is StepReason.FIRST
 
 
 def test_a_warm_up_is_forgotten(reuse: PlanReuse) -> None:
-    reuse.begin_plan(DECODE, None, GRAPHS, ROWS, ReplanReason.PRIVATE)
+    reuse.begin_plan(DECODE, None, GRAPHS, ROWS, StepReason.PRIVATE)
     reuse.permit_skips(2)
-    assert asked(reuse) is ReplanReason.FIRST
-    assert reuse.reason(DECODE, None, GRAPHS, ROWS) is ReplanReason.FIRST
+    assert asked(reuse) is StepReason.FIRST
+    assert reuse.reason(DECODE, None, GRAPHS, ROWS) is StepReason.FIRST
 
 
-@pytest.mark.parametrize("why", [ReplanReason.PRIVATE, ReplanReason.EAGER])
-def test_nothing_repeats_a_step_before_it_is_allowed(reuse: PlanReuse, why: ReplanReason) -> None:
+@pytest.mark.parametrize("why", [StepReason.PRIVATE, StepReason.EAGER])
+def test_nothing_repeats_a_step_before_it_is_allowed(reuse: PlanReuse, why: StepReason) -> None:
     reuse.begin_plan(DECODE, REQS, GRAPHS, ROWS, why)
     assert asked(reuse) is why
 
 
-@pytest.mark.parametrize("why", [ReplanReason.CHECKED, ReplanReason.GRAPH])
-def test_nothing_repeats_a_step_that_was_stopped(reuse: PlanReuse, why: ReplanReason) -> None:
+@pytest.mark.parametrize("why", [StepReason.CHECKED, StepReason.GRAPH])
+def test_nothing_repeats_a_step_that_was_stopped(reuse: PlanReuse, why: StepReason) -> None:
     reuse.block_skips(why)
     assert asked(reuse) is why
     assert reuse.in_place(DECODE, REQS) is GRAPHS, "its plan stays"
@@ -103,13 +104,13 @@ def test_requests_that_moved_are_planned(
     reuse: PlanReuse, tracker: RequestTracker, move: Callable[[RequestTracker], None]
 ) -> None:
     move(tracker)
-    reuse.block_skips(ReplanReason.CHECKED)
-    assert asked(reuse) is ReplanReason.MOVED, "which says more than what came later"
-    reuse.begin_plan(DECODE, REQS, GRAPHS, ROWS, ReplanReason.PRIVATE)
+    reuse.block_skips(StepReason.CHECKED)
+    assert asked(reuse) is StepReason.MOVED, "which says more than what came later"
+    reuse.begin_plan(DECODE, REQS, GRAPHS, ROWS, StepReason.PRIVATE)
     move(tracker)
     reuse.permit_skips(2)
-    assert asked(reuse) is ReplanReason.MOVED, "while the step was planned, too"
-    reuse.begin_plan(DECODE, REQS, GRAPHS, ROWS, ReplanReason.PRIVATE)
+    assert asked(reuse) is StepReason.MOVED, "while the step was planned, too"
+    reuse.begin_plan(DECODE, REQS, GRAPHS, ROWS, StepReason.PRIVATE)
     reuse.permit_skips(2)
     assert asked(reuse) is None
 
@@ -127,22 +128,22 @@ def test_reasons_are_asked_in_the_order_of_the_table(tracker: RequestTracker) ->
     step = [VERIFY, list(REQS), EAGER, ROWS + 1]
     right = [DECODE, REQS, GRAPHS, ROWS]
     found = [reuse.reason(*step)]
-    reuse.begin_plan(*right, ReplanReason.PRIVATE)  # type: ignore[arg-type]
+    reuse.begin_plan(*right, StepReason.PRIVATE)  # type: ignore[arg-type]
     tracker.invalidate_all()
     order = [1, 0, 2, 3]
     for i in order:
         found.append(reuse.reason(*step))
         step[i] = right[i]
     found.append(reuse.reason(*step))
-    assert found == list(ReplanReason)[:6]
+    assert found == list(StepReason)[:6]
 
 
 def test_the_plan_of_a_verify_step_serves_what_follows_it(reuse: PlanReuse) -> None:
-    reuse.begin_plan(VERIFY, REQS, GRAPHS, ROWS, ReplanReason.PRIVATE)
+    reuse.begin_plan(VERIFY, REQS, GRAPHS, ROWS, StepReason.PRIVATE)
     assert reuse.in_place(VERIFY, REQS) is GRAPHS
     assert reuse.in_place(VERIFY, list(REQS)) is None
     assert reuse.in_place(DECODE, REQS) is None
-    reuse.begin_plan(DECODE, REQS, GRAPHS, ROWS, ReplanReason.PRIVATE)
+    reuse.begin_plan(DECODE, REQS, GRAPHS, ROWS, StepReason.PRIVATE)
     assert reuse.in_place(VERIFY, REQS) is None
 
 

@@ -33,11 +33,11 @@ from sglang_fakes import (
 from sglang_trees import TREE_KINDS, Tree, late_lengths, place
 
 from sglang_pat.executors.reference import ReferenceExecutor
+from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.speculative import draft_requests
 from sglang_pat.sglang.speculative.rows import MAX_READ_APART, RowShape
 from sglang_pat.sglang.speculative.tree_attention import TreeKv, square_masks
 from sglang_pat.sglang.start import layer_rules
-from sglang_pat.sglang.step.plan_reuse import ReplanReason
 from sglang_pat.sglang.tree import request_tracker
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, StepRequests
 from sglang_pat.support import Unsupported
@@ -334,7 +334,10 @@ def test_an_idle_rank_that_verifies_padding(
     """SGLang gives such steps to idle ranks of hybrid models, before and after real ones."""
     server, reads, mask = new_server(algorithm, monkeypatch)
     for lens in ([25, 31], [26, 33]):
-        before = server.counts(), dict(inside.planner(server.backend).counters()["private_steps"])
+        before = (
+            server.counts(),
+            dict(inside.planner(server.backend).counters()["steps_without_sharing"]),
+        )
         with monkeypatch.context() as patch:
             patch.setattr(REQUEST_TRACKER, "_step", None)
             view = decode_batch([], [], [], spec_info=drafts_to_verify(DRAFTS, mask[:0]))
@@ -349,7 +352,7 @@ def test_an_idle_rank_that_verifies_padding(
         assert algorithm == "NGRAM" or not out.any()
         assert (
             server.counts(),
-            inside.planner(server.backend).counters()["private_steps"],
+            inside.planner(server.backend).counters()["steps_without_sharing"],
         ) == before
         view = server.view(lens, 0, mask)
         server.backend.init_forward_metadata(view)
@@ -480,7 +483,7 @@ def test_masks_of_trees_are_computed_once_per_step(
         masks.append(len(taken))
     assert masks == [1] * 7
     reasons = inside.planner(branching.backend).counters()["steps_planned"]
-    assert reasons[ReplanReason.DUE] == 2
+    assert reasons[StepReason.DUE] == 2
 
 
 def test_graphs_that_do_not_write_their_rows_are_never_repeated(server: Server) -> None:

@@ -318,7 +318,7 @@ class Stats:
         counted = {
             name: value - before.get(name, 0) for name, value in now.items() if type(value) is int
         }
-        for name in ("causes", "private_steps", "tree_events", "batch_changes"):
+        for name in ("causes", "steps_without_sharing", "tree_events", "batch_changes"):
             counted[name] = Counter(now[name]) - Counter(before.get(name, {}))
         return counted
 

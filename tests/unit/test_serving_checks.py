@@ -93,7 +93,7 @@ def test_pat_must_answer_the_same_tokens() -> None:
 
 
 GOOD_PLANS = check_ranks.Plans(
-    steps=100, reused=80, kv_ratio=0.5, steps_alike=100, private_steps={}, apart_us={}
+    steps=100, reused=80, kv_ratio=0.5, steps_alike=100, steps_without_sharing={}, apart_us={}
 )
 
 
@@ -116,7 +116,7 @@ def test_several_ranks_must_answer_as_one() -> None:
         ({}, []),
         ({"steps": check_logits.NUM_TOKENS - 1}, ["tp", "pp", "dp", "mla", "mla-dp"]),
         ({"kv_ratio": 0.95}, [*check_ranks.LAYOUTS]),
-        ({"private_steps": {"a reason": 1}}, [*check_ranks.LAYOUTS]),
+        ({"steps_without_sharing": {"a reason": 1}}, [*check_ranks.LAYOUTS]),
         ({"steps_alike": 0}, ["tp", "mla", "chains"]),
         ({"reused": 20}, ["pp"]),
     ],
@@ -134,7 +134,7 @@ def test_ranks_count_what_they_have_compared() -> None:
         "plans_reused": 80,
         "kv_tokens_planned": 50,
         "kv_tokens_query_centric": 100,
-        "private_steps": {"no requests of pat's": 0},
+        "steps_without_sharing": {"no requests of pat's": 0},
         "ranks_alike": {"steps": 100},
         "ranks_apart_ns": {"9216": 85, "61440": 15},
     }

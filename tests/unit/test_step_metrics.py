@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_pat.attention import PlanStats
+from sglang_pat.reasons import StepReason
 from sglang_pat.stats import read_counters
 
 PUBLISH = """
@@ -24,7 +25,7 @@ logging.basicConfig(stream=sys.stderr)
 published.PUBLISH_SECONDS = 0.05
 counters = {
     "causes": {}, "plans_reused": 0, "kv_tokens_query_centric": 0, "kv_tokens_planned": 0,
-    "kv_tokens_lower_bound": 0, "private_steps": {}, "tree_events": {}, "batch_changes": {},
+    "kv_tokens_lower_bound": 0, "steps_without_sharing": {}, "tree_events": {}, "batch_changes": {},
     "steps_planned": {},
 }
 
@@ -74,7 +75,8 @@ counters |= {"causes": {"first": 1}, "kv_tokens_query_centric": 100, "kv_tokens_
 metrics.publish()
 counters |= {
     "causes": {"first": 1, "tail_growth": 2}, "plans_reused": 7, "kv_tokens_lower_bound": 40,
-    "kv_tokens_query_centric": 300, "kv_tokens_planned": 110, "private_steps": {"no tree": 2},
+    "kv_tokens_query_centric": 300, "kv_tokens_planned": 110,
+    "steps_without_sharing": {"no tree": 2},
     "tree_events": {"insert": 5, "evict": 0}, "batch_changes": {"join": 4, "leave": 1},
     "verify": {"steps": 3, "rows": 24}, "draft": {"steps": 6, "plans_built": 1},
     "draft_extend": {"steps": 3, "rows": 24}, "steps_planned": {"moved": 6, "due": 1},
@@ -95,6 +97,7 @@ metrics.publish()  # nothing new
         "kv_tokens_query_centric_total": 300,
         "kv_tokens_read_total": 110,
         "kv_tokens_lower_bound_total": 40,
+        "steps_without_sharing_total no tree": 2,
         "private_steps_total no tree": 2,
         "steps_planned_total moved": 6,
         "steps_planned_total due": 1,
@@ -171,10 +174,21 @@ def test_counters_are_summed_and_copied() -> None:
     eager.causes.update({"first": 1, "tail_growth": 1})
     captured.causes.update({"first": 1})
     private = {"no tree": 4}
-    counters = read_counters([eager, captured], private_steps=[private])
+    counters = read_counters([eager, captured], steps_without_sharing=[private])
     captured.causes["first"] += 1
     private["no tree"] += 1
     assert counters["plans_built"] == 5
     assert counters["kv_tokens_planned"] == 7
     assert counters["causes"] == {"first": 2, "tail_growth": 1}
-    assert counters["private_steps"] == {"no tree": 4}
+    assert counters["steps_without_sharing"] == {"no tree": 4}
+
+
+def test_the_page_explains_each_reason_why_a_step_was_planned() -> None:
+    page = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
+    planned = [*StepReason][: [*StepReason].index(StepReason.LENGTHS) + 1]
+    rows = [f"| `{reason}` | {reason.meaning} |" for reason in planned]
+    assert "\n".join(rows) in page
+    for reason in (StepReason.NO_REQUESTS, StepReason.CUT, StepReason.OVERFLOW):
+        assert f"| `{reason}` |" in page
+    for cause in (StepReason.BATCH_CHANGED, StepReason.TAIL_GROWTH):
+        assert f"`{cause}` ({cause.meaning})" in page

@@ -61,9 +61,16 @@ _COUNTERS = (
         "reason",
     ),
     _CounterSpec(
-        "private_steps_total",
-        "private_steps",
+        "steps_without_sharing_total",
+        "steps_without_sharing",
         "Decode steps in which no KV could be shared, by reason.",
+        "reason",
+    ),
+    # Until 0.3.0.
+    _CounterSpec(
+        "private_steps_total",
+        "steps_without_sharing",
+        "The former name of steps_without_sharing_total.",
         "reason",
     ),
     _CounterSpec(

@@ -205,7 +205,7 @@ def log_line(before: Counters, counters: Counters) -> str:
     query_centric = since("kv_tokens_query_centric")
     # Without any KV, of idle ranks under data parallelism, nothing was saved.
     ratio = since("kv_tokens_planned") / query_centric if query_centric else 1.0
-    private = sum(counters["private_steps"].values()) - sum(before["private_steps"].values())
+    unshared = [sum(each["steps_without_sharing"].values()) for each in (before, counters)]
     speculation = ""
     for name, step, token in _SPECULATION:  # if there are any
         now, then = counters.get(name), before.get(name, {})
@@ -214,7 +214,7 @@ def log_line(before: Counters, counters: Counters) -> str:
             speculation += f"#{step} step: {steps}, #{token} token: {rows}, "
     return (
         f"Pat decode, #plan: {since('plans_built')}, #reuse: {since('plans_reused')}, {speculation}"
-        f"#step without sharing: {private}, kv read ratio: {ratio:.2f}, "
+        f"#step without sharing: {unshared[1] - unshared[0]}, kv read ratio: {ratio:.2f}, "
         f"{_reasons(before, counters)}"
         f"plan time p50/p99 (us): {_times(counters['planning_ns'].since(before['planning_ns']))}"
     )

@@ -16,8 +16,9 @@ import numpy.typing as npt
 import torch
 
 from sglang_pat.batch import IntArray
+from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.compat import RequestFields, unwrapped
-from sglang_pat.sglang.tree.batch_builder import CUT, DecodeBatchBuilder, StepInputs
+from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder, StepInputs
 from sglang_pat.sglang.tree.radix_paths import PathReader, Request
 from sglang_pat.sglang.tree.request_tracker import StepRequests
 from sglang_pat.sglang.tree.row_groups import RequestRows, RowPaths, VirtualRequest
@@ -213,7 +214,7 @@ class DraftBatchBuilder(DecodeBatchBuilder):
 
     def _request_lengths(self, view: StepInputs, reason: str | None) -> IntArray:
         step = view.requests
-        if step is None or reason == CUT or view.seq_lens_cpu is not None:
+        if step is None or reason == StepReason.CUT or view.seq_lens_cpu is not None:
             return super()._request_lengths(view, reason)
         if not isinstance(view, SpeculativeInputs) or not view.shape.speculates:
             return super()._request_lengths(view, reason)

@@ -3,7 +3,7 @@
 A CUDA graph reads its plan from buffers that stay in place. Where the next step has the same
 requests and replays the same graph, the plan in the buffers serves it, and the host does nothing
 else. `PlanReuse.reason` is the one place that decides this. The reasons are asked in the order of
-`ReplanReason`; counters, log and tests use the same names.
+`StepReason`; counters, log and tests use the same names.
 
 SkippedPlanning: counts the steps that repeat the last one (`step/plan_reuse.py`).
 
@@ -19,33 +19,14 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Collection
-from enum import StrEnum
 from typing import Any
 
 from sglang_pat.plan import KvTokens
+from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.tree.radix_paths import Request
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, RequestTracker
 from sglang_pat.stats import PlanningTime, PlanStats
-
-
-class ReplanReason(StrEnum):
-    """Why a step is planned, in the order in which it is asked."""
-
-    FIRST = "first"  # no step has been planned, or none of known requests
-    REQUESTS = "requests"  # others, or one has run elsewhere in between
-    KIND = "kind"  # a decode step after a verify step, or the reverse
-    PLACE = "place"  # the last plan lies in other buffers: of eager steps, of another microbatch
-    ROWS = "rows"  # another graph, whose padding differs
-    # These are set with the last step, or since:
-    MOVED = "moved"  # a prompt, a checkpoint or a retraction: paths and rows may have changed
-    EAGER = "eager"  # the last step ran without a graph
-    PRIVATE = "private"  # the last step could not share
-    CHECKED = "checked"  # debug mode checks every step
-    GRAPH = "graph"  # the graph does not write its rows
-    DUE = "due"  # the log wants a line, or the plan is outgrown
-    # This is asked last, by `StepType.repeat`:
-    LENGTHS = "lengths"  # a request has grown by more than the plan serves
 
 
 class LastPlan:
@@ -59,7 +40,7 @@ class LastPlan:
         self.plans = plans
         self.num_rows = num_rows
         self.steps_left = 0
-        self.why = ReplanReason.PRIVATE  # the reason once no steps are left
+        self.why = StepReason.PRIVATE  # the reason once no steps are left
 
 
 class PlanReuse:
@@ -75,7 +56,7 @@ class PlanReuse:
 
     def reason(
         self, kind: Any, reqs: list[Request] | None, plans: StepPlans | None, num_rows: int
-    ) -> ReplanReason | None:
+    ) -> StepReason | None:
         """Return why a step must be planned.
 
         Parameters
@@ -91,20 +72,20 @@ class PlanReuse:
 
         Returns
         -------
-        ReplanReason or None
+        StepReason or None
             None: the step repeats the last one, if `StepType.repeat` agrees.
         """
         last = self._last
         if last is None:
-            return ReplanReason.FIRST
+            return StepReason.FIRST
         if reqs is not last.reqs or reqs is None:
-            return ReplanReason.REQUESTS
+            return StepReason.REQUESTS
         if kind is not last.kind:
-            return ReplanReason.KIND
+            return StepReason.KIND
         if plans is not last.plans:
-            return ReplanReason.PLACE
+            return StepReason.PLACE
         if num_rows != last.num_rows:
-            return ReplanReason.ROWS
+            return StepReason.ROWS
         return None if last.steps_left > 0 else last.why
 
     def count(self) -> None:
@@ -128,7 +109,7 @@ class PlanReuse:
         reqs: list[Request] | None,
         plans: StepPlans,
         num_rows: int,
-        why: ReplanReason,
+        why: StepReason,
     ) -> None:
         """Forget the last step: this one is planned now. Nothing repeats it until `permit_skips`.
 
@@ -143,14 +124,14 @@ class PlanReuse:
     def permit_skips(self, steps: int) -> None:
         """Let steps repeat the one that was planned: at most so many."""
         last = self._last
-        if last is None or last.why is ReplanReason.MOVED:
+        if last is None or last.why is StepReason.MOVED:
             return
-        last.steps_left, last.why = steps, ReplanReason.DUE
+        last.steps_left, last.why = steps, StepReason.DUE
 
-    def block_skips(self, why: ReplanReason) -> None:
+    def block_skips(self, why: StepReason) -> None:
         """Let nothing repeat the last step, which stays in place."""
         last = self._last
-        if last is not None and last.why is not ReplanReason.MOVED:
+        if last is not None and last.why is not StepReason.MOVED:
             last.steps_left, last.why = 0, why
 
     # --- PathCache ---
@@ -158,11 +139,11 @@ class PlanReuse:
     def invalidate(self, ids: Collection[int]) -> None:
         """Requests have moved, if any are given: in a mixed batch all may decode."""
         if ids:
-            self.block_skips(ReplanReason.MOVED)
+            self.block_skips(StepReason.MOVED)
 
     def invalidate_all(self) -> None:
         """All paths may have changed."""
-        self.block_skips(ReplanReason.MOVED)
+        self.block_skips(StepReason.MOVED)
 
 
 class SkippedPlanning:

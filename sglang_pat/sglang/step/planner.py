@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Any
 from sglang_pat.attention import PackAttention
 from sglang_pat.executors.cuda import PlanOverflowError
 from sglang_pat.plan import HeadConfig
+from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.report.reports import StepReports
 from sglang_pat.sglang.start.layer_support import LayerSupport
 from sglang_pat.sglang.step.debug_checks import DebugChecks, check_host_lengths
 from sglang_pat.sglang.step.microbatches import Microbatch, Microbatches
-from sglang_pat.sglang.step.plan_reuse import PlanReuse, ReplanReason, SkippedPlanning
+from sglang_pat.sglang.step.plan_reuse import PlanReuse, SkippedPlanning
 from sglang_pat.sglang.step.step_type import ExecutionMode, StepType
-from sglang_pat.sglang.tree.batch_builder import OVERFLOW, DecodeBatchBuilder
+from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder
 from sglang_pat.sglang.tree.request_tracker import StepRequests
 from sglang_pat.stats import Counters, PlanStats, read_counters
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from sglang_pat.sglang.start.environment import Environment
 
 # A step that is planned for one of these repeats the last one all the same.
-_WOULD_REPEAT = (ReplanReason.CHECKED, ReplanReason.DUE, ReplanReason.EAGER)
+_WOULD_REPEAT = (StepReason.CHECKED, StepReason.DUE, StepReason.EAGER)
 
 
 class StepPlanner:
@@ -99,7 +100,7 @@ class StepPlanner:
         requests = kind.requests(forward_batch)
         microbatch = self._microbatches.find(requests)
         return self._plan(
-            kind, microbatch, requests, forward_batch, ExecutionMode.EAGER, ReplanReason.EAGER
+            kind, microbatch, requests, forward_batch, ExecutionMode.EAGER, StepReason.EAGER
         )
 
     def plan_captured(
@@ -113,13 +114,13 @@ class StepPlanner:
         requests = kind.requests(forward_batch)
         microbatch = self._microbatches.find(requests)
         plans = microbatch.captured
-        why: ReplanReason | None = ReplanReason.FIRST
+        why: StepReason | None = StepReason.FIRST
         if requests is not None and not in_capture:
             reuse, growth = self._reuse, None  # None: each request has one token more
             why = reuse.reason(kind, requests.reqs, plans, forward_batch.batch_size)
             if why is None and kind.repeat is not None:
                 growth = kind.repeat(forward_batch, requests)
-                why = ReplanReason.LENGTHS if growth is None else None
+                why = StepReason.LENGTHS if growth is None else None
             if why is None:
                 reuse.count()
                 self._skipped.add(begun_ns, growth)
@@ -136,7 +137,7 @@ class StepPlanner:
         requests: StepRequests | None,
         forward_batch: Any,
         execution: ExecutionMode,
-        why: ReplanReason | None,
+        why: StepReason | None,
     ) -> StepPlans:
         """Read a step's paths, and plan it."""
         plans = microbatch.eager if execution is ExecutionMode.EAGER else microbatch.captured
@@ -148,7 +149,7 @@ class StepPlanner:
         if self._checks is not None and kind.repeat is None:
             last = self._reuse.reason(kind, reqs, plans, num_requests)
             would_repeat = last in _WOULD_REPEAT
-        first = ReplanReason.EAGER if execution is ExecutionMode.EAGER else ReplanReason.PRIVATE
+        first = StepReason.EAGER if execution is ExecutionMode.EAGER else StepReason.PRIVATE
         self._reuse.begin_plan(kind, reqs, plans, num_requests, first)
         view = kind.view(forward_batch, requests)
         req_pool_indices, seq_lens = kind.rows(view, forward_batch, execution)
@@ -162,7 +163,7 @@ class StepPlanner:
         try:
             made = plans.plan(batch, **tensors)
         except PlanOverflowError:
-            made = plans.plan(builder.without_sharing(batch, OVERFLOW), **tensors)
+            made = plans.plan(builder.without_sharing(batch, StepReason.OVERFLOW), **tensors)
         if self._checks is not None:
             self._checks.check_growth(made[0][0], builder, would_repeat=would_repeat)
             for attention, plan in made:
@@ -171,7 +172,7 @@ class StepPlanner:
                 check_host_lengths(builder.lens, view.seq_lens)
         if requests is not None:
             kind.count_planned(forward_batch, batch, plans)
-            self._reasons[why or ReplanReason.FIRST] += 1
+            self._reasons[why or StepReason.FIRST] += 1
         if execution is not ExecutionMode.CAPTURE and self._reports is not None:
             self._reports.add_step(plans.step_time, num_repeated)
         if execution is ExecutionMode.REPLAY:
@@ -184,9 +185,9 @@ class StepPlanner:
         if shared is None:
             return
         if self._checks is not None:
-            self._reuse.block_skips(ReplanReason.CHECKED)
+            self._reuse.block_skips(StepReason.CHECKED)
         elif not kind.graphs_are_complete:
-            self._reuse.block_skips(ReplanReason.GRAPH)
+            self._reuse.block_skips(StepReason.GRAPH)
         else:
             steps = sys.maxsize if self._reports is None else self._reports.steps_left
             self._reuse.permit_skips(min(kind.steps_to_repeat(builder, plans.steps_left()), steps))
@@ -247,7 +248,7 @@ class TargetPlanner(StepPlanner):
         events = [each.events.counts for each in builders if each.events is not None][:1]
         return read_counters(
             self._plan_stats(),
-            private_steps=[each.private_steps for each in builders],
+            steps_without_sharing=[each.steps_without_sharing for each in builders],
             steps_planned=[self._reasons],
             tree_events=events,
             batch_changes=[each.changes for each in builders],

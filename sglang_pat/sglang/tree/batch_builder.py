@@ -19,6 +19,7 @@ import torch
 
 from sglang_pat._scheduler import PrefixForest, row_lengths
 from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths
+from sglang_pat.reasons import StepReason
 from sglang_pat.sglang import compat
 from sglang_pat.sglang.tree.radix_paths import (
     CacheEventMonitor,
@@ -32,13 +33,8 @@ from sglang_pat.sglang.tree.row_groups import RowPaths
 
 logger = logging.getLogger(__name__)
 
-# Reasons why a step shares nothing.
-NO_REQUESTS = "no requests are known (warm-up)"
-CUT = "the batch was cut into parts"
-OVERFLOW = "the plan does not fit into the buffers of the CUDA graphs"
-
 # In the order of PrefixForest.update()'s counts.
-_CHANGES = ("join", "leave", "re_anchor", "split")
+_CHANGES = ("join", "leave", "last_node_changed", "split")
 MISMATCH = "mismatch"  # counted with them
 
 # Ids of moved requests that wait for a step that may share: past this, all requests have moved.
@@ -64,10 +60,11 @@ class DecodeBatchBuilder:
     slots (docs/design/decisions/0010-kept-paths.md). The forest keeps it in between, until the
     request leaves.
 
-    private_steps counts, by reason, the steps in which nothing could be shared. changes counts the
-    requests that joined, left, or were re-anchored while they ran ("join", "leave", "re_anchor"),
-    those read again because the tree had split their nodes ("split"), and those that share nothing
-    because their path does not match them ("mismatch"). events are those of the last cache seen.
+    steps_without_sharing counts, by reason, the steps in which nothing could be shared. changes
+    counts requests: those that joined or left ("join", "leave"), that got another last node while
+    they ran ("last_node_changed"), that were read again because the tree had split their nodes
+    ("split"), and that share nothing because their path does not match them ("mismatch"). events
+    are those of the last cache seen.
     """
 
     def __init__(self, tracker: RequestTracker = REQUEST_TRACKER, *, strict: bool = False) -> None:
@@ -83,7 +80,7 @@ class DecodeBatchBuilder:
         """
         self._tracker = tracker
         self._strict = strict
-        self.private_steps: Counter[str] = Counter()
+        self.steps_without_sharing: Counter[str] = Counter()
         self.changes: Counter[str] = Counter(dict.fromkeys((*_CHANGES, MISMATCH), 0))
         self.events: CacheEventMonitor | None = None
         self._tree: Any = None
@@ -181,9 +178,9 @@ class DecodeBatchBuilder:
     def _private_reason(self, step: StepRequests | None, num_rows: int) -> str | None:
         """Why the rows of a step share nothing; None if they may."""
         if step is None:
-            return NO_REQUESTS
+            return StepReason.NO_REQUESTS
         if len(step.reqs) > num_rows:
-            return CUT
+            return StepReason.CUT
         if step.tree is not self._tree:
             self._watch(step.tree)
         if self._source is None:
@@ -230,9 +227,9 @@ class DecodeBatchBuilder:
         self.changes[MISMATCH] += 1
 
     def _count_private(self, reason: str) -> None:
-        if reason not in self.private_steps and reason != NO_REQUESTS:
+        if reason not in self.steps_without_sharing and reason != StepReason.NO_REQUESTS:
             logger.warning("pat decodes without sharing KV between requests: %s", reason)
-        self.private_steps[reason] += 1
+        self.steps_without_sharing[reason] += 1
 
 
 @dataclass(slots=True)
