@@ -69,6 +69,7 @@ from common.tiny_model import TinyModel
 from sglang_pat.bench.answers import agreement
 from sglang_pat.bench.server import START_SECONDS, Server, Start, contender, sampling_of
 from sglang_pat.cli.arguments import whole_number
+from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 from sglang_pat.stats import PlanningTimes
 
@@ -103,15 +104,12 @@ class Plans(NamedTuple):
     reused: int
     kv_ratio: float
     steps_alike: int  # on all ranks
-    steps_without_sharing: dict[
-        str, int
-    ]  # by reason; a rank without requests of its own decodes padding
+    # By reason. A rank without requests of its own decodes padding.
+    steps_without_sharing: dict[str, int]
     apart_us: dict[str, float]  # by percentile; empty where ranks do not share a batch
 
     @classmethod
     def of(cls, stats: Mapping[str, Any]) -> Plans:
-        from sglang_pat.reasons import StepReason  # imports SGLang
-
         reused = stats["plans_reused"]
         query_centric = stats["kv_tokens_query_centric"]
         apart = PlanningTimes(

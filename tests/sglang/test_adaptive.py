@@ -225,7 +225,8 @@ def test_graphs_of_all_numbers_lie_in_memory_that_stays(adaptive: Adaptive) -> N
     """SGLang reserves for fewer requests later; what it has captured reads what was reserved."""
     planner = inside.planner(adaptive.served)
     captured = inside.microbatch(planner).captured
-    lies = {count: each._captured for count, each in planner.verifies.items()}
+    rows = {count: each.device_rows for count, each in planner.verifies.items()}
+    lies = {count: each._reserved.data_ptr() for count, each in rows.items()}
     state = adaptive.states[3]
     adaptive.capture(state, 4)
     assert inside.kinds(state.served)[ForwardMode.TARGET_VERIFY].graphs_are_complete
@@ -233,8 +234,8 @@ def test_graphs_of_all_numbers_lie_in_memory_that_stays(adaptive: Adaptive) -> N
         other.served.init_cuda_graph_state(1, other.count)
     assert inside.kinds(state.served)[ForwardMode.TARGET_VERIFY].graphs_are_complete
     assert inside.microbatch(planner).captured is captured
-    assert {count: each._captured for count, each in planner.verifies.items()} == lies
-    assert lies[4][0]._reserved.shape == (2, 4 * 4)  # of most requests
+    assert {count: each._reserved.data_ptr() for count, each in rows.items()} == lies
+    assert rows[4]._reserved.shape == (2, 4 * 4)  # of most requests
 
 
 def test_graphs_of_more_requests_come_first(adaptive: Adaptive) -> None:

@@ -127,7 +127,7 @@ class Branching(DraftScene):
 
     def graph_reads(self, size: int) -> None:
         """Let rows read the slots that the graph of `size` requests has captured, and no others."""
-        round_of(self.steps).extra_kv.update(self.slots[: size * TOPK * WIDTH], size * TOPK)
+        round_of(self.steps).extra_kv.set_slots(self.slots[: size * TOPK * WIDTH], size * TOPK)
 
     def attend(self, view: Any, step: int, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         q = torch.randn(view.batch_size * TOPK, QO_HEADS, HEAD_DIM)

@@ -15,6 +15,7 @@ from draft_tree_cases import CASES, TreeCase, Trees, assert_exact, make_trees
 
 from sglang_pat.sglang.speculative import tree_attention_kernel
 from sglang_pat.sglang.speculative.tree_attention import BranchKv, TreeKv, merge_drafts
+from sglang_pat.sglang.step.step_type import ExecutionMode
 
 SCRIPT = Path(__file__).parents[1] / "support" / "draft_tree_cases.py"
 
@@ -95,7 +96,7 @@ def test_the_plan_has_the_root() -> None:
         spec_info=SimpleNamespace(custom_mask=masks.flatten()),
         seq_lens=torch.full((2,), 9),
     )
-    trees.update(batch, 2, in_capture=False)
+    trees.update(batch, 2, ExecutionMode.EAGER)
     expected = masks.clone()
     expected[:, :, 0] = False
     assert torch.equal(trees._biases[:2].exp().bool(), expected)
@@ -106,8 +107,8 @@ def test_the_plan_has_the_root() -> None:
 def test_a_kernel_gets_the_slots_of_a_rows_own_branch(
     step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    branches = BranchKv(3, torch.device("cpu"))
-    branches.update(torch.arange(100, 124), num_rows=6)  # 4 drafts each
+    branches = BranchKv(3, 2, torch.device("cpu"))
+    branches.set_slots(torch.arange(100, 124), num_rows=6)  # 4 drafts each
     branches.go_to(step)
     given: list[tuple[Any, ...]] = []
     monkeypatch.setattr(tree_attention_kernel, "merge_drafts", lambda *each: given.append(each))

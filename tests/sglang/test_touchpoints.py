@@ -83,7 +83,7 @@ def test_methods_that_are_overridden_are_those_of_the_list() -> None:
 
 def test_wrapped_methods_of_a_cache_are_those_of_the_list() -> None:
     wrapped = {target.rpartition(".")[2] for name, target in listed("wrapper") if "radix" in name}
-    assert wrapped == {"|".join(kind.methods) for kind in (*radix_paths._KINDS, radix_paths._SPLIT)}
+    assert wrapped == {"|".join(methods) for methods in radix_paths._METHODS.values()}
 
 
 def test_attributes_are_those_of_the_list() -> None:

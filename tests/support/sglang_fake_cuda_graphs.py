@@ -174,7 +174,7 @@ def register() -> None:
         steps._pat.plans = steps._pat.planner.plan_captured(kind, view)
         kind.record_in_graph(view)
         if isinstance(kind, DraftTreeSteps):
-            kind.extra_kv.update(place.slots(batch, size), size * kind.shape.per_request)
+            kind.extra_kv.set_slots(place.slots(batch, size), size * kind.shape.per_request)
         else:
             kind._at = -1  # each step has captured its own lengths
         read_again(steps._pat.plans)

@@ -21,8 +21,8 @@ from sglang_pat.sglang.layer.attention import LayerAttention
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.report.layer_report import report_draft_support
 from sglang_pat.sglang.speculative.planners import SpeculativePlanner
-from sglang_pat.sglang.speculative.steps import DraftChainSteps, SpeculativeStep, TargetVerifyStep
-from sglang_pat.sglang.speculative.tree_attention import undo_square_masks
+from sglang_pat.sglang.speculative.steps import DraftSteps, SpeculativeStep, TargetVerifyStep
+from sglang_pat.sglang.speculative.tree_attention import TreeKv, undo_square_masks
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER
 
 _VERIFY = ForwardMode.TARGET_VERIFY
@@ -48,14 +48,10 @@ class PatSpeculativeMixin(PatMixin):
         Masks are over the drafts alone where the default backend has no layer that reads them.
         """
         kind = self._pat.kinds.get(_VERIFY)
-        if (
-            not isinstance(kind, TargetVerifyStep)
-            or kind.masks is None
-            or self._pat.layer_support.fallback
-        ):
+        masks = _masks_of(kind)
+        if masks is None or self._pat.layer_support.fallback:
             return super().verify_mask
-        count = len(kind.masks) // kind.shape.per_request**2
-        return VerifyMask(kind.masks, TreeMaskMode.QLEN_ONLY, count)
+        return VerifyMask(masks, TreeMaskMode.QLEN_ONLY, len(masks) // kind.shape.per_request**2)
 
     def update_verify_buffers_to_fill_after_draft(
         self, spec_info: Any, cuda_graph_bs: int | None
@@ -141,8 +137,14 @@ class PatSpeculativeMixin(PatMixin):
             has_mask = forward_batch.forward_mode is _VERIFY and not self._pat.is_captured
             # In a warm-up it is a large buffer.
             has_mask = has_mask and REQUEST_TRACKER.is_within_step
-            undo_square_masks(forward_batch if has_mask else None, kind.masks)
+            undo_square_masks(forward_batch if has_mask else None, _masks_of(kind))
         super()._catch_up(forward_batch)
+
+
+def _masks_of(kind: Any) -> torch.Tensor | None:
+    """Return where SGLang may write the masks of a type of steps, if it has any."""
+    trees = kind.extra_kv if isinstance(kind, TargetVerifyStep) else None
+    return trees.masks if isinstance(trees, TreeKv) else None
 
 
 class DraftStepsState:
@@ -165,7 +167,7 @@ class DraftStepsState:
     """
 
     def __init__(
-        self, planner: SpeculativePlanner, kind: DraftChainSteps, layers: LayerAttention
+        self, planner: SpeculativePlanner, kind: DraftSteps, layers: LayerAttention
     ) -> None:
         self.planner = planner
         self.round = kind

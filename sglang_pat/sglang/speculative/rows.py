@@ -18,6 +18,7 @@ import torch
 from sglang_pat.batch import IntArray
 from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.compat import RequestFields, unwrapped
+from sglang_pat.sglang.step.step_type import ExecutionMode
 from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder, StepInputs
 from sglang_pat.sglang.tree.radix_paths import PathReader, Request
 from sglang_pat.sglang.tree.request_tracker import StepRequests
@@ -91,34 +92,79 @@ class RowShape:
 DECODE_ROWS = RowShape()
 
 
-class RowTensors:
-    """`req_pool_indices` and `seq_lens` of rows on the device, written in each step.
+class DeviceRows:
+    """What the rows of a step read on the device: `req_pool_indices` and `seq_lens`.
 
-    SGLang has the same of requests.
-
-    A captured graph needs memory that does not move: `reserved` rows. Without, each step has its
-    own.
+    Graphs read memory that does not move. They write it themselves, from the lengths that SGLang
+    puts in place before each replay, once `record_in_graph` was captured.
     """
 
-    def __init__(self, shape: RowShape, device: torch.device, reserved: int | None = None) -> None:
+    def __init__(self) -> None:
+        self.graphs_are_complete = False
+
+    def reserve(self, max_requests: int) -> None:
+        """Allocate what graphs of up to `max_requests` requests read."""
+        self.graphs_are_complete = False
+
+    def record_in_graph(self, forward_batch: Any) -> None:
+        """Let a graph that is being captured write what its rows read."""
+        self.write(forward_batch, ExecutionMode.CAPTURE)
+        self.graphs_are_complete = True
+
+    def write(self, batch: Any, execution: ExecutionMode) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write and return them. batch: has those of the requests, without draft tokens."""
+        raise NotImplementedError
+
+
+class RowTensors(DeviceRows):
+    """Rows of the same number for each request. An eager step has memory of its own."""
+
+    def __init__(self, shape: RowShape, device: torch.device) -> None:
+        super().__init__()
         self._count = shape.per_request
         self._offsets = shape.offsets(device)
-        self._reserved = None
-        if reserved is not None:
-            self._reserved = torch.zeros((2, reserved), dtype=torch.int64, device=device)
+        self._reserved: torch.Tensor | None = None
 
-    def write(
-        self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return those of the rows of these requests, whose lengths are without draft tokens."""
+    def reserve(self, max_requests: int) -> None:
+        super().reserve(max_requests)
+        size = (2, max_requests * self._count)
+        if self._reserved is None or self._reserved.shape != size:  # graphs hold its address
+            self._reserved = self._offsets.new_zeros(size)
+
+    def write(self, batch: Any, execution: ExecutionMode) -> tuple[torch.Tensor, torch.Tensor]:
+        seq_lens = batch.seq_lens
         count = len(seq_lens) * self._count
-        buffer = self._reserved
+        buffer = None if execution is ExecutionMode.EAGER else self._reserved
         if buffer is None:
-            buffer = torch.empty((2, count), dtype=torch.int64, device=seq_lens.device)
+            buffer = self._offsets.new_empty((2, count))
         rows, lens = (each[:count].view(-1, self._count) for each in buffer)
-        rows.copy_(req_pool_indices[:, None])
+        rows.copy_(batch.req_pool_indices[:, None])
         torch.add(seq_lens[:, None], self._offsets, out=lens)
         return rows.view(-1), lens.view(-1)
+
+
+class RoundRows(DeviceRows):
+    """One row per request in each step of a draft model's round, one token longer in each."""
+
+    def __init__(self, num_steps: int, device: torch.device) -> None:
+        super().__init__()
+        self._offsets = torch.arange(1, num_steps + 1, dtype=torch.int64, device=device)[:, None]
+        self._reserved = self._offsets[:, :0]
+        self.lens = self._reserved  # of the round: int64 [steps, rows]
+
+    def reserve(self, max_requests: int) -> None:
+        super().reserve(max_requests)
+        self._reserved = self._offsets.expand(-1, max_requests).clone()
+
+    def write(self, batch: Any, execution: ExecutionMode) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self._reserved[:, : len(batch.seq_lens)]
+        if execution is ExecutionMode.EAGER:
+            self.lens = batch.seq_lens + self._offsets
+        elif execution is ExecutionMode.CAPTURE or not self.graphs_are_complete:
+            self.lens = torch.add(batch.seq_lens, self._offsets, out=out)
+        else:  # the graph writes them
+            self.lens = out
+        return batch.req_pool_indices, self.lens[0]
 
 
 class DraftRowCache:

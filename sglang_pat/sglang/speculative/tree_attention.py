@@ -17,16 +17,20 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_pat.executors.layer import Scale
+from sglang_pat.sglang.step.step_type import ExecutionMode
 
 
-class _DraftKv:
+class DraftKv:
     """The KV of draft tokens that rows read besides their plan (`layer.attention.ExtraKv`)."""
 
-    def keys(self, forward_batch: Any, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `slots` and `biases` of a step with so many rows: see `merge_drafts`.
+    def reserve(self, max_requests: int) -> None:
+        """Allocate what graphs of up to `max_requests` requests read. Graphs hold its address."""
 
-        forward_batch: SGLang's ForwardBatch, with the slot of each draft token.
-        """
+    def update(self, forward_batch: Any, num_known: int, execution: ExecutionMode) -> None:
+        """Go to the next step. Its first `num_known` requests are no padding."""
+
+    def keys(self, forward_batch: Any, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `slots` and `biases` of a step with `num_rows` rows: see `merge_drafts`."""
         raise NotImplementedError
 
     def merge(
@@ -43,46 +47,44 @@ class _DraftKv:
         return merge_drafts(q, caches, slots, biases, layer, planned, scales)
 
 
-class TreeKv(_DraftKv):
-    """The trees of a step: which draft tokens each one reads.
+class TreeKv(DraftKv):
+    """The draft tokens of trees: each row reads those on its own branch.
 
-    A captured graph reads them where they lay when it was captured: `reserved` requests. Without,
-    each step has its own.
+    Attributes
+    ----------
+    masks
+        Where SGLang may write which draft tokens each one reads, over the draft tokens alone, for
+        as many requests as graphs have. None before `reserve`.
     """
 
-    def __init__(self, num_drafts: int, device: torch.device, reserved: int | None = None) -> None:
+    def __init__(self, num_drafts: int, device: torch.device) -> None:
         self._num_drafts = num_drafts
         self._chain = torch.ones(num_drafts, num_drafts, device=device).tril().log()
         self._chain[:, 0] = -torch.inf  # the plan has the root
-        self._reserved = None
-        if reserved is not None:
-            self._reserved = self._chain.expand(reserved, -1, -1).clone()
-        # [requests, draft tokens, draft tokens that it reads]: 0 for one that is read, else -inf.
-        self._biases = self._chain.expand(0, -1, -1)
+        self._reserved: torch.Tensor | None = None
+        self.masks: torch.Tensor | None = None
+        # [requests, draft tokens, draft tokens]: 0 where the first one reads the second, else -inf.
+        self._biases = self._in_graphs = self._chain.expand(0, -1, -1)
 
-    def update(
-        self,
-        forward_batch: Any,
-        num_known: int,
-        buffer: torch.Tensor | None = None,
-        *,
-        in_capture: bool,
-    ) -> None:
-        """Go to the next step.
+    def reserve(self, max_requests: int) -> None:
+        if self._reserved is None or len(self._reserved) != max_requests:
+            self._reserved = self._chain.expand(max_requests, -1, -1).clone()
+            self._in_graphs = self._reserved[:0]
+            self.masks = torch.zeros_like(self._reserved, dtype=torch.bool).view(-1)
 
-        num_known: its requests that have masks. Those behind are padding, whose reads do not
-        matter. buffer: see `square_masks`.
-        """
+    def update(self, forward_batch: Any, num_known: int, execution: ExecutionMode) -> None:
         num_requests: int = forward_batch.batch_size
-        if self._reserved is None:
+        if execution is ExecutionMode.EAGER or self._reserved is None:
             self._biases = self._chain.expand(num_requests, -1, -1).clone()
-        elif len(self._biases) != num_requests:
-            self._biases = self._reserved[:num_requests]
-        if in_capture or num_known == 0:
+        else:
+            if len(self._in_graphs) != num_requests:
+                self._in_graphs = self._reserved[:num_requests]
+            self._biases = self._in_graphs
+        if execution is ExecutionMode.CAPTURE or num_known == 0:
             return
         seq_lens = forward_batch.seq_lens[:num_known]
         mask = forward_batch.spec_info.custom_mask
-        masks = square_masks(mask, seq_lens, self._num_drafts, buffer)
+        masks = square_masks(mask, seq_lens, self._num_drafts, self.masks)
         torch.log(masks, out=self._biases[:num_known])
         self._biases[:num_known, :, 0] = -torch.inf
 
@@ -90,13 +92,11 @@ class TreeKv(_DraftKv):
         return forward_batch.out_cache_loc[:num_rows], self._biases
 
 
-class BlockKv(_DraftKv):
-    """Draft tokens of a step in which all requests read theirs alike.
+class BlockKv(DraftKv):
+    """Draft tokens of which each reads those before it, or all of them, in every request alike.
 
-    Each token reads those before it, or all of them. The plan has the first one.
-
-    Where a draft model reads what was verified, SGLang has moved the accepted path to the front: a
-    tree is a chain then.
+    The plan has the first one. Where a draft model reads what was verified, SGLang has moved the
+    accepted path to the front, so a tree is a chain.
     """
 
     def __init__(self, num_drafts: int, device: torch.device, *, are_chains: bool = True) -> None:
@@ -107,8 +107,8 @@ class BlockKv(_DraftKv):
         self._biases = self._block[None]
 
     def reserve(self, max_requests: int) -> None:
-        """Allocate what captured graphs of up to so many requests read."""
-        self._biases = self._block.expand(max_requests, -1, -1).contiguous()
+        if len(self._biases) != max_requests:
+            self._biases = self._block.expand(max_requests, -1, -1).contiguous()
 
     def keys(self, forward_batch: Any, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         groups = num_rows // self._num_drafts
@@ -121,29 +121,34 @@ class BlockKv(_DraftKv):
         return slots, biases
 
 
-class BranchKv(_DraftKv):
+class BranchKv(DraftKv):
     """The draft tokens of a draft model that branches: each row reads those of its own branch.
 
-    SGLang does not move them when branches change parents: row `i` reads its own slots. Captured
-    graphs read the slots and biases of the capture: `reserved` rows at most.
+    SGLang does not move them when branches change parents: row `i` reads its own slots.
     """
 
-    def __init__(self, num_steps: int, device: torch.device, reserved: int = 0) -> None:
-        self._num_steps = num_steps
-        # All are read. Not replaced where it was reserved: graphs hold its address.
-        self._biases = torch.zeros(reserved * num_steps, device=device)
+    def __init__(self, num_steps: int, topk: int, device: torch.device) -> None:
+        self._num_steps, self._topk = num_steps, topk
+        self._reserved = torch.zeros(0, device=device)  # all are read, so all biases are 0
+        self._biases = self._reserved
         self._slots = torch.zeros(0, num_steps, dtype=torch.int64, device=device)
         self._num_read = 0
 
-    def update(self, out_cache_loc: torch.Tensor, num_rows: int) -> None:
-        """Go to the next round.
+    def reserve(self, max_requests: int) -> None:
+        size = max_requests * self._topk * self._num_steps
+        if len(self._reserved) != size:
+            self._reserved = self._reserved.new_zeros(size)
 
-        out_cache_loc: SGLang's slots, `[rows * drafts]`. No step reads the slot of a branch's last
-        draft.
-        """
+    def update(self, forward_batch: Any, num_known: int, execution: ExecutionMode) -> None:
+        if execution is not ExecutionMode.REPLAY:  # a graph reads SGLang's own buffer
+            self.set_slots(forward_batch.out_cache_loc, forward_batch.batch_size * self._topk)
+
+    def set_slots(self, out_cache_loc: torch.Tensor, num_rows: int) -> None:
+        """Read these slots, `[rows * drafts]`. No step reads that of a branch's last draft."""
         self._slots = out_cache_loc.view(num_rows, -1)
-        if len(self._biases) < num_rows * self._num_steps:
-            self._biases = self._biases.new_zeros(num_rows * self._num_steps)
+        size = num_rows * self._num_steps
+        fits = size <= len(self._reserved)
+        self._biases = self._reserved if fits else self._reserved.new_zeros(size)
 
     def go_to(self, step: int) -> None:
         """Let rows read the drafts up to this step, counted from 0."""

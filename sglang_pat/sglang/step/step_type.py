@@ -34,9 +34,6 @@ class StepType:
     ----------
     mode
         SGLang's name of such steps.
-    graphs_are_complete
-        Whether captured graphs write by themselves what their rows read. Otherwise no step repeats
-        another.
     repeat
         Called with the batch and its requests before a step repeats the last one. Returns by how
         many tokens the requests have grown in all; None: one has outgrown the plan. The attribute
@@ -46,9 +43,13 @@ class StepType:
     """
 
     mode: ClassVar[ForwardMode] = ForwardMode.DECODE
-    graphs_are_complete = True
     repeat: Callable[[Any, StepRequests], int | None] | None = None
     requests: Callable[[Any], StepRequests | None] = REQUEST_TRACKER.claim_step
+
+    @property
+    def graphs_are_complete(self) -> bool:
+        """Whether captured graphs write what their rows read. Otherwise no step repeats another."""
+        return True
 
     def view(self, forward_batch: Any, requests: StepRequests | None) -> StepInputs:
         """Read a step."""

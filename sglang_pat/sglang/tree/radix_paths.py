@@ -1,22 +1,19 @@
-"""PathReader: the root-to-leaf paths of running requests, read from SGLang's prefix cache.
+"""Reads SGLang's prefix cache: the paths of running requests, and the events that change them.
 
-One adapter per kind of tree, chosen by type and capability. Reads only: no tree is changed, nor the
-recency of its nodes. `sglang/tree/batch_builder.py` makes a DecodeBatch of it.
-
-CacheEventMonitor: counts the mutations of SGLang's prefix cache, and reports moved requests.
-
-A path that `tree/radix_paths.py` has read stays right until one of these events invalidates it.
-`tree/batch_builder.py` watches the cache of each step's requests.
+A `PathReader` reads the path of each request from the root to its last node. It changes nothing in
+the tree, not even the recency of nodes. `CacheEventMonitor` reports when a path may have changed;
+until then, `tree/batch_builder.py` keeps it.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import wraps
 from itertools import count
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
@@ -35,21 +32,22 @@ from sglang_pat.sglang.compat import (
 Request = Any  # sglang.srt.managers.schedule_batch.Req
 
 # Matched exactly: a subclass from elsewhere may keep other nodes, or other rules for them.
-_PYTHON_NODE_TREES = (
+_NODE_OBJECT_TREES = (
     "sglang.srt.mem_cache.radix_cache.RadixCache",
     "sglang.srt.mem_cache.hiradix_cache.HiRadixCache",
 )
-_ID_TREES = ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache",)
-_FULL_COMPONENT = 0  # ComponentType.FULL of id trees
-# Components of an id tree's nodes. We read only FULL, the slots of layers that see all tokens.
+_NODE_ID_TREES = ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache",)
+_FULL_COMPONENT = 0  # ComponentType.FULL
+# Components that the nodes of a NodeIdPaths tree may have. pat reads only FULL: the slots of layers
+# that see all tokens.
 _COMPONENTS = frozenset({"FULL", "SWA", "MAMBA"})
 
-# A node as the Rust core gives it: its id, its parent's, where its span begins and ends, the length
-# of its KV, its children.
+# A node as the Rust core returns it: its id, its parent's id, the begin and the end of its span,
+# the length of its KV, and the number of its children.
 _Node = tuple[int, int, int, int, int, int]
 _ID, _BEGIN, _END, _NODE_FIELDS = 0, 2, 3, 6
-# In place of the number of children, where a core does not tell it: some that are not on the path.
-# The forest then reads more than it must (docs/design/decisions/0010-kept-paths.md).
+# Stands for the number of children where a core does not return it. The forest then reads more
+# than it must (docs/design/decisions/0010-kept-paths.md).
 _ANY_CHILDREN = 2
 Path = Sequence[_Node]
 
@@ -65,73 +63,70 @@ def raise_mismatch(error: PathMismatchError) -> None:
     raise error
 
 
-class PathReader(Protocol):
-    """Reads one tree, for requests that are running."""
+class PathReader(ABC):
+    """Reads the paths of running requests in one tree."""
 
-    def key(self, reqs: Sequence[Request]) -> Hashable:
-        """Equal keys promise the same shared KV slots at the same positions of every request.
-
-        A split of a node is the one change that leaves the key as it is: the paths last read then
-        stay correct, only coarser than the tree.
-        """
-
+    @abstractmethod
     def read(self, reqs: Sequence[Request]) -> list[Path]:
-        """The path of each request.
+        """Return the path of each request.
 
-        A request whose last node is not one of the tree's (streaming sessions) gets an empty path.
-        A request whose path does not end where its shared KV ends gets one too, if `on_mismatch`
-        of `path_reader()` returns.
+        The path is empty if the last node is not one of the tree (streaming sessions), or if the
+        path does not end where the request's shared KV ends and `on_mismatch` returns.
         """
+
+    @abstractmethod
+    def key(self, reqs: Sequence[Request]) -> Hashable:
+        """Return a key. While it stays, each request shares the same slots at the same positions.
+
+        A split of a node leaves the key as it is: paths that were read before it stay correct.
+        """
+
+    @abstractmethod
+    def shared_slots(self, req: Request) -> torch.Tensor:
+        """Return the KV slots along the path of a request, as the tree holds them. For checks."""
 
     def paths(self, reqs: Sequence[Request], num_rows: int) -> PrefixPaths:
-        """The paths of read(), then empty paths up to `num_rows`."""
-
-    def shared_slots(self, req: Request) -> torch.Tensor:
-        """The KV slots along the path of a request, as the tree holds them. For checks."""
+        """Return the paths of read() as arrays, and empty paths up to `num_rows`."""
+        spans = [
+            [(node[_ID], node[_BEGIN], node[_END]) for node in path] for path in self.read(reqs)
+        ]
+        return PrefixPaths.from_lists([*spans, *[()] * (num_rows - len(spans))])
 
 
 def path_reader(tree: Any, on_mismatch: OnMismatch = raise_mismatch) -> PathReader | None:
-    """The adapter for a prefix cache; None if it holds no paths that we can read.
+    """Return the reader of a prefix cache. None: it holds no paths that pat can read.
 
-    Parameters
-    ----------
-    tree : BasePrefixCache or None
-    on_mismatch : callable
-        Called with the error for each request whose path does not match it.
+    on_mismatch: called with the error for each request whose path does not match it.
     """
     tree = unwrapped(tree)
     name = qualified_name(tree)
-    if name in _PYTHON_NODE_TREES and not tree.disable:
+    if name in _NODE_OBJECT_TREES and not tree.disable:
         return NodeObjectPaths(tree, on_mismatch)
-    if name in _ID_TREES and not tree.disable and _is_readable(tree):
+    if name in _NODE_ID_TREES and not tree.disable and _is_readable(tree):
         return NodeIdPaths(tree, on_mismatch)
     return None
 
 
 def _is_readable(tree: Any) -> bool:
-    return path_access(tree.tree_core) is not None and _has_full_component(tree)
+    """Return True if the nodes hold the slots of full attention, by rules that pat knows.
 
-
-def _has_full_component(tree: Any) -> bool:
-    """True if the nodes of an id tree hold the slots of full attention, by rules that we know.
-
-    Trees of hybrid models hold window slots or states beside them, which come and go by other
-    rules. A lock on the full slots reaches from a request's last node up to the root.
+    Trees of hybrid models also hold window slots or states, which come and go by other rules. A
+    lock on the full slots reaches from a request's last node up to the root.
     """
     components = {kind.name: component for kind, component in tree.components.items()}
     return (
-        set(components) <= _COMPONENTS
+        path_access(tree.tree_core) is not None
+        and set(components) <= _COMPONENTS
         and "FULL" in components
         and qualified_name(components["FULL"]) in FULL_COMPONENTS
     )
 
 
-class NodeObjectPaths:
+class NodeObjectPaths(PathReader):
     """RadixCache and HiRadixCache: nodes are objects with `id`, `parent`, `key` and `value`."""
 
     def __init__(self, tree: Any, on_mismatch: OnMismatch) -> None:
-        self._tree = tree
-        self._on_mismatch = on_mismatch
+        self._tree, self._on_mismatch = tree, on_mismatch
 
     def key(self, reqs: Sequence[Request]) -> Hashable:
         fields = RequestFields.on(reqs[0])
@@ -146,26 +141,19 @@ class NodeObjectPaths:
         paths = [_walked_path(node, root) if _is_node(node) else None for node in nodes]
         return _checked(reqs, paths, self._on_mismatch)
 
-    def paths(self, reqs: Sequence[Request], num_rows: int) -> PrefixPaths:
-        return prefix_paths(self.read(reqs), num_rows)
-
     def shared_slots(self, req: Request) -> torch.Tensor:
         node = req.last_node
-        path = _path_of(node, self._tree.root_node) if _is_node(node) else []
+        path = _nodes_to(node, self._tree.root_node) if _is_node(node) else []
         return _joined(node.value for node in path)
 
 
-class NodeIdPaths:
-    """UnifiedRadixCache: nodes are integer ids. Its core, in Rust or Python, collects whole paths.
-
-    In older versions it does not (`compat.path_access`).
-    """
+class NodeIdPaths(PathReader):
+    """UnifiedRadixCache: nodes are integer ids. `compat.path_access` says how paths are read."""
 
     def __init__(self, tree: Any, on_mismatch: OnMismatch) -> None:
-        self._tree = tree
+        self._tree, self._on_mismatch = tree, on_mismatch
         self._core = tree.tree_core
         self._access = path_access(self._core)
-        self._on_mismatch = on_mismatch
 
     def key(self, reqs: Sequence[Request]) -> Hashable:
         return tuple(map(RequestFields.on(reqs[0]).key_by_node, reqs))
@@ -179,23 +167,19 @@ class NodeIdPaths:
             paths = [next(found) if type(id_) is int else None for id_ in ids]
         return _checked(reqs, paths, self._on_mismatch)
 
-    def paths(self, reqs: Sequence[Request], num_rows: int) -> PrefixPaths:
-        return prefix_paths(self.read(reqs), num_rows)
-
     def shared_slots(self, req: Request) -> torch.Tensor:
         if type(req.last_node) is not int:
             return _joined(())
         if self._access == "objects":
             node = self._tree.resolve_node_handle(req.last_node)
-            nodes = _path_of(node, self._tree.root_node)
+            nodes = _nodes_to(node, self._tree.root_node)
             return _joined(node.component_data[_FULL_COMPONENT].value for node in nodes)
         (path,) = self._collect([req.last_node])
-        return _joined(
-            self._core.get_component_device_value(node_id, _FULL_COMPONENT) for node_id, *_ in path
-        )
+        value_of = self._core.get_component_device_value
+        return _joined(value_of(node[_ID], _FULL_COMPONENT) for node in path)
 
     def _collect(self, ids: list[int]) -> list[Path]:
-        """The path to each id."""
+        """Return the path to each id."""
         if self._access == "objects":
             root, node_of = self._tree.root_node, self._tree.resolve_node_handle
             return [_walked_path(node_of(id_), root) for id_ in ids]
@@ -205,18 +189,17 @@ class NodeIdPaths:
         if binding is None:
             return [[_as_node(info) for info in path] for path in self._core.collect_path_info(ids)]
         # The Rust core answers with tuples. Its adapter makes an object of each, which takes longer
-        # than all the rest of reading; so the core is asked itself.
+        # than the rest of reading, so pat asks the core itself.
         collected: Any = binding.collect_path_info(ids)
         first = next(filter(None, collected), None)
-        if first is not None and len(first[0]) < _NODE_FIELDS:  # 0.5.22 tells no children
+        if first is not None and len(first[0]) < _NODE_FIELDS:  # 0.5.22 does not return children
             return [[(*node, _ANY_CHILDREN) for node in path] for path in collected]
         paths: list[Path] = collected
         return paths
 
 
 def _as_node(info: Any) -> _Node:
-    children = getattr(info, "num_children", _ANY_CHILDREN)
-    return (*_OF_SPAN(info), children)
+    return (*_OF_SPAN(info), getattr(info, "num_children", _ANY_CHILDREN))
 
 
 _OF_SPAN: attrgetter[tuple[int, int, int, int, int]] = attrgetter(
@@ -226,12 +209,12 @@ _LAST_NODE = attrgetter("last_node")
 
 
 def _is_node(last_node: object) -> bool:
-    """True if it is one of a tree of Python nodes. That of a streaming session is not."""
+    """Return True for a node of a tree. The last node of a streaming session is none."""
     return hasattr(last_node, "parent")
 
 
-def _path_of(node: Any, root: Any) -> list[Any]:
-    """The nodes below the root down to `node`; none for a node that is None."""
+def _nodes_to(node: Any, root: Any) -> list[Any]:
+    """Return the nodes below the root down to `node`. A node that is None has none."""
     path = []
     while node is not None and node is not root:
         path.append(node)
@@ -242,7 +225,7 @@ def _path_of(node: Any, root: Any) -> list[Any]:
 
 def _walked_path(last_node: Any, root: Any) -> Path:
     path, begin = [], 0
-    for node in _path_of(last_node, root):
+    for node in _nodes_to(last_node, root):
         length = len(node.key)
         path.append((node.id, node.parent.id, begin, begin + length, length, len(node.children)))
         begin += length
@@ -250,9 +233,9 @@ def _walked_path(last_node: Any, root: Any) -> Path:
 
 
 def _climbed_path(core: Any, last_node: int) -> Path:
-    """The path to a node, from a core in Rust that tells of one node at a time.
+    """Return the path to a node of a Rust core that describes one node at a time.
 
-    Empty if a node holds no KV on the device, which nodes of running requests do.
+    The path is empty if a node holds no KV on the device. Nodes of running requests hold some.
     """
     climbed: list[tuple[int, int, int]] = []
     node = last_node
@@ -273,7 +256,10 @@ def _climbed_path(core: Any, last_node: int) -> Path:
 def _checked(
     reqs: Sequence[Request], paths: Sequence[Path | None], on_mismatch: OnMismatch
 ) -> list[Path]:
-    """The paths, each if it ends where the request's shared KV ends. None: not known, so empty."""
+    """Return each path that ends where its request's shared KV ends; else an empty one.
+
+    None: the path is not known.
+    """
     lengths = [path[-1][_END] if path else 0 for path in paths]
     checked = [path or () for path in paths]
     if not reqs or lengths == [*map(RequestFields.on(reqs[0]).protected_len, reqs)]:
@@ -291,31 +277,24 @@ def _checked(
     return checked
 
 
-def prefix_paths(paths: list[Path], num_rows: int) -> PrefixPaths:
-    """The paths as arrays, then empty paths up to `num_rows`."""
-    spans = ([(node[_ID], node[_BEGIN], node[_END]) for node in path] for path in paths)
-    return PrefixPaths.from_lists([*spans, *[()] * (num_rows - len(paths))])
-
-
-# Ids of nodes that are in no tree. A tree counts its nodes from 0.
-_NODE_IDS = count(1 << 62)
+_NODE_IDS = count(1 << 62)  # of nodes that are in no tree: a tree counts its own from 0
 
 
 def new_node_id() -> int:
-    """Fresh id for a node that is in no tree."""
+    """Return a fresh id for a node that is in no tree."""
     return next(_NODE_IDS)
 
 
 def extended_path(path: Path, node_id: int, end: int) -> Path:
-    """A path, and one more node below it that is in no tree, up to position `end`."""
+    """Return the path and one more node, which is in no tree and ends at position `end`."""
     begin = path[-1][_END] if path else 0
     parent = path[-1][_ID] if path else -1
     node = (node_id, parent, begin, end, end - begin, 0)
     if not path:
         return [node]
     # The tree does not count this child of the last node.
-    *above, (last_id, its_parent, first, its_end, length, num_children) = path
-    return [*above, (last_id, its_parent, first, its_end, length, num_children + 1), node]
+    *above, (*last, num_children) = path
+    return [*above, (*last, num_children + 1), node]
 
 
 def _joined(slots: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -325,33 +304,30 @@ def _joined(slots: Iterable[torch.Tensor]) -> torch.Tensor:
 
 _EVENTS = "_sglang_pat_events"  # attribute of a watched cache
 
-
-class _Kind(NamedTuple):
-    """A kind of event, and the methods it happens in. The first one that the cache has counts."""
-
-    name: str
-    methods: tuple[str, ...]
-
-
-# One name: 0.5.17 and 0.5.23 agree. The cache calls these methods through itself, so one wrapper
-# sees every call.
-_KINDS = (
-    _Kind("insert", ("insert",)),
-    _Kind("evict", ("_evict", "evict")),
-    _Kind("checkpoint", ("checkpoint", "cache_unfinished_req")),
-    _Kind("lock", ("inc_lock_ref",)),
-    _Kind("unlock", ("dec_lock_ref",)),
-    _Kind("reset", ("reset",)),
-)
-_SPLIT = _Kind("split", ("_split_node",))
+# The methods in which each kind of event happens. The first one that the cache has counts. A cache
+# calls these methods through itself, so one wrapper sees every call.
+_METHODS = {
+    "insert": ("insert",),
+    "evict": ("_evict", "evict"),
+    "checkpoint": ("checkpoint", "cache_unfinished_req"),
+    "lock": ("inc_lock_ref",),
+    "unlock": ("dec_lock_ref",),
+    "reset": ("reset",),
+    "split": ("_split_node",),
+}
 
 
 class CacheEventMonitor:
-    """Counts what happens to one prefix cache, as long as that lives.
+    """Counts what happens to one prefix cache, as long as the cache lives.
 
-    counts: calls by kind: insert, split, evict, checkpoint (a request's KV enters the tree, and its
-    row is made to point there), lock, unlock, reset. unobservable: kinds that this cache does not
-    show, so that `counts` lacks them: a core in Rust splits nodes without telling.
+    Attributes
+    ----------
+    counts
+        Calls by kind: insert, split, evict, checkpoint (a request's KV enters the tree, and its row
+        is made to point there), lock, unlock, reset.
+    unobservable
+        Kinds that this cache does not show and `counts` lacks. A core in Rust splits nodes without
+        calling a method.
     """
 
     def __init__(
@@ -362,17 +338,16 @@ class CacheEventMonitor:
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.unobservable: tuple[str, ...] = ()
-        self._on_checkpoint = on_checkpoint
-        self._on_reset = on_reset
+        self._on_checkpoint, self._on_reset = on_checkpoint, on_reset
         inner = unwrapped(cache)
-        for kind in _KINDS:
-            # A cache that is wrapped for sessions is asked to checkpoint by way of the wrapper.
-            self._watch(cache if kind.name == "checkpoint" else inner, kind)
-        splitter = node_splitter(inner, *_SPLIT.methods)
-        if splitter is None:
-            self.unobservable = (_SPLIT.name,)
-        else:
-            self._watch(splitter, _SPLIT)
+        # A cache that is wrapped for sessions gets its checkpoints through the wrapper.
+        owners = {"checkpoint": cache, "split": node_splitter(inner, *_METHODS["split"])}
+        for kind in _METHODS:
+            owner = owners.get(kind, inner)
+            if owner is None:
+                self.unobservable = (kind,)
+            else:
+                self._watch(owner, kind)
 
     @classmethod
     def watching(
@@ -381,20 +356,10 @@ class CacheEventMonitor:
         on_checkpoint: Callable[[Request], object],
         on_reset: Callable[[], object],
     ) -> CacheEventMonitor:
-        """The events of a cache. The first call starts watching it, and sets the callbacks.
+        """Return the monitor of a cache. The first call makes it, with its callbacks.
 
-        Parameters
-        ----------
-        cache : BasePrefixCache
-        on_checkpoint : callable
-            Called with the request after each checkpoint.
-        on_reset : callable
-            Called after each reset.
-
-        Raises
-        ------
-        RuntimeError
-            If the cache lacks a method in which an event happens. Names the method.
+        on_checkpoint is called with the request after each checkpoint, on_reset after each reset.
+        RuntimeError names the method in which an event happens if the cache lacks it.
         """
         events: CacheEventMonitor | None = vars(cache).get(_EVENTS)
         if events is None:
@@ -402,25 +367,26 @@ class CacheEventMonitor:
             setattr(cache, _EVENTS, events)
         return events
 
-    def _watch(self, owner: Any, kind: _Kind) -> None:
-        method = next((name for name in kind.methods if callable(getattr(owner, name, None))), None)
+    def _watch(self, owner: Any, kind: str) -> None:
+        methods = _METHODS[kind]
+        method = next((name for name in methods if callable(getattr(owner, name, None))), None)
         if method is None:
             raise RuntimeError(
-                f"pat could not hook {type(owner).__name__}.{' or '.join(kind.methods)}, where it "
-                f"learns of every {kind.name}; supported versions of SGLang: "
+                f"pat could not hook {type(owner).__name__}.{' or '.join(methods)}, where it "
+                f"learns of every {kind}; supported versions of SGLang: "
                 f"{', '.join(support.SGLANG_VERSIONS)}"
             )
-        self.counts[kind.name] = 0
+        self.counts[kind] = 0
         # Set on the instance: subclasses that override the method are watched too, other caches in
         # the process are not.
-        setattr(owner, method, self._watched(getattr(owner, method), kind.name))
+        setattr(owner, method, self._watched(getattr(owner, method), kind))
 
     def _watched(self, method: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        """The method, with its calls counted and reported to the callbacks."""
+        """Return the method, with its calls counted and reported to the callbacks."""
         counts, on_checkpoint, on_reset = self.counts, self._on_checkpoint, self._on_reset
 
         @wraps(method)
-        def count(*args: Any, **kwargs: Any) -> Any:  # often called, for locks: nothing but a count
+        def count(*args: Any, **kwargs: Any) -> Any:  # locks are frequent: only count
             counts[kind] += 1
             return method(*args, **kwargs)
 

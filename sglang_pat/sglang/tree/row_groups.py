@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from sglang_pat.batch import PrefixPaths
 from sglang_pat.sglang.compat import RequestFields
 from sglang_pat.sglang.tree.radix_paths import (
     Path,
@@ -23,7 +22,6 @@ from sglang_pat.sglang.tree.radix_paths import (
     Request,
     extended_path,
     new_node_id,
-    prefix_paths,
 )
 
 _GROUP = "_sglang_pat_rows"  # attribute of a BeamGroup
@@ -110,7 +108,7 @@ def _with_group(req: Request | VirtualRequest) -> tuple[Request, RequestRows | N
     return req, getattr(getattr(req, "beam_group", None), _GROUP, None)
 
 
-class RowPaths:
+class RowPaths(PathReader):
     """A PathReader of rows, and of requests among them."""
 
     def __init__(self, source: PathReader, req_to_token_pool: Any) -> None:
@@ -138,9 +136,6 @@ class RowPaths:
             for (key, (_, group)), path in zip(once.items(), found, strict=True)
         }
         return [paths[id(owner)] for owner, _ in owners]
-
-    def paths(self, reqs: Sequence[Request], num_rows: int) -> PrefixPaths:
-        return prefix_paths(self.read(reqs), num_rows)
 
     def shared_slots(self, req: Request) -> torch.Tensor:
         owner, group = _with_group(req)
