@@ -27,17 +27,13 @@ class ExtraKv(Protocol):
         planned: tuple[torch.Tensor, torch.Tensor],
         scales: tuple[Scale, Scale],
     ) -> torch.Tensor:
-        """Attend to this KV, and merge the result with that of the plan: an output and its LSE.
-
-        KV is read from the caches: the pool may have rounded it to a smaller type.
-        """
+        """Attend to this KV, and merge the result with `planned`: the plan's output and its LSE."""
 
 
 class LayerAttention:
     """Stores the KV of a layer's new tokens, and attends."""
 
     def __init__(self, model_runner: Any, layer_support: LayerSupport) -> None:
-        """model_runner: SGLang's, of the model whose layers these are."""
         self._pool = model_runner.token_to_kv_pool
         self.layer_support = layer_support
         self._kv_writes = KvWrites(model_runner, layer_support)
@@ -58,31 +54,23 @@ class LayerAttention:
         k_rope: torch.Tensor | None = None,
         **unset: None,
     ) -> torch.Tensor:
-        """Store the new tokens' KV, then attend.
+        """Store the KV of the new tokens in a layer that pat decodes, then attend.
 
         Parameters
         ----------
-        plans : StepPlans or None
-            The plans of the step. None: an idle rank's, which has no rows.
-        q : torch.Tensor
-            `[rows, heads * head_dim]` or `[rows, heads, head_dim]`; beside `q_rope` the columns
-            before those.
-        k, v : torch.Tensor or None
-            The new tokens' keys and values. None: they are in the pool already.
-        layer : RadixAttention
-            One that pat decodes.
-        forward_batch : ForwardBatch
-        save_kv_cache : bool
-            Whether to write `k` and `v` to the pool.
-        extra_kv : ExtraKv or None
-            What the rows read besides the plans.
-        sinks : torch.Tensor or None
-            Attention sinks: see `PackAttention.run`.
-        q_rope, k_rope : torch.Tensor or None
-            Of latent attention: the last columns of queries and keys, `[rows, heads, columns]` or
-            flat, where the model keeps them apart. `k` has the columns before, `v` is not read.
+        plans
+            The plans of the step. None: the rank is idle and has no rows.
+        q
+            Queries: `[rows, heads * head_dim]` or `[rows, heads, head_dim]`.
+        k, v
+            Keys and values of the new tokens. None: the pool has them.
+        extra_kv
+            The KV that rows read besides the plans.
+        q_rope, k_rope
+            The last columns of latent queries and keys, `[rows, heads, columns]` or flat, if the
+            model passes them separately. `q` and `k` have the others, and `v` is not read.
         unset
-            Arguments that pat does not know, and that the model leaves None.
+            Arguments that pat does not know, which are None.
 
         Returns
         -------
@@ -92,14 +80,14 @@ class LayerAttention:
         pool = self._pool
         if save_kv_cache and k is not None and v is not None:
             self._kv_writes.store(layer, forward_batch, k, v, k_rope)
-        # Asked for in every layer: a hierarchical cache waits here until the layer has been loaded.
+        # In every layer: a hierarchical cache waits here until the layer has been loaded.
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         q_dim = layer.qk_head_dim if q_rope is None else layer.v_head_dim
         q = q.reshape(-1, layer.tp_q_head_num, q_dim)
         if plans is None:
             return q.new_zeros(len(q), layer.tp_q_head_num * layer.v_head_dim)
         shape = self.layer_support.shapes[layer.layer_id]
-        if not shape.is_latent:  # whose heads may lie apart
+        if not shape.is_latent:  # its kernels read heads with any stride
             q = _dense(q)
         scales = read_scales(layer) if self.layer_support.are_scaled else (1.0, 1.0)
         run: Callable[..., Any] = partial(
@@ -125,10 +113,10 @@ class LayerAttention:
 
 
 def _dense(q: torch.Tensor) -> torch.Tensor:
-    """Return queries as the kernels read them: rows may lie apart, in steps of 16 bytes."""
-    rows_apart, heads_apart, columns_apart = q.stride()
-    is_dense = columns_apart == 1 and heads_apart == q.shape[2]
-    return q if is_dense and rows_apart * q.itemsize % 16 == 0 else q.contiguous()
+    """Return queries that kernels can read: dense heads, and rows at multiples of 16 bytes."""
+    row, head, column = q.stride()
+    is_dense = column == 1 and head == q.shape[2]
+    return q if is_dense and row * q.itemsize % 16 == 0 else q.contiguous()
 
 
 def _merged(
@@ -139,18 +127,18 @@ def _merged(
     scales: tuple[Scale, Scale],
     q: torch.Tensor,
 ) -> torch.Tensor:
-    """Attend under the plans, and to the extra KV of each row."""
+    """Attend to what the plans cover and to the extra KV of each row."""
     return merge(q, caches, layer, run(q, return_lse=True), scales)
 
 
 def _run_planned(
     run: Callable[..., torch.Tensor], q: torch.Tensor, plans: StepPlans, layer: RadixAttention
 ) -> torch.Tensor:
-    """Attend for the rows that SGLang has, which may be more or fewer than are planned.
+    """Attend for the rows of SGLang, which may be more or fewer than the planned ones.
 
-    MLP synchronisation pads a step's tokens to a multiple of the ranks that share its attention, or
-    to the rank that has most. A verify step gets whole requests, which are planned, and a rest that
-    is not. A draft model's step is padded after it was planned. Added rows read nothing.
+    MLP synchronisation pads the tokens of a step to a multiple of the ranks that share its
+    attention, or to the rank that has most. The padding of a verify step may be planned in part. A
+    step of a draft model is padded after it was planned. Added rows read nothing.
     """
     count = len(q)
     if count == plans.num_rows:

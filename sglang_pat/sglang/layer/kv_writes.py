@@ -1,7 +1,7 @@
-"""KvWrites: how the new tokens of the layers that pat decodes get into the KV pool.
+"""KvWrites stores the KV of new tokens, in the layers that pat decodes.
 
-By the pool itself, or where it is of a kind that is known here, by one kernel that leaves the same
-bytes (`executors/kv_writer.py`). Which one is decided at start.
+If it knows the pool, one kernel writes the bytes that the pool would write
+(`executors/kv_writer.py`). Otherwise the pool stores the KV itself. This is decided at start.
 """
 
 from __future__ import annotations
@@ -32,15 +32,7 @@ _location, _latent_location = kv_write_location(), latent_write_location()
 
 
 class KvWrites:
-    """Stores the new tokens' keys and values of a decode step.
-
-    Parameters
-    ----------
-    model_runner : ModelRunner
-        With the model and the KV pool.
-    layer_support : LayerSupport
-        Which layers pat decodes.
-    """
+    """Stores keys and values of new tokens."""
 
     def __init__(self, model_runner: Any, layer_support: LayerSupport) -> None:
         self._pool = model_runner.token_to_kv_pool
@@ -48,7 +40,8 @@ class KvWrites:
         self._writers: dict[int, KvWriter] = {}  # by layer id
         if model_runner.device != "cuda":
             return
-        # Few default backends store in fp8 without scales: some pools scale by 1 then.
+        # Few default backends store fp8 without scales, and some pools then multiply by 1. Their
+        # pools store the KV themselves.
         if layer_support.is_converted and not layer_support.are_scaled:
             return
         writers: dict[HeadConfig, KvWriter | str] = {}
@@ -67,7 +60,7 @@ class KvWrites:
                 reasons[reason] = None
         for layer in layer_support.layers:
             known = self._writers.get(layer.layer_id)
-            if known is not None:  # before a capture, in which a number cannot be prepared
+            if known is not None:  # now: a capture cannot copy numbers to the device
                 known.scale(layer.k_scale)
                 known.scale(layer.v_scale)
         if reasons and reports.rank_speaks():
@@ -81,22 +74,14 @@ class KvWrites:
         v: torch.Tensor,
         k_rope: torch.Tensor | None = None,
     ) -> None:
-        """Write the new tokens of a layer to its slots.
+        """Write the new tokens of a layer to the slots `forward_batch.out_cache_loc`.
 
-        Parameters
-        ----------
-        layer : RadixAttention
-            One that pat decodes.
-        forward_batch : ForwardBatch
-            Whose `out_cache_loc` are the slots. With `k_rope` they are made contiguous.
-        k, v : torch.Tensor
-            `[rows, KV heads, head_dim]`. The pool may scale them in place.
-        k_rope : torch.Tensor, optional
-            Of latent attention: the columns of the keys behind those of `k`. `v` is not read then.
+        k and v are `[rows, KV heads, head_dim]`. The pool may scale them in place. k_rope has the
+        last columns of latent keys; then v is not read.
         """
         if k_rope is not None:
-            # In a round of a draft model they lie apart. SGLang's kernel for latent KV would write
-            # to others.
+            # The slots of a draft model's step have a stride, which SGLang's kernel for latent KV
+            # ignores: it would write to other slots.
             forward_batch.out_cache_loc = forward_batch.out_cache_loc.contiguous()
         writer = self._writers.get(layer.layer_id)
         if writer is not None and self._write(writer, layer, forward_batch, k, v, k_rope):
@@ -117,7 +102,7 @@ class KvWrites:
         v: torch.Tensor,
         k_rope: torch.Tensor | None,
     ) -> bool:
-        """Write the arguments of store() with the kernel; False if it cannot."""
+        """Write the arguments of store() with the kernel. False: it cannot."""
         if writer.config.is_latent:
             cache = self._pool.get_key_buffer(layer.layer_id)
             rope = None if k_rope is None else k_rope.view(len(k_rope), 1, -1)
@@ -132,10 +117,9 @@ class KvWrites:
 
 
 def pool_reason(pool: Any, layer_id: int) -> str | None:
-    """Why the kernel does not write a layer's KV to a pool.
+    """Return why the kernel does not write a layer's KV to a pool. None: it does.
 
-    What is not known here may do more than to divide, to convert and to store. Subclasses count as
-    not known.
+    Other pools, subclasses included, may do more than scale, convert and store.
     """
     if envs.SGLANG_ENABLE_ASYNC_ASSERT.get():
         return "SGLANG_ENABLE_ASYNC_ASSERT, with which it checks slots"
@@ -158,7 +142,7 @@ def pool_reason(pool: Any, layer_id: int) -> str | None:
 
 
 def _writer(model_runner: Any, shape: HeadConfig) -> KvWriter | str:
-    """Writer for the layers of a shape; or the reason why there is none."""
+    """Return the writer for the layers of a shape, or the reason why there is none."""
     device = model_runner.req_to_token_pool.req_to_token.device
     config = KernelConfig.for_device(
         model_runner.dtype, shape.head_dim, device, shape.v_head_dim, model_runner.kv_cache_dtype

@@ -15,8 +15,8 @@ from sglang_pat.stats import PlanningTime, PlanStats
 class StepPlans:
     """The plans of one step: a PackAttention for each shape of layers.
 
-    They are made of the same batch one after the other. The last one's statistics are the step's:
-    its time begins where the step's does.
+    They are made one after the other from the same batch. The statistics of the step are those of
+    the last one, whose time begins with the step's.
     """
 
     def __init__(self, attentions: Mapping[HeadConfig, PackAttention]):
@@ -28,8 +28,8 @@ class StepPlans:
         self._last = self._attentions[-1]
 
     def add(self, more: StepPlans) -> None:
-        """Plan for more shapes, too."""
-        self._set({**more.of_shape, **self.of_shape})  # before the others: the last one counts
+        """Plan for more shapes too."""
+        self._set({**more.of_shape, **self.of_shape})  # in front: the last one counts the step
 
     def plan(
         self, batch: DecodeBatch, **tensors: torch.Tensor
@@ -43,21 +43,21 @@ class StepPlans:
             attention.advance(seq_lens, tokens)
 
     def steps_left(self) -> int:
-        """Number of further steps that all plans serve: see `PackAttention.steps_left`."""
+        """Return how many further steps all plans serve: see `PackAttention.steps_left`."""
         return min(attention.steps_left() for attention in self._attentions)
 
     def sharing_buffers(self) -> StepPlans:
-        """For other batches, in the buffers of this one: see `PackAttention.sharing_buffers`."""
+        """Return plans for other batches in the same buffers: `PackAttention.sharing_buffers`."""
         return StepPlans({shape: each.sharing_buffers() for shape, each in self.of_shape.items()})
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of the last step, padding included."""
+        """The number of rows of the last step, with padding."""
         return len(self._last.seq_lens)
 
     @property
     def seq_lens(self) -> IntArray:
-        """Lengths of these rows as they were planned, 0 for padding."""
+        """The lengths for which these rows were planned, 0 for padding."""
         return self._last.seq_lens
 
     @property

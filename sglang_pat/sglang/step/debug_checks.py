@@ -1,8 +1,8 @@
-"""SGLANG_PAT_DEBUG=1: checks every decode step in the running engine.
+"""SGLANG_PAT_DEBUG=1 checks every decode step in the running engine.
 
-StepChecker compares a step with SGLang's radix tree and request table: kept paths and plan reuse
-rely on them. RankChecker compares the plans of all tensor-parallel ranks. Both synchronise the
-device: they are for tests and for hunting a suspected error.
+StepChecker compares a step with SGLang's radix tree and request table, on which kept paths and plan
+reuse rely. RankChecker compares the plans of all tensor-parallel ranks. Both synchronise the
+device: they are for tests and for hunting an error.
 """
 
 from __future__ import annotations
@@ -39,20 +39,19 @@ class DebugChecks:
 
     @classmethod
     def of_sglang(cls) -> DebugChecks:
-        """For this rank of SGLang's."""
+        """Return the checks of this rank."""
         return cls(RankChecker.of_sglang())
 
     def counters(self) -> dict[str, Counter[str]]:
-        """Counts of what the ranks have compared, by name: see `RankChecker`."""
+        """Return what the ranks have counted, by name: see `RankChecker`."""
         return {"ranks_alike": self._ranks.checked, "ranks_apart_ns": self._ranks.apart_ns}
 
     def check_growth(
         self, attention: PackAttention, builder: DecodeBatchBuilder, *, would_repeat: bool
     ) -> None:
-        """Raise RuntimeError unless each request is a token longer, in a step that would repeat.
+        """Raise RuntimeError if a step that would repeat has a request that is no token longer.
 
-        attention: the first that has planned the step. would_repeat: the last one, if each step
-        were not checked.
+        would_repeat: whether the step would repeat the last one if it were not checked.
         """
         planner, lens = self._before.get(builder, (None, attention.seq_lens))
         self._before[builder] = attention, attention.seq_lens
@@ -68,18 +67,9 @@ class DebugChecks:
         req_to_token: torch.Tensor,
         req_pool_indices: torch.Tensor,
     ) -> None:
-        """Raise RuntimeError, naming the request, if anything is not as it must be.
+        """Raise RuntimeError that names the request if anything is not as it must be.
 
-        Parameters
-        ----------
-        attention : PackAttention
-            Which has planned the step just now.
-        plan : DecodePlan
-            The plan of the step.
-        builder : DecodeBatchBuilder
-            Which has read the step just now.
-        req_to_token, req_pool_indices : torch.Tensor
-            As given to `attention.plan()`.
+        builder has just read the step, and `attention.plan()` returned `plan` for these tensors.
         """
         self._ranks.check(plan, attention.step_time)
         if (shared := builder.last_shared) is not None:
@@ -94,14 +84,14 @@ _Ends = list[tuple[int, int]]
 
 
 class _Planned(NamedTuple):
-    """Input of the last plan: the signature of the requests, and the slots of each."""
+    """Input of the last plan: the key of the requests (`PathReader.key`), and the slots of each."""
 
     signature: Hashable
     slots: list[torch.Tensor]
 
 
 class StepChecker:
-    """Raise RuntimeError that names a request whose KV is not what the plan of the step reads."""
+    """Finds requests whose KV is not what the plan of the step reads."""
 
     def __init__(self) -> None:
         self._planned: _Planned | None = None
@@ -116,7 +106,7 @@ class StepChecker:
         *,
         plan_is_new: bool,
     ) -> None:
-        """Call it after plan(), with the requests of the step in row order and their forest."""
+        """Raise RuntimeError that names such a request. reqs: in row order, just planned."""
         fields = RequestFields.on(reqs[0])
         rows = [fields.row(req) for req in reqs]
         if req_pool_indices[: len(rows)].tolist() != rows:
@@ -126,7 +116,7 @@ class StepChecker:
         in_tree = _ends(source.paths(reqs, len(reqs)))
         _check_kept(reqs, forest, in_tree)
         slots = [
-            # A copy on the CPU too: the table is rewritten in place.
+            # The table is rewritten in place, on the CPU too.
             req_to_token[row, : ends[-1][1] if ends else 0].to("cpu", torch.int64, copy=True)
             for row, ends in zip(rows, in_tree, strict=True)
         ]
@@ -144,8 +134,7 @@ class StepChecker:
 def check_growth(before: IntArray, now: IntArray) -> None:
     """Raise RuntimeError unless each length, except 0 of padding, is one more than before.
 
-    Repeated steps rely on that (`sglang/step/plan_reuse.py`). int32 `[num_rows]`, of one batch in
-    two steps.
+    Steps that repeat the last one rely on that (`plan_reuse.py`).
     """
     if not np.array_equal(now, np.where(before > 0, before + 1, 0)):
         raise RuntimeError(
@@ -155,17 +144,10 @@ def check_growth(before: IntArray, now: IntArray) -> None:
 
 
 def check_host_lengths(on_host: IntArray, seq_lens: torch.Tensor) -> None:
-    """Raise RuntimeError if the host takes a request for longer than it is.
+    """Raise RuntimeError if a request is longer on the host than on the device.
 
-    A plan then shares KV that has not been written. Requests that are longer on the device are
-    right: each row has a tail that is read live.
-
-    Parameters
-    ----------
-    on_host : int32 array
-        Lengths of the requests on the host: `[requests]`.
-    seq_lens : torch.Tensor
-        Lengths on the device, with padding behind.
+    Its plan would share KV that has not been written. A request may be longer on the device: each
+    row has a tail whose end is read there.
     """
     lens = seq_lens[: len(on_host)].cpu().numpy()
     wrong = np.flatnonzero(on_host > lens)
@@ -175,7 +157,7 @@ def check_host_lengths(on_host: IntArray, seq_lens: torch.Tensor) -> None:
 
 
 def _check_kept(reqs: Sequence[Request], forest: PrefixForest, in_tree: list[_Ends]) -> None:
-    """The forest's paths must be those of the tree, except splits."""
+    """Raise RuntimeError unless the forest's paths are those of the tree, except for splits."""
     kept = [[(node_id, end) for node_id, _, end in path] for path in forest.paths()]
     if len(kept) != len(reqs):
         raise RuntimeError(f"the paths of {len(kept)} requests were kept for {len(reqs)}")
@@ -209,36 +191,23 @@ def _ends(paths: PrefixPaths) -> list[_Ends]:
 
 @dataclass(slots=True)
 class RankChecker:
-    """Compares plans within `group`, whose ranks all call `check` for every step.
+    """Compares plans within a group whose ranks all call `check` for every step."""
 
-    Attributes
-    ----------
-    group
-        A process group for host data, None for a rank that is alone.
-    checked
-        Steps in which all plans were the same.
-    apart_ns
-        By how much the planning of the slowest rank took longer than that of the fastest: bounds of
-        a histogram as in `PlanningTimes`, and how many steps lay below.
-    """
-
-    group: dist.ProcessGroup | None
-    checked: Counter[str] = field(default_factory=Counter)
+    group: dist.ProcessGroup | None  # for host data; None: this rank is alone
+    checked: Counter[str] = field(default_factory=Counter)  # steps in which all plans were the same
+    # A histogram as in `PlanningTimes`: how much longer the slowest rank planned than the fastest.
     apart_ns: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def of_sglang(cls) -> RankChecker:
-        """For the ranks that share the requests of this one."""
+        """Return a checker for the ranks that share the requests of this one."""
         from sglang.srt.distributed.parallel_state import get_attn_tp_group
 
         group = get_attn_tp_group()
         return cls(group.cpu_group if group.world_size > 1 else None)
 
     def check(self, plan: DecodePlan, time: PlanningTime) -> None:
-        """RuntimeError, on every rank, if a rank has another plan. Waits for the other ranks.
-
-        time: in which this rank has planned the step.
-        """
+        """Raise RuntimeError on every rank if one has another plan. Waits for the other ranks."""
         if self.group is None:
             return
         found: list[Any] = [None] * dist.get_world_size(self.group)
@@ -251,7 +220,7 @@ class RankChecker:
 
 
 def digest(plan: DecodePlan) -> str:
-    """Digest of all that the kernels read of the plan."""
+    """Return a digest of all that the kernels read of the plan."""
     state = hashlib.blake2b(repr(plan.header).encode(), digest_size=8)
     for name, *_ in PLAN_SECTIONS:
         state.update(getattr(plan, name).tobytes())

@@ -1,7 +1,7 @@
-"""Microbatches: what is kept from step to step of each batch that SGLang runs in turns.
+"""Microbatches: the paths and plans of each batch that SGLang runs in turns.
 
-Without pipeline parallelism there is one batch. With it, several batches alternate on a rank, each
-with requests of its own: each keeps its paths and its plan, so that its next step finds them.
+Without pipeline parallelism there is one batch. With it, several batches of different requests
+alternate on a rank. Each keeps its paths and its plan for its next step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Microbatch:
     captured: StepPlans | None = None
 
     def plans(self) -> Iterator[StepPlans]:
-        """Those that there are."""
+        """Yield the plans that there are."""
         yield self.eager
         if self.captured is not None:
             yield self.captured
@@ -38,17 +38,7 @@ class Microbatches:
         new_plans: Callable[..., StepPlans],
         new_builder: Callable[[], DecodeBatchBuilder] = DecodeBatchBuilder,
     ) -> None:
-        """Make the plans of the batches that take turns.
-
-        Parameters
-        ----------
-        count : int
-            How many batches take turns.
-        new_plans : callable
-            Makes a StepPlans; takes the arguments of `reserve()`.
-        new_builder : callable
-            Makes what reads the steps of one batch.
-        """
+        """Make the plans of `count` batches. new_plans takes the arguments of `reserve()`."""
         self._kinds = [new_plans]
         self._reservation: dict[str, int] | None = None
         # The one that was used last comes first.
@@ -60,10 +50,10 @@ class Microbatches:
         return self._recent[0]
 
     def find(self, step: StepRequests | None) -> Microbatch:
-        """The microbatch that a step belongs to.
+        """Return the microbatch of a step.
 
-        Requests stay in their batch while they run, so it is the one that knew the step's first
-        request. If none did, the batch is new, and takes the place of the one unused the longest.
+        Requests stay in their batch while they run, so it is the one that knows the first request.
+        If none does, the batch is new and takes the place of the one unused the longest.
         """
         if len(self._recent) == 1 or step is None:
             return self._recent[0]
@@ -77,7 +67,7 @@ class Microbatches:
         return found
 
     def add(self, new_plans: Callable[..., StepPlans]) -> None:
-        """Plan for more shapes, too. new_plans: makes plans of them, as that of all others does."""
+        """Plan for more shapes too: those of `new_plans`, which takes arguments of `reserve()`."""
         self._kinds.append(new_plans)
         for each in self._recent:
             each.eager.add(new_plans())
@@ -95,22 +85,18 @@ class Microbatches:
         return first
 
     def reserve(self, **reservation: int) -> None:
-        """Allocate the buffers that CUDA graphs capture.
+        """Allocate the buffers that CUDA graphs capture. reservation: arguments of PackAttention.
 
-        All microbatches share them: the graphs are captured once, so a microbatch sends its plan
-        again when another was there in between. If as much is reserved already, it stays: graphs of
-        a draft model have captured it, and are not captured again with those of the model.
-        reservation: arguments of PackAttention.
+        All microbatches share them, because the graphs are captured once: a microbatch sends its
+        plan again if another one has used them in between. An equal reservation stays, because
+        graphs of a draft model have captured it and are not captured again with the model's.
         """
         if reservation == self._reservation:
             return
         self._reservation = reservation
-        first: StepPlans | None = None
-        for each in self._recent:
-            if first is None:
-                captured = first = self._new_captured()
-            else:
-                captured = first.sharing_buffers()
+        first = self._new_captured()
+        for i, each in enumerate(self._recent):
+            captured = first if i == 0 else first.sharing_buffers()
             if each.captured is not None:
                 captured.stats = each.captured.stats
             each.captured = captured

@@ -1,16 +1,9 @@
-"""PlanReuse: decides whether a captured step repeats the last one.
+"""Decides whether a captured step repeats the last one, and counts those that do.
 
-A CUDA graph reads its plan from buffers that stay in place. Where the next step has the same
-requests and replays the same graph, the plan in the buffers serves it, and the host does nothing
-else. `PlanReuse.reason` is the one place that decides this. The reasons are asked in the order of
-`StepReason`; counters, log and tests use the same names.
-
-SkippedPlanning: counts the steps that repeat the last one (`step/plan_reuse.py`).
-
-Nearly all steps of a server with CUDA graphs do. In a decode step each request is one token longer,
-and the host does not even read the lengths: a repeated step costs some comparisons and one list
-entry. In a verify step of speculative decoding requests are as much longer as was accepted. The
-statistics of repeated steps are computed when they are read.
+A CUDA graph reads its plan from buffers that stay in place. If the next step has the same requests
+and replays the same graph, the plan in the buffers serves it: the host compares a few fields and
+appends to a list. In a decode step each request is one token longer, so the host does not even read
+the lengths. Nearly all steps of a server with CUDA graphs repeat the last one.
 """
 
 from __future__ import annotations
@@ -30,50 +23,40 @@ from sglang_pat.stats import PlanningTime, PlanStats
 
 
 class LastPlan:
-    """The last step that was planned: who it was, and what may repeat it."""
+    """The last planned step, and the conditions under which a replay may skip planning."""
 
     __slots__ = ("kind", "num_rows", "plans", "reqs", "steps_left", "why")
 
-    def __init__(self, kind: Any, reqs: list[Request], plans: StepPlans, num_rows: int) -> None:
+    def __init__(
+        self, kind: Any, reqs: list[Request], plans: StepPlans, num_rows: int, why: StepReason
+    ) -> None:
         self.kind = kind
         self.reqs = reqs
         self.plans = plans
         self.num_rows = num_rows
         self.steps_left = 0
-        self.why = StepReason.PRIVATE  # the reason once no steps are left
+        self.why = why  # once no steps are left
 
 
 class PlanReuse:
     """Answers whether a captured step repeats the last one, and if not, why.
 
-    The steps of one set of captured buffers: a served model has one, a draft model another one.
+    A served model has one set of captured buffers, and its draft model another one. Each has its
+    own PlanReuse.
     """
 
     def __init__(self, tracker: RequestTracker = REQUEST_TRACKER) -> None:
-        """tracker: tells which requests have moved."""
         self._last: LastPlan | None = None
         tracker.subscribe(self)
 
     def reason(
         self, kind: Any, reqs: list[Request] | None, plans: StepPlans | None, num_rows: int
     ) -> StepReason | None:
-        """Return why a step must be planned.
+        """Return why a step must be planned, as `StepReason` orders it.
 
-        Parameters
-        ----------
-        kind : StepType
-            Kind of the step, by identity.
-        reqs : list of Req or None
-            Requests of the step, by identity of the list (`StepRequests`). None: a warm-up.
-        plans : StepPlans or None
-            Plans that the step reads, by identity.
-        num_rows : int
-            Size of the graph.
-
-        Returns
-        -------
-        StepReason or None
-            None: the step repeats the last one, if `StepType.repeat` agrees.
+        The step is given by its type, its requests (`StepRequests`; None in a warm-up), the plans
+        that it reads, and the size of its graph. None: the step repeats the last one, if
+        `StepType.repeat` agrees. Types, requests and plans are compared by identity.
         """
         last = self._last
         if last is None:
@@ -90,12 +73,11 @@ class PlanReuse:
 
     def count(self) -> None:
         """Count a step that repeats the last one."""
-        last = self._last
-        assert last is not None
-        last.steps_left -= 1
+        assert self._last is not None
+        self._last.steps_left -= 1
 
     def in_place(self, kind: Any, reqs: list[Request]) -> StepPlans | None:
-        """Return the plans of the last step, if it was of this kind and of these requests."""
+        """Return the plans of the last step, if it was of this type and had these requests."""
         last = self._last
         if last is None or last.kind is not kind or last.reqs is not reqs:
             return None
@@ -111,22 +93,14 @@ class PlanReuse:
         num_rows: int,
         why: StepReason,
     ) -> None:
-        """Forget the last step: this one is planned now. Nothing repeats it until `permit_skips`.
-
-        why: the reason until then. See `reason` for the others.
-        """
-        if reqs is None:
-            self._last = None
-            return
-        self._last = LastPlan(kind, reqs, plans, num_rows)
-        self._last.why = why
+        """Replace the last step by this one. Until `permit_skips`, `why` keeps others from it."""
+        self._last = None if reqs is None else LastPlan(kind, reqs, plans, num_rows, why)
 
     def permit_skips(self, steps: int) -> None:
-        """Let steps repeat the one that was planned: at most so many."""
+        """Let at most `steps` steps repeat the one that was planned."""
         last = self._last
-        if last is None or last.why is StepReason.MOVED:
-            return
-        last.steps_left, last.why = steps, StepReason.DUE
+        if last is not None and last.why is not StepReason.MOVED:
+            last.steps_left, last.why = steps, StepReason.DUE
 
     def block_skips(self, why: StepReason) -> None:
         """Let nothing repeat the last step, which stays in place."""
@@ -137,32 +111,29 @@ class PlanReuse:
     # --- PathCache ---
 
     def invalidate(self, ids: Collection[int]) -> None:
-        """Requests have moved, if any are given: in a mixed batch all may decode."""
+        """Plan the next step, if any ids are given: in a mixed batch all may decode."""
         if ids:
             self.block_skips(StepReason.MOVED)
 
     def invalidate_all(self) -> None:
-        """All paths may have changed."""
+        """Plan the next step."""
         self.block_skips(StepReason.MOVED)
 
 
 class SkippedPlanning:
     """Counts the steps that repeat the one given to `begin()`.
 
-    The thread that decodes calls begin(), end() and add(). Any thread may call stats().
+    The thread that decodes calls begin(), end() and add(). Any thread may call stats(), which
+    computes the statistics of these steps.
     """
 
     def __init__(
         self, on_count: Callable[[PlanningTime], None], on_step: Callable[[], None] | None = None
     ) -> None:
-        """Count the steps that repeat the last one.
+        """Make a counter.
 
-        Parameters
-        ----------
-        on_count : callable
-            Called with the time of each step, by the thread that calls stats() or end().
-        on_step : callable, optional
-            Called in each step, by the thread that decodes.
+        on_count gets the time of each step, in the thread that calls stats() or end(). on_step is
+        called in each step, in the thread that decodes.
         """
         self._on_count = on_count
         self._on_step = on_step
@@ -170,27 +141,22 @@ class SkippedPlanning:
         self._growths: list[int] = []  # of verify steps
         self._times: list[int] = []
         self._lock = threading.Lock()
-        self._num_counted = 0  # of `times`
+        self._num_counted = 0  # of `_times`
         self._tokens = KvTokens(0, 0, 0)  # of the step given to begin()
         self._num_growing = 0
         self._stats = PlanStats()
 
     def begin(self, tokens: KvTokens, num_growing: int) -> None:
-        """Steps follow that repeat the one which has just been planned.
+        """Begin to count steps that repeat the one with these KV tokens.
 
-        Parameters
-        ----------
-        tokens : KvTokens
-            KV tokens of this step.
-        num_growing : int
-            Requests that get one token per step, where add() is not given the growth.
+        num_growing: requests that get one token per step, if add() is not given the growth.
         """
         self.end()
         with self._lock:
             self._tokens, self._num_growing = tokens, num_growing
 
     def end(self) -> int:
-        """Count what is left to count. Returns how many steps there were since begin()."""
+        """Count what is left, and return how many steps there were since begin()."""
         num_repeated = len(self._times)
         if num_repeated:
             with self._lock:
@@ -201,22 +167,17 @@ class SkippedPlanning:
     def add(self, begun_ns: int, growth: int | None = None) -> None:
         """Count a step that repeats the last one.
 
-        Parameters
-        ----------
-        begun_ns : int
-            `time.perf_counter_ns()` when work on the step began.
-        growth : int, optional
-            KV tokens that it has more than the step given to begin(). Of all steps since begin(),
-            or of none.
+        begun_ns: `time.perf_counter_ns()` when work on the step began. growth: KV tokens that it
+        has more than the step given to begin(); given for all steps since begin(), or for none.
         """
-        if growth is not None:  # before the time, with which the step is there to be counted
+        if growth is not None:  # before the time: stats() counts as many steps as there are times
             self._growths.append(growth)
         self._times.append(time.perf_counter_ns() - begun_ns)
         if self._on_step is not None:
             self._on_step()
 
     def stats(self) -> PlanStats:
-        """The statistics of all repeated steps so far. A copy."""
+        """Return a copy of the statistics of all repeated steps so far."""
         with self._lock:
             self._count()
             return copy.deepcopy(self._stats)

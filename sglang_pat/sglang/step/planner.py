@@ -1,9 +1,9 @@
 """Plans the steps of one model, before its layers attend.
 
-SGLang's backend calls `plan_eager` or `plan_captured` once per step. If the step repeats the last
-one (`plan_reuse.py`), it is counted, and that is all. Otherwise the planner reads the step and its
-paths (`tree/batch_builder.py`), and plans it (`layer/step_plans.py`). A `StepType` says what is
-special about a type of step.
+SGLang's backend calls `plan_eager` or `plan_captured` once per step. A step that repeats the last
+one is only counted (`plan_reuse.py`). For any other step the planner reads its inputs and its paths
+(`tree/batch_builder.py`), and makes plans of them (`layer/step_plans.py`). `StepType` says how a
+type of step differs from a plain decode step.
 """
 
 from __future__ import annotations
@@ -41,15 +41,7 @@ class StepPlanner:
     """Plans the steps of one model, each for all layers that pat decodes.
 
     Eager steps and CUDA graphs have plans of their own: a graph needs buffers that never move.
-
-    Attributes
-    ----------
-    layer_support
-        The layers. Plans are made for their shapes.
-    dtypes
-        Of queries and of the KV cache.
-    new_builder
-        Makes what reads the steps of one batch.
+    Plans are made for the shapes of the layers in `layer_support`.
     """
 
     new_builder: Callable[..., DecodeBatchBuilder] = DecodeBatchBuilder
@@ -57,19 +49,8 @@ class StepPlanner:
     def __init__(
         self, model_runner: Any, environment: Environment, layer_support: LayerSupport
     ) -> None:
-        """Make the planner of a model.
-
-        Parameters
-        ----------
-        model_runner
-            SGLang's ModelRunner for this model.
-        environment
-            The SGLANG_PAT_* variables.
-        layer_support
-            Which layers pat decodes.
-        """
         self.layer_support = layer_support
-        self.dtypes = (model_runner.dtype, model_runner.kv_cache_dtype)
+        self.dtypes = (model_runner.dtype, model_runner.kv_cache_dtype)  # of queries, of KV
         self._req_to_token_pool = model_runner.req_to_token_pool
         self._token_to_kv_pool = model_runner.token_to_kv_pool
         self._layer_id = min(layer_support.shapes)
@@ -94,7 +75,7 @@ class StepPlanner:
     # --- once per step ---
 
     def plan_eager(self, kind: StepType, forward_batch: Any) -> StepPlans | None:
-        """Plan a step that runs without a graph. None: it has no rows (an idle rank)."""
+        """Plan a step that runs without a graph. None: the step has no rows (an idle rank)."""
         if forward_batch.batch_size == 0:
             return None
         requests = kind.requests(forward_batch)
@@ -106,9 +87,9 @@ class StepPlanner:
     def plan_captured(
         self, kind: StepType, forward_batch: Any, in_capture: bool = False
     ) -> StepPlans | None:
-        """Write the plan that a CUDA graph reads, before the graph is captured or replayed.
+        """Put the plan in place that a CUDA graph reads when it is captured or replayed next.
 
-        If the step repeats the last one, what the graph reads is in place. None: as `plan_eager`.
+        If the step repeats the last one, the plan is in place. None: as in `plan_eager`.
         """
         begun_ns = time.perf_counter_ns()
         requests = kind.requests(forward_batch)
@@ -196,10 +177,10 @@ class StepPlanner:
     # --- CUDA graphs ---
 
     def reserve(self, max_requests: int) -> None:
-        """Allocate what graphs of up to so many requests capture.
+        """Allocate what graphs of up to `max_requests` requests read.
 
-        Called before the first capture, and each time that all graphs are captured again (after an
-        update of the weights).
+        SGLang asks for it before the first capture, and each time that it captures all graphs again
+        (after an update of the weights).
         """
         self._max_requests = max(max_requests, self._max_requests)
         self._reserve_rows(self._max_requests)
@@ -208,9 +189,9 @@ class StepPlanner:
         num_slots = len(self._token_to_kv_pool.get_key_buffer(self._layer_id))
         self._microbatches.reserve(
             max_requests=max_rows,
-            # A slot may be in several shared ranges, where packs read their parents' ranges too.
+            # A slot may be in several shared ranges: packs may read the ranges of their parents.
             max_shared_slots=2 * num_slots,
-            # No request is longer than the pool: a model's context may be.
+            # No request is longer than the pool, though a model's context may be.
             max_seq_len=min(self._req_to_token_pool.req_to_token.shape[1], num_slots),
         )
 
@@ -230,7 +211,7 @@ class StepPlanner:
 
 
 class TargetPlanner(StepPlanner):
-    """The planner of the model that a server serves: it reports what is counted."""
+    """The planner of the model that a server serves. It reports what is counted."""
 
     def __init__(
         self, model_runner: Any, environment: Environment, layer_support: LayerSupport
@@ -241,10 +222,10 @@ class TargetPlanner(StepPlanner):
         self._reports.start()
 
     def counters(self) -> Counters:
-        """Return the numbers of all steps so far. May be called by any thread."""
+        """Return the numbers of all steps so far. Any thread may call it."""
         microbatches = list(self._microbatches)
         builders = [each.builder for each in microbatches]
-        # One tree, whose events all builders see. None until a step has shown it.
+        # All builders see the events of one tree, as soon as a step has shown it.
         events = [each.events.counts for each in builders if each.events is not None][:1]
         return read_counters(
             self._plan_stats(),

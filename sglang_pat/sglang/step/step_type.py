@@ -1,7 +1,7 @@
-"""StepType: what differs between the steps that the planner plans.
+"""StepType: how a type of step differs from a plain decode step.
 
-A plain decode step has one row per request, and each request is one token longer in each step. The
-steps of speculative decoding override these answers (`speculative/steps.py`).
+A plain decode step has one row per request, and each request is one token longer than in the last
+step. The steps of speculative decoding override these answers (`speculative/steps.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, StepRequests
 
 
 class ExecutionMode(Enum):
-    """The way a step runs: without a graph, while one is captured, or in its replay."""
+    """How a step runs: without a CUDA graph, while a graph is captured, or in its replay."""
 
     EAGER = "eager"
     CAPTURE = "capture"
@@ -34,12 +34,11 @@ class StepType:
     ----------
     mode
         SGLang's name of such steps.
-    repeat
-        Called with the batch and its requests before a step repeats the last one. Returns by how
-        many tokens the requests have grown in all; None: one has outgrown the plan. The attribute
-        is None where each request grows by one token.
     requests
         Returns the requests of a batch. None: they are not known (warm-up, capture).
+    repeat
+        Returns by how many tokens the requests have grown in all, given the batch and its requests.
+        None: one has outgrown the plan. The attribute is None if each request grows by one token.
     """
 
     mode: ClassVar[ForwardMode] = ForwardMode.DECODE
@@ -52,7 +51,7 @@ class StepType:
         return True
 
     def view(self, forward_batch: Any, requests: StepRequests | None) -> StepInputs:
-        """Read a step."""
+        """Return the inputs of a step."""
         return StepInputs.read(forward_batch, requests)
 
     def rows(
@@ -64,7 +63,7 @@ class StepType:
     def steps_to_repeat(self, builder: DecodeBatchBuilder, growth: int) -> int:
         """Return how many steps may repeat the one that was just planned.
 
-        growth: tokens by which each request may grow until the plan is outgrown.
+        growth: by how many tokens each request may grow before it outgrows the plan.
         """
         return growth
 

@@ -37,15 +37,12 @@ logger = logging.getLogger(__name__)
 _CHANGES = ("join", "leave", "last_node_changed", "split")
 MISMATCH = "mismatch"  # counted with them
 
-# Ids of moved requests that wait for a step that may share: past this, all requests have moved.
+# With more requests to read again, all are read again.
 _MOST_MOVED = 10_000
 
 
 class SharedStep(NamedTuple):
-    """A step whose rows may share KV, where their paths are read, and what keeps them.
-
-    reqs: one per row.
-    """
+    """A step whose rows may share KV: the reader of their paths, the rows, and their forest."""
 
     source: PathReader
     reqs: list[Request]
@@ -53,30 +50,31 @@ class SharedStep(NamedTuple):
 
 
 class DecodeBatchBuilder:
-    """Turns the step that is being run into a DecodeBatch.
+    """Turns the steps of one batch that SGLang runs into DecodeBatches.
 
-    A path is read when its request joins, and again when it has moved: a checkpoint, an extend or a
-    retraction is what can give a running request another last node or another row, or a row other
-    slots (docs/design/decisions/0010-kept-paths.md). The forest keeps it in between, until the
-    request leaves.
+    A path is read when its request joins, and again when it may have changed: a checkpoint, an
+    extend or a retraction can give a running request another last node, another row, or other slots
+    (docs/design/decisions/0010-kept-paths.md). In between the forest keeps it.
 
-    steps_without_sharing counts, by reason, the steps in which nothing could be shared. changes
-    counts requests: those that joined or left ("join", "leave"), that got another last node while
-    they ran ("last_node_changed"), that were read again because the tree had split their nodes
-    ("split"), and that share nothing because their path does not match them ("mismatch"). events
-    are those of the last cache seen.
+    Attributes
+    ----------
+    steps_without_sharing
+        The steps in which nothing could be shared, by reason.
+    changes
+        Requests that joined or left ("join", "leave"), that got another last node while they ran
+        ("last_node_changed"), that were read again because the tree had split their nodes
+        ("split"), and that share nothing because their path does not match them ("mismatch").
+    events
+        The events of the last cache seen.
+    lens
+        The lengths of the last step's requests, as SGLang gives them.
     """
 
     def __init__(self, tracker: RequestTracker = REQUEST_TRACKER, *, strict: bool = False) -> None:
-        """Make a builder of one model's batches.
+        """Make a builder.
 
-        Parameters
-        ----------
-        tracker : RequestTracker
-            Tells which requests have moved.
-        strict : bool
-            Raise PathMismatchError where a path does not match its request. Otherwise that request
-            shares nothing.
+        tracker: reports requests whose paths may have changed. strict: raise PathMismatchError
+        where a path does not match its request, which otherwise shares nothing.
         """
         self._tracker = tracker
         self._strict = strict
@@ -89,7 +87,7 @@ class DecodeBatchBuilder:
         self._forest = PrefixForest()
         self._version = 0  # of the requests and their paths
         self._moved: set[int] = set()  # id() of requests since the last step that may share
-        self.lens: IntArray = np.zeros(0, dtype=np.int32)  # of its requests, as SGLang gives them
+        self.lens: IntArray = np.zeros(0, dtype=np.int32)
         self._shares = False
         tracker.subscribe(self)
 
@@ -101,23 +99,14 @@ class DecodeBatchBuilder:
         return SharedStep(self._source_of_rows(), self._reqs, self._forest)
 
     def knows(self, step: StepRequests) -> bool:
-        """True if the step's first request was in the last step that this builder has read."""
+        """Return True if the step's first request was in the last step of this builder."""
         return step.reqs is self._reqs or any(req is step.reqs[0] for req in self._reqs)
 
     def read(self, view: StepInputs) -> DecodeBatch:
-        """Read a step as host data.
+        """Return a step as host data. Its paths are valid until this is called again.
 
-        Rows behind the requests are padding: they get length 0.
-
-        Returns
-        -------
-        DecodeBatch
-            Its paths are valid until the next read().
-
-        Raises
-        ------
-        PathMismatchError
-            In strict mode, if a path does not end where its request's shared KV ends.
+        Rows after the requests are padding of length 0. In strict mode, PathMismatchError if a path
+        does not end where its request's shared KV ends.
         """
         begun_ns = time.perf_counter_ns()
         step = view.requests
@@ -159,10 +148,7 @@ class DecodeBatchBuilder:
         return self._source
 
     def without_sharing(self, batch: DecodeBatch, reason: str | None) -> DecodeBatch:
-        """Return the batch that was just read, as one in which nothing is shared.
-
-        It is counted if there is a reason.
-        """
+        """Return the batch that was just read as one that shares nothing, and count the reason."""
         self._shares = False
         if reason is not None:
             self._count_private(reason)
@@ -170,13 +156,13 @@ class DecodeBatchBuilder:
         return DecodeBatch(batch.seq_lens, paths, begun_ns=batch.begun_ns)
 
     def invalidate(self, ids: Iterable[int]) -> None:
-        """Requests, by id(), whose paths or rows may no longer be those last read."""
+        """Read the paths of these requests, given by id(), again."""
         self._moved.update(ids)
         if len(self._moved) > _MOST_MOVED:  # many prompts, and nothing decoded in between
             self.invalidate_all()
 
     def _private_reason(self, step: StepRequests | None, num_rows: int) -> str | None:
-        """Why the rows of a step share nothing; None if they may."""
+        """Return why the rows of a step share nothing. None: they may share."""
         if step is None:
             return StepReason.NO_REQUESTS
         if len(step.reqs) > num_rows:
@@ -194,8 +180,9 @@ class DecodeBatchBuilder:
         self.invalidate_all()
         self._source = path_reader(tree, self._on_mismatch)
         if self._source is not None:
+            tracker = self._tracker  # the cache keeps the functions, but not this builder
             self.events = CacheEventMonitor.watching(
-                tree, lambda req: self._tracker.invalidate([req]), self._tracker.invalidate_all
+                tree, lambda req: tracker.invalidate([req]), tracker.invalidate_all
             )
         self._tree = tree
 
@@ -219,7 +206,7 @@ class DecodeBatchBuilder:
                 self.changes[name] += count
 
     def _on_mismatch(self, error: PathMismatchError) -> None:
-        """A request's path does not match it: the request shares nothing until it moves."""
+        """Let a request whose path does not match it share nothing until it is read again."""
         if self._strict:
             raise error
         if self.changes[MISMATCH] == 0:
@@ -234,38 +221,23 @@ class DecodeBatchBuilder:
 
 @dataclass(slots=True)
 class StepInputs:
-    """The fields that pat reads of a step, in one form.
+    """The fields of a step that pat reads.
 
-    SGLang shows a step in several shapes: a batch, a namespace before a replay, a batch whose
-    buffers belong to the largest graph.
-
-    Attributes
-    ----------
-    requests : StepRequests or None
-        The requests in row order. None: they are not known (warm-up, capture).
-    size : int
-        Requests of the batch, padding of a graph or of data parallelism included.
-    num_known : int
-        Requests without padding, which follows them.
-    is_idle : bool
-        Whether the batch only keeps a rank of data parallelism in step with the others.
-    req_pool_indices, seq_lens : torch.Tensor
-        SGLang's tensors on the device: `[size]`.
-    seq_lens_cpu : torch.Tensor or None
-        The lengths on the host. None: SGLang does not give them.
+    SGLang shows a step as a batch, as a namespace before a replay, or as a batch whose buffers
+    belong to the largest graph.
     """
 
-    requests: StepRequests | None
-    size: int
-    num_known: int
-    is_idle: bool
-    req_pool_indices: torch.Tensor
-    seq_lens: torch.Tensor
-    seq_lens_cpu: torch.Tensor | None
+    requests: StepRequests | None  # in row order; None: not known (warm-up, capture)
+    size: int  # requests of the batch, with padding of a graph or of data parallelism
+    num_known: int  # requests without padding, which follows them
+    is_idle: bool  # the batch only keeps a rank of data parallelism in step with the others
+    req_pool_indices: torch.Tensor  # on the device: [size]
+    seq_lens: torch.Tensor  # on the device: [size]
+    seq_lens_cpu: torch.Tensor | None  # None: SGLang does not give them
 
     @classmethod
     def read(cls, forward_batch: Any, requests: StepRequests | None, **more: Any) -> Self:
-        """Read a decode batch of SGLang's, in any of its shapes. more: fields of a subclass."""
+        """Read a batch of SGLang. more: fields of a subclass."""
         is_idle = compat.is_idle(forward_batch)
         return cls(
             requests,
@@ -285,10 +257,7 @@ class StepInputs:
         return lens
 
     def lengths(self, given: npt.NDArray[np.int64]) -> IntArray:
-        """Return these lengths of the requests, and 0 for padding.
-
-        A copy, because SGLang may write to its own.
-        """
+        """Return a copy of these lengths, with 0 for padding. SGLang may write to its own."""
         lens: IntArray = row_lengths(given, self.num_known, self.size)
         return lens
 

@@ -1,8 +1,7 @@
 """RequestTracker: carries the requests of each decode step from SGLang's scheduler to the backend.
 
-A backend is shown a copy of the batch without its requests (eager: `dataclasses.replace`; CUDA
-graph replay: a namespace). The hooks note the requests when SGLang makes the batch, and publish
-them while it runs. They are installed when the backend is built.
+SGLang shows its backend a copy of the batch without the requests. Hooks note the requests when
+SGLang makes the batch, and publish them while it runs.
 """
 
 from __future__ import annotations
@@ -25,18 +24,15 @@ _NOTE = "_sglang_pat_requests"  # attribute of ForwardBatch
 
 
 class StepRequests(NamedTuple):
-    """The requests of a batch in row order, and the prefix cache that they are in.
+    """The requests of a batch in row order, and the prefix cache that they are in."""
 
-    has_beams: rows of beams are among them (`row_groups.VirtualRequest`).
-    """
-
-    reqs: list[Request]  # never written to: equal lists in a row are one object
+    reqs: list[Request]  # never written to: equal lists of successive steps are one object
     tree: Any
-    has_beams: bool
+    has_beams: bool  # whether rows of beams are among them (`row_groups.VirtualRequest`)
 
 
 class PathCache(Protocol):
-    """Keeps the paths of requests, and gets notes of when they may have changed."""
+    """Keeps paths of requests, and is told when they may have changed."""
 
     def invalidate(self, ids: Collection[int]) -> None: ...
 
@@ -44,7 +40,7 @@ class PathCache(Protocol):
 
 
 class RequestTracker:
-    """Batch that SGLang runs right now in this process, whose scheduler is a single thread.
+    """Knows which batch SGLang runs now in this process, whose scheduler is a single thread.
 
     A batch is noted when it is made. `running()` encloses its forward, in which the backend that
     decodes it calls `claim_step()`. If no backend of pat claims a batch, another backend decoded
@@ -65,15 +61,15 @@ class RequestTracker:
 
     @property
     def is_within_step(self) -> bool:
-        """True if the step that is being run is known."""
+        """Whether the step that is running is known."""
         return self._step is not None
 
     def subscribe(self, keeper: PathCache) -> None:
-        """Tell `keeper` from now on which requests have moved. Holds a weak reference."""
+        """Tell `keeper`, which is held weakly, which paths may have changed."""
         self._caches.add(keeper)
 
     def on_target_batch(self, forward_batch: Any, batch: Any) -> None:
-        """SGLang has made `forward_batch` of the scheduler's `batch`."""
+        """Note the requests of `forward_batch`, which SGLang made of the scheduler's `batch`."""
         if not batch.reqs:
             return
         mode = forward_batch.forward_mode
@@ -107,9 +103,9 @@ class RequestTracker:
                 self.last_reqs = []
 
     def claim_step(self, forward_batch: Any = None) -> StepRequests | None:
-        """Return the step that is being run, to the backend that decodes it.
+        """Return the step that is running, to the backend that decodes it.
 
-        forward_batch: one that is planned before it is run, as it was made.
+        forward_batch: the batch as it was made, if it is planned before it runs.
         """
         step = requests_of(forward_batch) if self._step is None else self._step
         self._is_claimed = True
@@ -117,25 +113,25 @@ class RequestTracker:
         return step
 
     def invalidate(self, reqs: Iterable[Request]) -> None:
-        """The paths or rows of these requests may have changed."""
+        """Report that the paths or rows of these requests may have changed."""
         ids = [id(req) for req in reqs]
         for keeper in self._caches:
             keeper.invalidate(ids)
 
     def invalidate_all(self) -> None:
-        """All paths may have changed."""
+        """Report that all paths may have changed."""
         for keeper in self._caches:
             keeper.invalidate_all()
 
 
 def requests_of(forward_batch: Any) -> StepRequests | None:
-    """Return the requests of a batch that were noted when it was made, or of a copy of it."""
+    """Return the requests that were noted on a batch, or on the batch that it is a copy of."""
     step: StepRequests | None = getattr(forward_batch, _NOTE, None)
     return step
 
 
 def note_requests(batch: Any, step: StepRequests) -> None:
-    """Note the requests on a batch, or on what SGLang keeps of it in a replay."""
+    """Note the requests on a batch, or on an object that SGLang keeps of it in a replay."""
     setattr(batch, _NOTE, step)
 
 
@@ -164,7 +160,7 @@ def _around_forward(
 def within_step(
     original: Callable[..., Any], owner: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Make a call that belongs to a step."""
+    """Call `original` while the batch is the running one."""
     with REQUEST_TRACKER.running(forward_batch):
         return original(owner, forward_batch, *args, **kwargs)
 
