@@ -160,7 +160,7 @@ def _print_routes(model: str, words: list[str], report: Path | None) -> int:
                 from sglang_pat.sglang.cpu import enable_cpu_engine
 
                 enable_cpu_engine()  # before SGLang is imported
-                from sglang_pat.offline.model_support import layers_of_config
+                from sglang_pat.offline.model_support import layer_table, layers_of_config
 
                 routes = layers_of_config(source, words)
         except Exception as error:  # SGLang may raise anything
@@ -169,7 +169,7 @@ def _print_routes(model: str, words: list[str], report: Path | None) -> int:
             print(bounded(told), file=sys.stderr)
             return 1
     print(routes)
-    for layers, route, reason in routes.table():
+    for layers, route, reason in layer_table(routes):
         print(f"  {layers:>9}  {route:12}  {reason}".rstrip())
     print(bounded(f"With {shlex.join(words)}, on one of its GPUs.") if words else _ASSUMED)
     print(_NOT_KNOWN)

@@ -11,6 +11,7 @@ import contextlib
 import io
 import logging
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from sglang_pat.sglang.start.layer_rules import (
     shape_reason,
     window_reason,
 )
-from sglang_pat.sglang.start.layer_support import LayerSupport
+from sglang_pat.sglang.start.layer_support import PAT, LayerSupport
 from sglang_pat.sglang.start.server_options import attention_backends, early_reason
 from sglang_pat.support import BACKEND, DEFAULT_BACKENDS, Unsupported
 
@@ -60,6 +61,19 @@ def build_model(path: str, flags: Sequence[str] = ()) -> tuple[torch.nn.Module, 
     """The model on torch's meta device, and which layers pat decodes. See `layers_of_config`."""
     with without_gpu():
         return _build(path, flags)[:2]
+
+
+def layer_table(support: LayerSupport) -> Iterator[tuple[str, str, str]]:
+    """Yield (layers, route, reason) for each run of layers that have the same."""
+    reasons = dict.fromkeys(support.shapes, "")
+    reasons |= {layer_id: str(reason) for layer_id, reason in support.fallback.items()}
+    # In a run, the distance between ids and a count stays.
+    ordered = enumerate(sorted(reasons))
+    for (_, reason), run in groupby(ordered, lambda pair: (pair[1] - pair[0], reasons[pair[1]])):
+        ids = [layer_id for _, layer_id in run]
+        first, last = ids[0], ids[-1]
+        layers = str(first) if first == last else f"{first}-{last}"
+        yield layers, support.default if reason else PAT, reason
 
 
 class KernelNeeds(NamedTuple):

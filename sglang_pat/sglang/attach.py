@@ -1,7 +1,7 @@
 """Gives SGLang's default backend of a served model the decode attention of pat.
 
-Everything is decided here, when SGLang has built the backend: which layers pat decodes, who plans
-the steps, and what is reported. The backend stays as it is if pat decodes nothing.
+When SGLang has built the backend, this module decides which layers pat decodes, who plans the
+steps, and what is reported. The backend stays as it is if pat decodes nothing.
 """
 
 from __future__ import annotations
@@ -32,26 +32,8 @@ logger = logging.getLogger(__name__)
 def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> AttentionBackend:
     """Return the backend `default`, which from now on decodes through pat where it can.
 
-    Parameters
-    ----------
-    default
-        The backend that SGLang has built. Its class is changed.
-    name
-        Its name in SGLang.
-    model_runner
-        SGLang's ModelRunner, with the model and the KV pool.
-
-    Returns
-    -------
-    AttentionBackend
-        `default` itself.
-
-    Raises
-    ------
-    ValueError
-        In strict mode, if pat does not decode all layers. Names the reason.
-    RuntimeError
-        If SGLang cannot be hooked.
+    SGLang has built it under this name. ValueError names a reason if strict mode is on and pat does
+    not decode all layers. RuntimeError if SGLang cannot be hooked.
     """
     environment = Environment.read()
     arguments = model_runner.server_args
@@ -68,8 +50,8 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
             is_strict=environment.strict,
         )
         if layer_support.shapes:
-            default.needs_cpu_seq_lens = True  # on the object: some classes set it
-        await_draft_model(None, model_runner)  # of a model that was served before in this process
+            default.needs_cpu_seq_lens = True  # on the object, as some classes do
+        await_draft_model(None, model_runner)  # forget a model that was served before
     report_layer_support(layer_support, model_runner)
     if layer_support.shapes and resolved(arguments, "rl_on_policy_target") is not None:
         logger.warning(

@@ -1,8 +1,7 @@
 """The mixin that gives a default backend of SGLang the decode attention of pat.
 
 A backend that SGLang has built becomes an instance of a subclass of its own class, with the mixin
-first in the method resolution order. What the mixin does not override stays as it was: prefill, and
-everything else that SGLang asks of a backend.
+first in the method resolution order. Prefill and whatever else the mixin does not override stay.
 """
 
 from __future__ import annotations
@@ -24,32 +23,7 @@ from sglang_pat.support import Unsupported
 
 
 class BackendState:
-    """The state that pat keeps on a backend of SGLang, in its only field `_pat`.
-
-    Attributes
-    ----------
-    planner
-        Plans the steps.
-    layers
-        Attends in the layers.
-    layer_support
-        Which layers pat decodes.
-    kinds
-        The types of steps that pat plans, by SGLang's mode.
-    report
-        Called with `layer_support` each time that a layer falls back.
-    is_strict
-        Whether a layer that falls back is an error instead.
-    plans, kind
-        The plans and the type of the last step.
-    is_captured
-        Whether the last step was prepared for a CUDA graph.
-    in_default
-        Whether the default backend is preparing an eager step. It may call methods that pat
-        overrides then.
-    graph_sizes
-        Arguments of init_cuda_graph_state(), if the default backend has not been given them.
-    """
+    """The state that pat keeps on a backend of SGLang, in its only field `_pat`."""
 
     def __init__(
         self,
@@ -63,28 +37,31 @@ class BackendState:
         self.planner = planner
         self.layers = layers
         self.layer_support = layers.layer_support
-        self.kinds = {kind.mode: kind for kind in kinds}
-        self.report = report
-        self.is_strict = is_strict
+        self.kinds = {kind.mode: kind for kind in kinds}  # the steps that pat plans
+        self.report = report  # called with `layer_support` when a layer falls back
+        self.is_strict = is_strict  # whether a layer that falls back is an error instead
+        # The plans and the type of the last step, and whether it was prepared for a CUDA graph.
         self.plans: StepPlans | None = None
         self.kind: Any = kinds[0]
         self.is_captured = False
+        # Whether the default backend is preparing an eager step. It may call overridden methods.
         self.in_default = False
+        # Arguments of init_cuda_graph_state() that the default backend has not been given.
         self.graph_sizes: tuple[int, int] | None = None
 
 
 class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     """Plans decode steps and attends in the layers that pat decodes.
 
-    Where no layer falls back, the default backend is not prepared for decode steps: neither its
-    metadata nor its tables for CUDA graphs are made.
+    If no layer falls back, the default backend is not prepared for decode steps: it makes neither
+    metadata nor tables for CUDA graphs.
     """
 
     _pat: BackendState
 
     @property
     def needs_default(self) -> bool:
-        """True if the default backend has layers to do in steps that pat plans."""
+        """Whether the default backend has layers in steps that pat plans."""
         return bool(self._pat.layer_support.fallback)
 
     # --- once per step ---
@@ -123,7 +100,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
             pat.plans = pat.planner.plan_captured(kind, forward_batch, in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Record what a CUDA graph does before its layers. pat has planned before its replay."""
+        """Record what a CUDA graph does before its layers. pat plans before the replay."""
         pat = self._pat
         if (
             forward_batch.forward_mode not in pat.kinds
@@ -133,10 +110,9 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
             super().init_forward_metadata_in_graph(forward_batch)
 
     def shared_read_ends(self, mode: ForwardMode) -> Any:
-        """Return when a step has read what the scheduler may write next.
+        """Return when a step has read what the scheduler may write next. 0.5.17 does not ask.
 
-        Later reads of pat do not matter (docs/design/decisions/0008-gathered-slots.md). 0.5.17 does
-        not ask: it may write after `init_forward_metadata_out_graph`.
+        Later reads of pat do not matter (docs/design/decisions/0008-gathered-slots.md).
         """
         ends = super().shared_read_ends(mode)
         return type(ends).max_of((ends, type(ends).IN_REPLAY)) if mode in self._pat.kinds else ends
@@ -154,10 +130,9 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     # --- once per layer ---
 
     def get_fused_kv_write_buffers(self, layer: RadixAttention, forward_batch: Any) -> Any:
-        """Return where a model may store a layer's KV itself; None: nowhere.
+        """Return where a model may store a layer's KV itself. None: nowhere. 0.5.17 does not ask.
 
-        The default backend looks it up in its metadata, which a step may do without. 0.5.17 does
-        not ask.
+        The default backend looks it up in metadata that is not prepared if no layer falls back.
         """
         if forward_batch.forward_mode in self._pat.kinds and not self._pat.layer_support.fallback:
             return None
@@ -198,7 +173,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         return layer_id in layer_support.shapes
 
     def _fall_back(self, layer_id: int, reason: Unsupported, forward_batch: Any) -> None:
-        """Let a layer fall back for a reason that only a step shows: the first, a warm-up."""
+        """Let a layer fall back for a reason that only a step shows. The first one is a warm-up."""
         pat = self._pat
         if pat.is_strict:
             raise reason.refusal(f" (layer {layer_id})")
@@ -208,7 +183,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         pat.report(pat.layer_support)
 
     def _catch_up(self, forward_batch: Any) -> None:
-        """Prepare the default backend for a step that pat has been prepared for."""
+        """Prepare the default backend for a step for which pat is prepared."""
         pat = self._pat
         if pat.graph_sizes is not None:
             super().init_cuda_graph_state(*pat.graph_sizes)
@@ -237,16 +212,11 @@ def attach(
     layer_support
         Which layers pat decodes. If there are none, nothing changes.
     new_states
-        Called if something changes: makes what each object keeps as `_pat`.
+        Makes what each object keeps as `_pat`. Called only if something changes.
     reason
-        Why all layers fall back; None: no such reason is known.
+        Why all layers fall back, if that is known.
     is_strict
-        Whether a layer that falls back is an error.
-
-    Raises
-    ------
-    ValueError
-        In strict mode, if a layer falls back. Names the reason.
+        Raise ValueError that names the reason if a layer falls back.
     """
     kinds = [with_mixin(mixin, type(part)) for part, mixin in parts]
     closed = [

@@ -1,7 +1,7 @@
-"""All differences between the versions of SGLang that pat supports.
+"""All differences between the versions of SGLang that pat supports, one in each function.
 
-Each function hides one difference, and says what the versions do. Nothing else in the adapter asks
-whether SGLang has something. SGLang is imported inside functions, as the command line loads this.
+Nothing else in the adapter asks whether SGLang has something. SGLang is imported inside functions,
+because the command line imports this module.
 """
 
 from __future__ import annotations
@@ -17,21 +17,18 @@ from typing import Any, NamedTuple
 
 
 def resolution_method(server_args_class: type) -> str:
-    """Return the method of ServerArgs that resolves arguments. 0.5.17: its constructor does."""
+    """Return the method of ServerArgs that resolves arguments. 0.5.17: its constructor."""
     return "resolve_once" if hasattr(server_args_class, "resolve_once") else "__post_init__"
 
 
 def resolve_arguments(arguments: Any) -> None:
-    """Resolve arguments that were made outside of a server. 0.5.17: they are resolved."""
+    """Resolve arguments that were made outside of a server. 0.5.17: the constructor did."""
     if hasattr(arguments, "resolve_once"):
         arguments.resolve_once()
 
 
 def resolved(arguments: Any, name: str) -> Any:
-    """Return the resolved value of an argument. 0.5.17: it is the field itself.
-
-    None if this SGLang does not have the argument.
-    """
+    """Return the resolved value of an argument, None if SGLang lacks it. 0.5.17: the field."""
     try:
         from sglang.srt.arg_groups.overrides import resolution_result
     except ImportError:
@@ -51,7 +48,7 @@ def unset_arguments(arguments: Any, names: Iterable[str], source: str) -> None:
 
 
 def environment_is_set(name: str) -> bool:
-    """Return True if a switch of SGLang's environment is on. Not all versions have each switch."""
+    """Return True if a switch of SGLang's environment is on. Some versions lack some switches."""
     from sglang.srt.environ import envs
 
     return hasattr(envs, name) and bool(getattr(envs, name).get())
@@ -60,8 +57,8 @@ def environment_is_set(name: str) -> bool:
 def plan_stream_waits(*, has_draft_layers: bool) -> bool:
     """Return True if SGLang's plan stream waits for the forward stream before each use.
 
-    0.5.23: it does. 0.5.17: it does not, and pat would write to buffers of graphs that are running.
-    The modules are read, and not imported: that takes seconds.
+    In 0.5.17 it does not, and pat would write to buffers of graphs that are running. The modules
+    are read and not imported, which would take seconds.
     """
     worker = "multi_layer_eagle_worker_v2" if has_draft_layers else "eagle_worker_v2"
     for module in ("eagle_worker_common", worker):
@@ -77,7 +74,7 @@ def plan_stream_waits(*, has_draft_layers: bool) -> bool:
 
 
 def decode_backend(model_runner: Any) -> str:
-    """Return the name of the backend that decodes. 0.5.17: only the arguments know it."""
+    """Return the name of the backend that decodes. 0.5.17: only the arguments have it."""
     arguments = model_runner.server_args
     if hasattr(arguments, "get_attention_backends"):
         return str(arguments.get_attention_backends()[1])
@@ -85,7 +82,7 @@ def decode_backend(model_runner: Any) -> str:
 
 
 def draft_backend(model_runner: Any) -> str | None:
-    """Return the name of a draft model's own backend. 0.5.17: only the arguments know it."""
+    """Return the name of a draft model's own backend. 0.5.17: only the arguments have it."""
     name: str | None = getattr(model_runner, "draft_attention_backend", None)
     return name or resolved(model_runner.server_args, "speculative_draft_attention_backend")
 
@@ -97,7 +94,7 @@ def translates_slots(model_runner: Any) -> bool:
 
 
 def is_qwen_sparse(hf_config: Any) -> bool:
-    """Return True for Qwen's sparse attention. 0.5.17: it does not know such models."""
+    """Return True for Qwen's sparse attention. 0.5.17 does not have such models."""
     try:
         from sglang.srt.layers.attention.qsa.config import is_qwen_qsa
     except ImportError:
@@ -106,18 +103,18 @@ def is_qwen_sparse(hf_config: Any) -> bool:
 
 
 def dp_rank(model_runner: Any, parallel: Any) -> int | None:
-    """Return the replica of a rank. 0.5.17: the model runner knows it, and not `parallel`."""
+    """Return the replica of a rank. 0.5.17: the model runner has it, and not `parallel`."""
     rank: int | None = model_runner.ps.dp_rank if hasattr(model_runner, "ps") else parallel.dp_rank
     return rank
 
 
 def switches_roles(disaggregation: Any) -> bool:
-    """Return True if a server of prefill may become one of decode. 0.5.17: it may not."""
+    """Return True if a prefill server may become a decode server. 0.5.17: it may not."""
     return bool(getattr(disaggregation, "enable_pd_role_switch", False))
 
 
 def parallel_sizes(arguments: Any) -> dict[str, int]:
-    """Return the sizes of groups of ranks, for 0.5.17: later versions know them."""
+    """Return the sizes of groups of ranks for 0.5.17. Later versions know them."""
     from sglang.srt import runtime_context
 
     if hasattr(runtime_context, "SpawnRanks"):
@@ -132,9 +129,9 @@ def parallel_sizes(arguments: Any) -> dict[str, int]:
 
 
 def publish_only_rank(arguments: Any, *, before_dp: Callable[[], None], config: Any) -> None:
-    """Publish that this process is rank 0. 0.5.17: without naming the rank.
+    """Publish that this process is rank 0, and set up data parallelism after `before_dp()`.
 
-    before_dp: is called before data parallelism is set up, for which 0.5.17 wants `config`.
+    0.5.17: the rank is not named, and data parallelism needs `config`.
     """
     from sglang.srt import runtime_context
     from sglang.srt.layers.dp_attention import initialize_dp_attention
@@ -154,26 +151,26 @@ def publish_only_rank(arguments: Any, *, before_dp: Callable[[], None], config: 
 
 
 def beam_tail(batch: Any) -> Any | None:
-    """Return the rows of beam searches in a batch. 0.5.17: there are none."""
+    """Return the rows of beam searches in a batch. 0.5.17 has none."""
     return getattr(batch, "beam_tail", None)
 
 
 def decoding_requests(batch: Any) -> Sequence[Any]:
-    """Return the requests of a prefill batch that decode. Some versions have no such field."""
+    """Return the requests of a prefill batch that decode. Some versions lack the field."""
     return getattr(batch, "decoding_reqs", None) or ()
 
 
 def num_padding(forward_batch: Any) -> int:
-    """Return the rows of padding that a graph announces. Only a replayed graph has the field."""
+    """Return the rows of padding of a graph. Only the batch of a replay has the field."""
     count: int = getattr(forward_batch, "num_padding", 0)
     return count
 
 
 def is_idle(forward_batch: Any) -> bool:
-    """Return True if a batch has no requests, and keeps a rank of data parallelism in step.
+    """Return True if a batch has no requests and only keeps a rank of data parallelism in step.
 
-    A graph that is replayed shows the mode of its capture, and the batch's own beside it. A batch
-    of padding that SGLang turned into a verify step, for a hybrid model, shows both too.
+    The batch of a replay has the mode of the capture, and its own beside it. A batch of padding
+    that SGLang turned into a verify step of a hybrid model has both, too.
     """
     kinds = ("", "actual_", "_original_")
     modes = (getattr(forward_batch, f"{kind}forward_mode", None) for kind in kinds)
@@ -182,9 +179,9 @@ def is_idle(forward_batch: Any) -> bool:
 
 @cache
 def kv_write_location() -> Callable[[Any], Any]:
-    """Return a function that gives where a pool writes the new tokens of a batch.
+    """Return a function that returns where a pool writes the new tokens of a batch.
 
-    Later than 0.5.17: the slots are marked as physical, which the pool asks for.
+    After 0.5.17 it marks the slots as physical, which the pool asks for.
     """
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
@@ -196,7 +193,7 @@ def kv_write_location() -> Callable[[Any], Any]:
 
 @cache
 def latent_write_location() -> Callable[[Any], Any]:
-    """Return the same for a pool of latent attention. 0.5.17: it takes the slots alone."""
+    """Return the same for a pool of latent attention. In 0.5.17 it takes the slots alone."""
     import inspect
 
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
@@ -211,7 +208,7 @@ def latent_write_location() -> Callable[[Any], Any]:
 
 
 class RequestFields(NamedTuple):
-    """Readers of a Req's fields. 0.5.17: they are on the Req itself, later in `req.kv`."""
+    """Readers of a Req's fields, which are on the Req in 0.5.17 and on `req.kv` later."""
 
     row: attrgetter[int]
     protected_len: attrgetter[int]
@@ -250,16 +247,16 @@ def qualified_name(value: object) -> str:
 
 
 def unwrapped(tree: Any) -> Any:
-    """Return the prefix cache itself. 0.5.17: it is wrapped where there are streaming sessions."""
+    """Return the prefix cache itself. 0.5.17 wraps it for streaming sessions."""
     return tree.inner if qualified_name(tree) in _SESSION_WRAPPERS else tree
 
 
 def path_access(core: Any) -> str | None:
-    """Return how the core of an id tree shows the path to a node.
+    """Return how the core of a UnifiedRadixCache shows the path to a node.
 
-    "paths": it collects whole paths; 0.5.22, 0.5.23. "climbs": a core in Rust tells of one node at
-    a time; 0.5.21. "objects": ids resolve to Python nodes; 0.5.17. None: the first cores in Rust
-    show nothing.
+    "paths": it collects whole paths (0.5.22, 0.5.23). "climbs": a core in Rust describes one node
+    at a time (0.5.21). "objects": ids resolve to Python nodes (0.5.17). None: the first cores in
+    Rust show nothing.
     """
     if hasattr(core, "collect_path_info"):
         return "paths"
@@ -270,14 +267,11 @@ def path_access(core: Any) -> str | None:
 
 
 def rust_binding(core: Any) -> Any | None:
-    """Return what a core in Rust is bound by. None: the core is in Python."""
+    """Return the binding of a core in Rust. None: the core is in Python."""
     return getattr(core, "_binding", None)
 
 
 def node_splitter(cache: Any, method: str) -> Any | None:
-    """Return the object of a prefix cache that splits nodes: the cache or its core.
-
-    None: a core in Rust splits without a method that Python could see.
-    """
+    """Return the object that splits nodes: a prefix cache or its core. None: a core in Rust."""
     owners = (cache, getattr(cache, "tree_core", None))
     return next((each for each in owners if callable(getattr(each, method, None))), None)

@@ -44,14 +44,14 @@ def around_resolution(resolve: Callable[[Any], None], arguments: Any) -> None:
 
 
 def create_backend(model_runner: Any) -> Any:
-    """The factory of `pat`, which is called only if `pat` was not substituted."""
+    """Raise RuntimeError: SGLang asks for `pat` only if `pat` was not substituted."""
     from sglang_pat.sglang.start.argument_rewrite import not_substituted
 
     raise RuntimeError(not_substituted(f"it asks for a backend of the name {BACKEND!r}"))
 
 
 def _with_pat(name: str, factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A factory of SGLang's, whose backend decodes by pat if that was asked for."""
+    """Return a factory whose backend decodes through pat if that was asked for."""
 
     @wraps(factory)
     def build(model_runner: Any) -> Any:
@@ -67,10 +67,9 @@ def _with_pat(name: str, factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _decodes(model_runner: Any, name: str) -> bool:
-    """True if pat was asked for, and the backend of this name decodes the model that is served."""
-    arguments = model_runner.server_args
+    """Return True if pat was asked for, and the backend of this name decodes the served model."""
     from sglang_pat.sglang.start.argument_rewrite import is_asked_for
 
-    if not is_asked_for(arguments) or model_runner.is_draft_worker:
+    if not is_asked_for(model_runner.server_args) or model_runner.is_draft_worker:
         return False
     return compat.decode_backend(model_runner) == name

@@ -28,6 +28,7 @@ from sglang_fakes import (
 )
 
 from sglang_pat import support
+from sglang_pat.offline.model_support import layer_table
 from sglang_pat.sglang.report import layer_report
 from sglang_pat.sglang.start.layer_rules import attention_layers, layers_of_runner, window_reason
 from sglang_pat.sglang.start.layer_support import read_scales
@@ -397,7 +398,7 @@ def test_a_table_joins_neighbours() -> None:
     pool = KVPool()
     pool.keys, pool.values = [pool.keys[0]] * 5, [pool.values[0]] * 5
     layer_support = layers_of_runner(runner(model=five, token_to_kv_pool=pool), "fa3")
-    assert [*layer_support.table()] == [
+    assert [*layer_table(layer_support)] == [
         ("0", "pat", ""),
         ("1-2", "fa3", "sliding window 16"),
         ("3-4", "pat", ""),

@@ -374,7 +374,7 @@ def test_what_sglang_says_of_a_model_is_told_in_one_line(
     def refuse(model: str, words: list[str]) -> None:
         raise ValueError("num_attention_heads:\n    expected int,\tgot str")
 
-    routes = SimpleNamespace(layers_of_config=refuse)
+    routes = SimpleNamespace(layers_of_config=refuse, layer_table=None)
     monkeypatch.setitem(sys.modules, "sglang_pat.offline.model_support", routes)
     assert main.main(["doctor", "--model", "qwen3-8b"]) == 1
     assert capsys.readouterr().err == (
@@ -392,7 +392,7 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         asked.append(json.loads(Path(source, "config.json").read_text()))
         raise ValueError("built")
 
-    module = SimpleNamespace(layers_of_config=layers_of_config)
+    module = SimpleNamespace(layers_of_config=layers_of_config, layer_table=None)
     monkeypatch.setitem(sys.modules, "sglang_pat.offline.model_support", module)
     return asked
 
@@ -493,14 +493,14 @@ def test_a_model_is_built_as_the_server_would_build_it(
         def __str__(self) -> str:
             return "pat decodes 60 of 61 layers"
 
-        def table(self) -> list[tuple[str, str, str]]:
-            return [("0-59", "pat", "")]
-
         def as_json(self) -> dict[str, int]:
             return {"pat_layers": 60}
 
     asked = []
-    module = SimpleNamespace(layers_of_config=lambda source, words: asked.append(words) or Routes())
+    module = SimpleNamespace(
+        layers_of_config=lambda source, words: asked.append(words) or Routes(),
+        layer_table=lambda routes: [("0-59", "pat", "")],
+    )
     monkeypatch.setitem(sys.modules, "sglang_pat.offline.model_support", module)
     monkeypatch.setattr(server_options, "launch_flags", lambda: {"--tp", "--tp-size", "--x"})
     report = tmp_path / "report.json"
@@ -564,7 +564,9 @@ def test_a_name_on_the_hub_is_loaded_by_sglang(
     answer: Exception | None, cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    module = SimpleNamespace(layers_of_config=lambda source, words: asked.append(source) or 1 / 0)
+    module = SimpleNamespace(
+        layers_of_config=lambda source, words: asked.append(source) or 1 / 0, layer_table=None
+    )
     monkeypatch.setitem(sys.modules, "sglang_pat.offline.model_support", module)
     ask_hub(monkeypatch, answer, cached=cached)
     assert main.main(["doctor", "--model", "some/model"]) == 1

@@ -21,26 +21,20 @@ _SCHEDULER = "sglang.srt.managers.scheduler"
 
 
 class _LastReport:
-    """Last report of this process. SGLang may build its backend several times."""
+    """The last report of this process. SGLang may build its backend several times."""
 
     layer_support: dict[str, Any] | None = None
     model_runner: Any = None
-    # If there is a draft model: of its decode steps, and where it reads what was accepted.
-    draft_support: dict[str, Any] | None = None
-    extend_support: dict[str, Any] | None = None
+    draft_support: dict[str, Any] | None = None  # of a draft model's decode steps
+    extend_support: dict[str, Any] | None = None  # of its draft extend
     line: str = ""
     metrics: LayerMetrics | None = None
 
 
 def report_layer_support(layer_support: LayerSupport, model_runner: Any = None) -> None:
-    """Report which layers pat decodes, at start-up and when they change.
+    """Report which layers of the served model pat decodes, at start-up and when that changes.
 
-    Parameters
-    ----------
-    layer_support
-        Of the model that this process serves.
-    model_runner
-        SGLang's, at start-up.
+    model_runner: given at start-up.
     """
     _LastReport.layer_support = layer_support.as_json()
     line = str(layer_support)
@@ -48,8 +42,7 @@ def report_layer_support(layer_support: LayerSupport, model_runner: Any = None) 
         logger.info(line)
     _LastReport.line = line
     if model_runner is not None:
-        # SGLang builds the backends of a draft model after the model's first one, and before the
-        # model's others (adaptive drafts).
+        # With adaptive drafts, SGLang builds a draft model's backends before the model's last ones.
         if model_runner is not _LastReport.model_runner:
             _LastReport.draft_support = _LastReport.extend_support = None
         _LastReport.model_runner = model_runner
@@ -70,17 +63,14 @@ def report_draft_support(layer_support: LayerSupport) -> None:
 
 
 def report_extend_support(layer_support: LayerSupport) -> None:
-    """Report the same for draft extend, where it differs from decode steps."""
+    """Report which layers of the draft model pat decodes in draft extend."""
     _LastReport.extend_support = layer_support.as_json()
     if reports.rank_speaks():
         logger.info("draft model, reading what was accepted: %s", layer_support)
 
 
 def _after_get_init_info(result: dict[str, Any], *_: object) -> dict[str, Any]:
-    """AFTER Scheduler.get_init_info: its fields replace SGLang's arguments.
-
-    Those name the default backend.
-    """
+    """AFTER Scheduler.get_init_info, whose fields replace those that name the default backend."""
     told = _LastReport.layer_support
     decodes = told is not None and told["pat_layers"] > 0
     if told is not None and _LastReport.draft_support is not None:

@@ -1,6 +1,6 @@
-"""Counts of decode steps, and who decodes which layer, as metrics of Prometheus.
+"""Prometheus metrics: counts of decode steps, and who decodes which layers.
 
-A decode step only appends to a list: a thread publishes.
+A decode step only appends to a list. A thread publishes.
 """
 
 from __future__ import annotations
@@ -24,20 +24,17 @@ PUBLISH_SECONDS = 1.0
 PREFIX = "sglang:pat_"
 # 1 us to 33 ms
 _TIME_BUCKETS = tuple(1e-6 * 2**i for i in range(16))
-# Steps whose times wait for the thread. It would take a thread that has died to exceed that.
+# Steps whose times wait for the thread. Only a thread that has died lets them exceed this.
 _MAX_WAITING = 100_000
 
 
 class _CounterSpec(NamedTuple):
-    """A Prometheus counter, and the entry of `Counters` that it shows.
-
-    label: tells the numbers of that entry apart, if it is a mapping.
-    """
+    """A Prometheus counter, and the entry of `Counters` that it shows."""
 
     metric: str
     entry: str
     documentation: str
-    label: str | None = None
+    label: str | None = None  # whose values are the keys of the entry, if the entry is a mapping
 
 
 _COUNTERS = (
@@ -112,12 +109,16 @@ class MetricClasses(NamedTuple):
     def of_prometheus(cls) -> MetricClasses:
         """Return the classes of prometheus_client.
 
-        It decides on import how it keeps values, so SGLang must have set PROMETHEUS_MULTIPROC_DIR
-        before.
+        SGLang must have set PROMETHEUS_MULTIPROC_DIR, which that package reads when it is imported.
         """
         from prometheus_client import Counter, Gauge, Histogram
 
         return cls(Counter, Gauge, Histogram)
+
+
+@cache  # a name can be registered once in a process, which may build its backend again
+def _metric(make: Any, name: str, documentation: str, labels: tuple[str, ...], **more: Any) -> Any:
+    return make(name=PREFIX + name, documentation=documentation, labelnames=[*labels], **more)
 
 
 class StepMetrics:
@@ -131,10 +132,42 @@ class StepMetrics:
     ) -> None:
         """Make the metrics.
 
-        labels: of every metric. read_counters: called from another thread. classes: None for
-        prometheus_client's.
+        Each metric has the labels. Another thread calls read_counters. Without classes, those of
+        prometheus_client are used.
         """
-        self._metrics = _metrics(tuple(labels.items()), classes or MetricClasses.of_prometheus())
+        classes = classes or MetricClasses.of_prometheus()
+        names = tuple(labels)
+        self._labels = labels
+        self._counters = {
+            spec: _metric(
+                classes.counter,
+                spec.metric,
+                spec.documentation,
+                (*names, spec.label) if spec.label else names,
+            )
+            for spec in _COUNTERS
+        }
+        for spec in _COUNTERS:
+            if spec.label is None:  # on the page from the start: a rule cannot add what is missing
+                self._counter(spec, "")
+        self._kv_read_ratio = _metric(
+            classes.gauge,
+            "kv_read_ratio",
+            "KV tokens read / query-centric KV tokens in the last second, or NaN.",
+            names,
+            multiprocess_mode="mostrecent",
+        ).labels(**labels)
+        seconds = _metric(
+            classes.histogram,
+            "plan_seconds",
+            "Host time of planning a decode step, by kind: unchanged (the plan was reused), "
+            "changed (some requests were in the last step) or cold.",
+            (*names, "kind"),
+            buckets=_TIME_BUCKETS,
+        )
+        self._plan_seconds = {
+            kind: seconds.labels(**labels, kind=kind) for kind in get_args(PlanningClass)
+        }
         self._read_counters = read_counters
         self._published: Counters = {}
         self._waiting: deque[PlanningTime] = deque(maxlen=_MAX_WAITING)
@@ -144,27 +177,31 @@ class StepMetrics:
         threading.Thread(target=self._run, name="sglang-pat metrics", daemon=True).start()
 
     def add_step(self, planning: PlanningTime) -> None:
-        """After a decode step that was planned, or whose plan was reused."""
+        """Publish the host time of a decode step later."""
         self._waiting.append(planning)
 
     def publish(self) -> None:
         """Bring the metrics up to date."""
         for _ in range(len(self._waiting)):
             kind, nanoseconds = self._waiting.popleft()
-            self._metrics.plan_seconds[kind].observe(nanoseconds / 1e9)
+            self._plan_seconds[kind].observe(nanoseconds / 1e9)
         counters = self._read_counters()
         for spec in _COUNTERS:
             now, before = (_by_label(spec, which) for which in (counters, self._published))
             for label, value in now.items():
                 if value > before.get(label, 0):
-                    self._metrics.counter(spec, label).inc(value - before.get(label, 0))
+                    self._counter(spec, label).inc(value - before.get(label, 0))
         query_centric, planned = (
             counters[name] - self._published.get(name, 0)
             for name in ("kv_tokens_query_centric", "kv_tokens_planned")
         )
         # Not a number while nothing decodes: 0 or 1 would read as all saved, or nothing.
-        self._metrics.kv_read_ratio.set(planned / query_centric if query_centric else math.nan)
+        self._kv_read_ratio.set(planned / query_centric if query_centric else math.nan)
         self._published = counters
+
+    def _counter(self, spec: _CounterSpec, label: str) -> Any:
+        more = {spec.label: label} if spec.label else {}
+        return self._counters[spec].labels(**self._labels, **more)
 
     def _run(self) -> None:
         try:
@@ -176,82 +213,32 @@ class StepMetrics:
 
 
 def _by_label(spec: _CounterSpec, counters: Counters) -> dict[str, int]:
-    """The numbers of an entry by the value of its label; of a plain number, by an empty one."""
+    """Return the numbers of an entry by label. A plain number has an empty label."""
     if not counters:  # before the first publication
         return {}
-    value = counters.get(spec.entry, {})  # not all are counted by every server
+    value = counters.get(spec.entry, {})  # not every server counts all
     return value if spec.label is not None else {"": value}
 
 
-class _Metrics:
-    """The children of all metrics for one set of labels, each looked up once."""
-
-    def __init__(self, labels: dict[str, str], classes: MetricClasses) -> None:
-        self._labels = labels
-        self._counters = {
-            spec: classes.counter(
-                name=PREFIX + spec.metric,
-                documentation=spec.documentation,
-                labelnames=[*labels, *([spec.label] if spec.label else [])],
-            )
-            for spec in _COUNTERS
-        }
-        self._children: dict[tuple[_CounterSpec, str], Any] = {}
-        for spec in _COUNTERS:
-            if spec.label is None:  # on the page from the start: a rule cannot add what is missing
-                self.counter(spec, "")
-        self.kv_read_ratio = classes.gauge(
-            name=PREFIX + "kv_read_ratio",
-            documentation="KV tokens read / query-centric KV tokens in the last second, or NaN.",
-            labelnames=[*labels],
-            multiprocess_mode="mostrecent",
-        ).labels(**labels)
-        seconds = classes.histogram(
-            name=PREFIX + "plan_seconds",
-            documentation="Host time of planning a decode step, by kind: unchanged (the plan was "
-            "reused), changed (some requests were in the last step) or cold.",
-            labelnames=[*labels, "kind"],
-            buckets=_TIME_BUCKETS,
-        )
-        self.plan_seconds = {
-            kind: seconds.labels(**labels, kind=kind) for kind in get_args(PlanningClass)
-        }
-
-    def counter(self, spec: _CounterSpec, label: str) -> Any:
-        if (spec, label) not in self._children:
-            more = {spec.label: label} if spec.label else {}
-            self._children[spec, label] = self._counters[spec].labels(**self._labels, **more)
-        return self._children[spec, label]
-
-
 class LayerMetrics:
-    """Number of layers that pat decodes, and of those of the default backend, by reason."""
+    """The number of layers that pat decodes, and of those of the default backend, by reason."""
 
     def __init__(self, labels: dict[str, str], classes: MetricClasses | None = None) -> None:
-        """labels: of every metric. classes: None for prometheus_client's."""
+        """Make the metric. See `StepMetrics` for the arguments."""
         self._labels = labels
-        self._gauge = _layer_gauge(tuple(labels), classes or MetricClasses.of_prometheus())
-        self._told: set[tuple[str, str]] = set()
+        self._gauge = _metric(
+            (classes or MetricClasses.of_prometheus()).gauge,
+            "layers",
+            "Attention layers by who decodes them: pat, or SGLang's default backend, for which "
+            "there is a reason.",
+            (*labels, "route", "reason"),
+            multiprocess_mode="mostrecent",
+        )
+        self._published: set[tuple[str, str]] = set()
 
     def set(self, counts: Mapping[tuple[str, str], int]) -> None:
-        """counts: (route, reason) -> number of layers."""
-        for route, reason in self._told | counts.keys():
+        """Publish the number of layers by route and reason."""
+        for route, reason in self._published | counts.keys():
             child = self._gauge.labels(**self._labels, route=route, reason=reason)
             child.set(counts.get((route, reason), 0))
-        self._told |= counts.keys()
-
-
-@cache
-def _layer_gauge(labels: tuple[str, ...], classes: MetricClasses) -> Any:
-    return classes.gauge(
-        name=PREFIX + "layers",
-        documentation="Attention layers by who decodes them: pat, or SGLang's default backend, for "
-        "which there is a reason.",
-        labelnames=[*labels, "route", "reason"],
-        multiprocess_mode="mostrecent",
-    )
-
-
-@cache  # a name can be registered once in a process, which may build its backend again
-def _metrics(labels: tuple[tuple[str, str], ...], classes: MetricClasses) -> _Metrics:
-    return _Metrics(dict(labels), classes)
+        self._published |= counts.keys()

@@ -1,8 +1,6 @@
-"""StepReports: hands the counters of decode steps to SGLang's log, its metrics and a stats file.
+"""StepReports hands the counters of decode steps to SGLang's log, its metrics and a stats file.
 
 SGLang's configuration says which of them are wanted, and how the metrics are labelled.
-
-StepLog: what decode steps have counted, as lines in SGLang's log.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepReports:
-    """Feeds log, metrics and stats file. Called after decode steps."""
+    """Feeds log, metrics and stats file after decode steps."""
 
     def __init__(
         self,
@@ -62,15 +60,7 @@ class StepReports:
             self._stats_file.start()
 
     def add_step(self, planning: PlanningTime, num_repeated: int = 0) -> None:
-        """Report a decode step that was planned, or that reused its plan.
-
-        Parameters
-        ----------
-        planning : PlanningTime
-            Host time of this step.
-        num_repeated : int
-            Repeated steps since the last call.
-        """
+        """Report a decode step that was planned, and the steps since then that repeated one."""
         if self._metrics is not None:
             self._metrics.add_step(planning)
         if self._log is not None:
@@ -79,25 +69,25 @@ class StepReports:
             self._stats_file.mark()
 
     def add_repeated(self, planning: PlanningTime) -> None:
-        """Report the time of a repeated step. Called by the thread that counts it."""
+        """Report the time of a step that repeated the last one, in the thread that counts it."""
         if self._metrics is not None:
             self._metrics.add_step(planning)
 
     @property
     def on_step(self) -> Callable[[], None] | None:
-        """Callback for each repeated step, if any."""
+        """A callback for each step that repeats the last one, if there is any."""
         return None if self._stats_file is None else self._stats_file.mark
 
     @property
     def steps_left(self) -> int:
-        """Number of steps that may repeat before the log needs add_step()."""
+        """How many steps may repeat the last one before the log needs add_step()."""
         return sys.maxsize if self._log is None else self._log.steps_left
 
 
 def warn_without_prefix_cache(memory: Any, disaggregation: Any) -> None:
-    """Log a warning that names the option, if SGLang keeps no prefixes.
+    """Log a warning that names the option if SGLang keeps no prefixes.
 
-    Takes what SGLang has published of its options: `get_memory()` and `get_disagg()`.
+    The arguments are those of SGLang's `get_memory()` and `get_disagg()`.
     """
     if not memory.disable_radix_cache:
         return
@@ -111,13 +101,13 @@ def warn_without_prefix_cache(memory: Any, disaggregation: Any) -> None:
 
 
 def rank_speaks() -> bool:
-    """True if this rank logs. SGLang's rule: a tensor-parallel group would say the same thing."""
+    """Return True if this rank logs, as in SGLang: one rank of a tensor-parallel group."""
     parallel = get_parallel()
     return bool(parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0)
 
 
 def rank_publishes() -> bool:
-    """True if this rank has metrics."""
+    """Return True if this rank has metrics."""
     observability = get_observability()
     return bool(
         observability.enable_metrics
@@ -126,7 +116,7 @@ def rank_publishes() -> bool:
 
 
 def scheduler_labels(model_runner: Any) -> dict[str, str]:
-    """The labels of SGLang's scheduler metrics, except `priority`: a decode step has none."""
+    """Return the labels of SGLang's scheduler metrics, without `priority`: a step has none."""
     parallel, disaggregation = get_parallel(), get_disagg()
     labels = {
         "model_name": get_serving().served_model_name,
@@ -147,7 +137,7 @@ def scheduler_labels(model_runner: Any) -> dict[str, str]:
 
 
 def metric_classes() -> MetricClasses:
-    """Classes of SGLang's scheduler metrics; embedders (Ray Serve) have classes of their own."""
+    """Return the classes of SGLang's scheduler metrics. Embedders (Ray Serve) have their own."""
     loggers = get_observability().stat_loggers or {}
     collector = loggers.get("scheduler", SchedulerMetricsCollector)
     own = MetricClasses(collector._counter_cls, collector._gauge_cls, collector._histogram_cls)
@@ -170,11 +160,11 @@ class StepLog:
 
     @property
     def steps_left(self) -> int:
-        """Number of steps that may be added together with the next one before a line is due."""
+        """How many steps may be added together with the next one before a line is due."""
         return max(self._interval - self._steps - 1, 0)  # SGLang takes -1 for every step
 
     def add_steps(self, count: int = 1) -> None:
-        """After that many decode steps that were planned, or whose plan was reused."""
+        """Count decode steps, and log a line if one is due."""
         if self._before is None:
             self._before = self._read_counters()
             return
@@ -187,7 +177,7 @@ class StepLog:
         self._steps = 0
 
 
-# Counters, and the names of their steps and tokens.
+# Counters of speculative decoding, and the names of their steps and tokens in the log.
 _SPECULATION = (
     ("verify", "verify", "verified"),
     ("draft", "draft", "draft"),
@@ -196,7 +186,7 @@ _SPECULATION = (
 
 
 def log_line(before: Counters, counters: Counters) -> str:
-    """In SGLang's wording: what was counted between two readings, and planning time per step."""
+    """Return what was counted between two readings, and planning times, in SGLang's wording."""
 
     def since(name: str) -> int:
         count: int = counters[name] - before[name]
@@ -221,7 +211,7 @@ def log_line(before: Counters, counters: Counters) -> str:
 
 
 def _reasons(before: Counters, counters: Counters) -> str:
-    """Say why steps were planned (`step/plan_reuse.py`), the most frequent reason first."""
+    """Return why steps were planned (`StepReason`), the most frequent reason first."""
     counted: Counter[str] = Counter(counters["steps_planned"])
     counted -= Counter(before["steps_planned"])
     if not counted:
@@ -230,7 +220,7 @@ def _reasons(before: Counters, counters: Counters) -> str:
 
 
 def _times(planning_ns: PlanningTimes) -> str:
-    """Planning times by kind of step, the cheapest kind first; only kinds that occurred."""
+    """Return planning times by kind of step, the cheapest first, without kinds that lack steps."""
     kinds = [kind for kind in get_args(PlanningClass) if planning_ns.get(kind)]
     percentiles = [[planning_ns.percentile_us(kind, p) for p in (50, 99)] for kind in kinds]
     return ", ".join(

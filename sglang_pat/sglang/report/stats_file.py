@@ -1,7 +1,4 @@
-"""StatsFile: what decode steps have counted, as a JSON file.
-
-A decode step only sets a flag: a thread writes.
-"""
+"""StatsFile writes the counts of decode steps as JSON. A step sets a flag, and a thread writes."""
 
 from __future__ import annotations
 
@@ -22,21 +19,18 @@ logger = logging.getLogger(__name__)
 
 # SIGKILL loses only counts that are younger than this and the time of a write.
 WRITE_SECONDS = 0.05
-# After which only a step begins to write again.
-_QUIET_WRITES = 10
-
+_QUIET_WRITES = 10  # after so many without a change, the thread waits for a step
 _SETTLED_SECONDS = 0.25
 
 
 class StatsFile:
     """Keeps a file up to date. `start()` once, `mark()` after each decode step.
 
-    The file is replaced as a whole, so that no reader sees half of it, within 0.1 s of a step, and
-    when the process ends other than by a signal. It is not written while nothing changes.
+    The file is replaced as a whole within 0.1 s of a step, so no reader sees half of it. It is
+    written once more when the process ends, unless a signal kills it.
     """
 
     def __init__(self, path: Path, read_counters: Callable[[], Counters]) -> None:
-        """read_counters: called from another thread."""
         self._path = path
         self._read_counters = read_counters
         self._written: Counters | None = None
@@ -50,12 +44,12 @@ class StatsFile:
         threading.Thread(target=self._run, name="sglang-pat stats file", daemon=True).start()
 
     def mark(self) -> None:
-        """After a decode step that has been counted."""
+        """Have the file written after a decode step that has been counted."""
         if not self._outdated.is_set():
             self._outdated.set()
 
     def write(self) -> bool:
-        """Write the counters if they have changed. Returns whether they have."""
+        """Write the counters if they have changed, and return whether they have."""
         with self._writing:
             counters = self._read_counters()
             if counters == self._written:
@@ -69,8 +63,7 @@ class StatsFile:
             while True:
                 self._outdated.wait()
                 self._outdated.clear()  # before reading: a step counts first, and then marks
-                # Until nothing has changed for a while: draft extends, and what SGLang does to its
-                # tree after a step, are counted but mark nothing.
+                # Draft extends, and changes of the tree after a step, are counted and mark nothing.
                 num_quiet = 0
                 while num_quiet < _QUIET_WRITES:
                     num_quiet = 0 if self.write() else num_quiet + 1
@@ -81,7 +74,7 @@ class StatsFile:
 
 def _replace(path: Path, text: str) -> None:
     """Give a file a new content, all at once."""
-    # A new file, under a name that nobody can foresee: it follows no link that was put there.
+    # Nobody can foresee the name of the new file, so it follows no link that was put there.
     descriptor, new = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(descriptor, "w") as file:
@@ -94,11 +87,10 @@ def _replace(path: Path, text: str) -> None:
 
 
 def read_stats(path: Path, timeout_seconds: float = 30.0) -> dict[str, Any]:
-    """Return the contents of a stats file after the last step: all requests have been answered.
+    """Return the contents of a stats file once all requests have been answered.
 
-    Waits for two equal readings that are further apart than the file lags behind.
-
-    TimeoutError, naming the file, if it goes on changing.
+    Waits for two equal readings with enough time in between for a write. TimeoutError names the
+    file if it goes on changing.
     """
     deadline = time.monotonic() + timeout_seconds
     text = path.read_text()

@@ -1,8 +1,8 @@
 """Gives the decode attention of pat to a model that verifies drafts, and to its draft model.
 
-A draft model has an attention backend for each step of a round, a container that prepares them all
-together, and one with which it reads verified drafts and its prompts: these fall back. SGLang
-builds them after the backend of the served model; hooks see them then.
+A draft model has an attention backend for each step of a round, a container that prepares these
+together, and a backend for draft extend and prompts. SGLang builds them after the backend of the
+served model. Hooks then attach pat.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _TargetModel:
 
     @classmethod
     def planner_of(cls, model_runner: Any) -> VerifyPlanner | None:
-        """Return a model's planner if SGLang builds one more backend, for another draft number."""
+        """Return a model's planner if SGLang builds another backend for it (adaptive drafts)."""
         if cls.model_runner is not model_runner:
             return None
         return cls.planner if resolved(model_runner.server_args, "speculative_adaptive") else None
@@ -85,16 +85,7 @@ def attach_verification(
 ) -> None:
     """Let a served model verify drafts through pat where it can, and await its draft model.
 
-    Parameters
-    ----------
-    default
-        The backend that SGLang has built. Its class is changed.
-    model_runner
-        SGLang's ModelRunner for the served model.
-    environment
-        The SGLANG_PAT_* variables.
-    layer_support
-        Which layers pat decodes.
+    The class of its backend `default` changes.
     """
     arguments = model_runner.server_args
     planner: VerifyPlanner | None = None
@@ -135,7 +126,7 @@ def _new_planner(
 
 
 def verify_steps(model_runner: Any) -> dict[int, TargetVerifyStep]:
-    """Return the types of verify steps of a model, by the draft tokens of a request."""
+    """Return a model's types of verify steps, by the number of draft tokens per request."""
     drafts = drafts_of(model_runner.server_args)
     if drafts is None:
         return {}
@@ -151,14 +142,9 @@ def verify_steps(model_runner: Any) -> dict[int, TargetVerifyStep]:
 
 
 def await_draft_model(planner: VerifyPlanner | None, model_runner: Any) -> None:
-    """Let the draft model that SGLang builds next decode by pat where it can.
+    """Let the draft model that SGLang builds next decode through pat where it can.
 
-    Parameters
-    ----------
-    planner
-        Of the model that is served. None: pat does not decode it, and no draft model either.
-    model_runner
-        SGLang's, of that model.
+    The arguments are those of the served model. No planner: pat decodes neither model.
     """
     _TargetModel.planner, _TargetModel.model_runner = planner, model_runner
     if planner is None:
@@ -174,34 +160,40 @@ def await_draft_model(planner: VerifyPlanner | None, model_runner: Any) -> None:
         install_hooks((_LAYERS_HOOK,))
 
 
+def _planner_for(draft_runner: Any) -> VerifyPlanner | None:
+    """Return the served model's planner if its draft model was asked to decode through pat."""
+    asked = draft_runner is not None and is_asked_for(draft_runner.server_args)
+    return _TargetModel.planner if asked else None
+
+
 def _after_create_decode_backend(steps: Any, factory: Any) -> Any:
     """AFTER DraftBackendFactory.create_decode_backend."""
-    runner, planner = factory.draft_model_runner, _TargetModel.planner
-    if steps is not None and planner is not None and is_asked_for(runner.server_args):
+    runner = factory.draft_model_runner
+    if steps is not None and (planner := _planner_for(runner)) is not None:
         with_pat_drafts(steps, runner, planner)
     return steps
 
 
 def _after_create_extend_backend(backend: Any, factory: Any) -> Any:
     """AFTER DraftBackendFactory.create_draft_extend_backend."""
-    runner, planner = factory.draft_model_runner, _TargetModel.planner
-    if backend is not None and planner is not None and is_asked_for(runner.server_args):
+    runner = factory.draft_model_runner
+    if backend is not None and (planner := _planner_for(runner)) is not None:
         with_pat_extend(backend, runner, planner)
     return backend
 
 
 def _after_block_backend(result: Any, worker: Any) -> None:
     """AFTER init_attention_backends of a worker whose draft model gives blocks."""
-    runner, planner = getattr(worker, "draft_model_runner", None), _TargetModel.planner
-    if runner is not None and planner is not None and is_asked_for(runner.server_args):
+    runner = getattr(worker, "draft_model_runner", None)
+    if (planner := _planner_for(runner)) is not None:
         with_pat_blocks(worker, runner, planner)
 
 
 def _after_capture(result: Any, worker: Any) -> None:
     """AFTER EagleDraftWorker._capture_cuda_graphs, which captures draft extend.
 
-    SGLang captures it over some default backends alone (in 0.5.17 not over FA3). Over pat it can be
-    captured where no layer is the default backend's.
+    SGLang captures it with some default backends only (in 0.5.17 not with FA3). With pat it can be
+    captured if no layer falls back.
     """
     backend = getattr(worker, "draft_extend_attn_backend", None)
     if not isinstance(backend, PatMixin):
@@ -214,7 +206,7 @@ def _after_capture(result: Any, worker: Any) -> None:
 
 
 def _captured_extends(worker: Any, backend: PatMixin) -> Any:
-    """SGLang's graphs of what the draft model reads; None if the default backend has a layer."""
+    """Return SGLang's graphs of draft extend. None: a layer falls back."""
     if backend.needs_default:
         return None
     from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import (
@@ -226,10 +218,10 @@ def _captured_extends(worker: Any, backend: PatMixin) -> Any:
 
 
 def _without_hidden_states(execute: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """Run a captured step of a STANDALONE draft model, whose prompts return no hidden states.
+    """Run a captured step of a STANDALONE draft model, and return no hidden states.
 
-    SGLang merges the hidden states of both and indexes the sum by request when it retracts one:
-    those of captured steps alone are too few.
+    On retraction SGLang indexes the concatenated hidden states by request. Prompts return none, so
+    those of captured steps would be too few.
     """
     out = execute(*arguments, **keywords)
     out.hidden_states = None
@@ -237,7 +229,7 @@ def _without_hidden_states(execute: Callable[..., Any], *arguments: Any, **keywo
 
 
 def _captures_extends() -> bool:
-    """True if SGLang's options let it capture such steps, and its decode steps."""
+    """Return True if SGLang's options let it capture draft extend and decode steps."""
     from sglang.srt.environ import envs
     from sglang.srt.model_executor.cuda_graph_config import (
         Backend,
@@ -250,10 +242,7 @@ def _captures_extends() -> bool:
 
 
 def _after_prepare(result: Any, graphs: Any, forward_batch: Any, *_: Any, **__: Any) -> None:
-    """AFTER prepare() of the graphs of several draft layers.
-
-    These graphs then show drafts of their own in place of the batch's.
-    """
+    """AFTER prepare() of the graphs of several draft layers. They show drafts of their own."""
     note_same_step(graphs._replay_spec_info, forward_batch.spec_info)
 
 
@@ -268,8 +257,6 @@ _HOOKS = (
         HookType.AFTER,
     ),
 )
-
-
 _LAYERS_HOOK = Hook(
     "sglang.srt.speculative.multi_layer_eagle_draft_extend_cuda_graph_runner"
     ":MultiLayerEagleMultiStepDraftExtendCudaGraphRunner",
@@ -280,16 +267,10 @@ _LAYERS_HOOK = Hook(
 
 
 def with_pat_drafts(steps: Any, model_runner: Any, served: VerifyPlanner) -> None:
-    """Let the steps of a draft model attend by pat where it can.
+    """Let the decode steps of a draft model attend through pat where they can.
 
-    Parameters
-    ----------
-    steps
-        SGLang's container of the backends of all steps. Its class is changed, and theirs.
-    model_runner
-        SGLang's, of the draft model.
-    served
-        The planner of the served model, which reports what is counted here.
+    The classes of `steps`, SGLang's container, and of its backends change. The planner of the
+    served model reports what is counted here.
     """
     layer_support = _draft_layer_support(model_runner)
     backends = list(getattr(steps, "attn_backends", ()))
@@ -318,16 +299,9 @@ def with_pat_drafts(steps: Any, model_runner: Any, served: VerifyPlanner) -> Non
 
 
 def with_pat_blocks(worker: Any, model_runner: Any, served: VerifyPlanner) -> None:
-    """Let a draft model that gives blocks of drafts attend by pat where it can.
+    """Let a draft model that gives blocks of drafts attend through pat where it can.
 
-    Parameters
-    ----------
-    worker
-        SGLang's, which drafts. The class of its draft model's backend is changed.
-    model_runner
-        SGLang's, of the draft model.
-    served
-        The planner of the served model, which reports what is counted here.
+    The class of its backend changes. The planner of the served model reports what is counted here.
     """
     backend, arguments = model_runner.attn_backend, model_runner.server_args
     types = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
@@ -352,7 +326,7 @@ def with_pat_blocks(worker: Any, model_runner: Any, served: VerifyPlanner) -> No
 
 
 def _block_reason(worker: Any, arguments: Any) -> Unsupported | None:
-    """Why a draft model that gives blocks is left to the default backend."""
+    """Return why a draft model that gives blocks is left to the default backend."""
     named = named_draft_backend(arguments)
     if named is not None:
         return _names_backend(named)
@@ -363,16 +337,9 @@ def _block_reason(worker: Any, arguments: Any) -> Unsupported | None:
 
 
 def with_pat_extend(backend: Any, model_runner: Any, served: VerifyPlanner) -> None:
-    """Let a draft model attend by pat where it can, when it reads what was accepted.
+    """Let a draft model attend through pat in draft extend where it can, under the served plans.
 
-    Parameters
-    ----------
-    backend
-        SGLang's, of these steps and of prompts. Its class is changed.
-    model_runner
-        SGLang's, of the draft model.
-    served
-        The planner of the served model, whose plans are used.
+    The class of `backend`, which also attends in prompts, changes.
     """
     layer_support = _draft_layer_support(model_runner)
 
@@ -391,7 +358,7 @@ def with_pat_extend(backend: Any, model_runner: Any, served: VerifyPlanner) -> N
 
 
 def _extend_reason(model_runner: Any, served: VerifyPlanner) -> Unsupported | None:
-    """Why the plans of the model that is served do not serve a draft model."""
+    """Return why the plans of the served model do not serve a draft model."""
     has_layers = resolved(model_runner.server_args, "enable_multi_layer_eagle")
     if has_layers and isinstance(model_runner.req_to_token_pool, HybridReqToTokenPool):
         # There SGLang may let draft models read more than was verified.

@@ -1,8 +1,8 @@
-"""Mixins over SGLang's backends in speculative decoding.
+"""Mixins for SGLang's backends in speculative decoding.
 
-`PatSpeculativeMixin` is put over the backend of a served model that verifies drafts, and over those
-with which a draft model reads verified drafts or gives blocks. `PatDraftSteps` is put over the
-container of a draft model's decode steps, and `PatDraftStep` over each of them.
+`PatSpeculativeMixin` is for the backend of a served model that verifies drafts, and for those with
+which a draft model runs draft extend or gives blocks. `PatDraftSteps` is for the container of a
+draft model's decode steps, and `PatDraftStep` for the backend of each step.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _VERIFY = ForwardMode.TARGET_VERIFY
 
 
 class PatSpeculativeMixin(PatMixin):
-    """Plans verify steps, too, or the steps of a draft model, and attends in them."""
+    """Also plans verify steps, or steps of a draft model, and attends in them."""
 
     # --- once per step ---
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Record what a CUDA graph does before its layers: it writes what its rows read."""
+        """Record what a CUDA graph does before its layers: it writes what the rows read."""
         super().init_forward_metadata_in_graph(forward_batch)
         kind = self._pat.kinds.get(forward_batch.forward_mode)
         is_pats = not self._pat.in_default and self._pat.layer_support.shapes
@@ -43,9 +43,9 @@ class PatSpeculativeMixin(PatMixin):
 
     @property
     def verify_mask(self) -> VerifyMask | None:
-        """Return where SGLang writes what drafts read of each other. None: it allocates that.
+        """Return where SGLang writes what drafts read of each other. None: SGLang allocates it.
 
-        Masks are over the drafts alone where the default backend has no layer that reads them.
+        Masks cover the drafts alone if no layer falls back: the default backend reads full masks.
         """
         kind = self._pat.kinds.get(_VERIFY)
         masks = _masks_of(kind)
@@ -58,7 +58,7 @@ class PatSpeculativeMixin(PatMixin):
     ) -> None:
         """Prepare again what depends on drafts, in a step that was prepared on a plan stream.
 
-        All that pat prepares was after the drafts. Some default backends cannot.
+        pat prepares nothing before the drafts. Some default backends cannot do this.
         """
         if self._pat.layer_support.fallback:
             super().update_verify_buffers_to_fill_after_draft(spec_info, cuda_graph_bs)
@@ -66,7 +66,7 @@ class PatSpeculativeMixin(PatMixin):
     def shared_read_ends(self, mode: ForwardMode) -> Any:
         """Return when a step has read what the scheduler may write next.
 
-        Draft extend reads what the verify step before it has read.
+        Draft extend reads what the verify step before it read.
         """
         ends = super().shared_read_ends(mode)
         follows = mode is ForwardMode.DRAFT_EXTEND_V2 and mode in self._pat.kinds
@@ -77,13 +77,13 @@ class PatSpeculativeMixin(PatMixin):
     def draft_extend_metadata_captured_in_graph(self) -> bool:
         """Return whether draft extend is replayed without `init_forward_metadata_out_graph`.
 
-        pat looks there whether the last plan serves.
+        pat needs that call, to see whether the last plan serves.
         """
         return not self._extends() and super().draft_extend_metadata_captured_in_graph()
 
     @property
     def supports_draft_extend_metadata_staging(self) -> bool:
-        """Same answer as `draft_extend_metadata_captured_in_graph`."""
+        """The answer of `draft_extend_metadata_captured_in_graph`."""
         return not self._extends() and super().supports_draft_extend_metadata_staging
 
     def _extends(self) -> bool:
@@ -95,7 +95,7 @@ class PatSpeculativeMixin(PatMixin):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what graphs capture: before the first one, and before all are captured again.
 
-        SGLang writes to the default backend's tables in any case, so they are made in any case.
+        SGLang writes to the default backend's tables even if no layer falls back.
         """
         super(PatMixin, self).init_cuda_graph_state(max_bs, max_num_tokens)
         kinds = self._pat.kinds.values()
@@ -130,12 +130,12 @@ class PatSpeculativeMixin(PatMixin):
         return super()._attend(q, k, v, layer, *rest, extra_kv=extra_kv, **kwargs)
 
     def _catch_up(self, forward_batch: Any) -> None:
-        kind = self._pat.kinds.get(_VERIFY)  # None: of what a draft model reads of such a step
+        kind = self._pat.kinds.get(_VERIFY)  # None for draft extend
         planner = self._pat.planner
         assert isinstance(planner, SpeculativePlanner)
         if isinstance(kind, TargetVerifyStep) and planner.verifies_trees:
             has_mask = forward_batch.forward_mode is _VERIFY and not self._pat.is_captured
-            # In a warm-up it is a large buffer.
+            # In a warm-up the mask is a large buffer.
             has_mask = has_mask and REQUEST_TRACKER.is_within_step
             undo_square_masks(forward_batch if has_mask else None, _masks_of(kind))
         super()._catch_up(forward_batch)
@@ -148,23 +148,7 @@ def _masks_of(kind: Any) -> torch.Tensor | None:
 
 
 class DraftStepsState:
-    """The state that pat keeps on the container of a draft model's steps.
-
-    Attributes
-    ----------
-    planner
-        Plans the rounds.
-    round
-        The type of the rounds.
-    layers
-        Attends in the draft model's layers.
-    plans
-        The plans of the last round.
-    seen
-        The layers that have run.
-    has_default
-        Whether the default backend has been prepared for this round.
-    """
+    """The state that pat keeps on the container of a draft model's steps."""
 
     def __init__(
         self, planner: SpeculativePlanner, kind: DraftSteps, layers: LayerAttention
@@ -173,9 +157,9 @@ class DraftStepsState:
         self.round = kind
         self.layers = layers
         self.layer_support = layers.layer_support
-        self.plans: StepPlans | None = None
-        self.seen: set[int] = set()
-        self.has_default = False
+        self.plans: StepPlans | None = None  # of the last round
+        self.seen: set[int] = set()  # layers that have run
+        self.has_default = False  # whether the default backend is prepared for this round
 
 
 class DraftStepState(NamedTuple):
@@ -186,19 +170,17 @@ class DraftStepState(NamedTuple):
 
 
 class PatDraftSteps:
-    """All steps of a draft model by pat.
+    """Plans the rounds of a draft model. Placed before the class of the container in the MRO.
 
-    Stands before the class of their container in the order of methods.
-
-    Where pat attends in all layers, the default backend is not prepared for the steps.
+    If pat attends in all layers, the default backend is not prepared for the steps.
     """
 
     _pat: DraftStepsState
 
     def _takes_default(self) -> bool:
-        """Return True if the default backend is prepared for the next round too.
+        """Return True if the default backend must be prepared for the next round.
 
-        It is prepared for its layers, and as long as a layer may turn out to be one of them.
+        It must as long as a layer falls back, or may still turn out to.
         """
         layer_support = self._pat.layer_support
         self._pat.has_default = (
@@ -236,10 +218,9 @@ class PatDraftSteps:
         self._pat.planner.reserve(max_bs)
 
     def attends(self, layer: RadixAttention, arguments: dict[str, Any]) -> bool:
-        """Return True if pat attends in a layer.
+        """Return True if pat attends in a layer. Otherwise the layer falls back.
 
-        A layer that it cannot decode goes to the default backend, which is prepared for the round
-        in which each layer runs first.
+        The default backend is prepared for the round in which a layer runs first.
         """
         layer_support, layer_id = self._pat.layer_support, layer.layer_id
         reason = layer_support.fallback_reason(layer, arguments)
@@ -275,7 +256,7 @@ class PatDraftSteps:
 
 
 class PatDraftStep(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
-    """One step of a draft model by pat."""
+    """Attends in one step of a draft model's rounds."""
 
     _pat: DraftStepState
 

@@ -1,7 +1,7 @@
-"""Which requests a draft model drafts for, and which ones are in a verify step.
+"""Knows the requests of verify steps, and those for which a draft model drafts.
 
-A draft model decodes in batches of its own, made of the scheduler's batch or not made of it at all.
-`watch_draft_batches()` lets the request tracker know verify steps, and these batches.
+SGLang makes the batches of a draft model from the scheduler's batch, or from nothing that pat sees.
+`watch_draft_batches()` has the request tracker note them, and verify steps.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from sglang_pat.sglang.tree.request_tracker import (
 
 
 class DraftRequests:
-    """The requests for which SGLang's draft model drafts right now in this process."""
+    """The requests for which SGLang's draft model drafts now in this process."""
 
     def __init__(self) -> None:
         self.last_reqs: list[Request] = []  # of the last batch: equal lists become this one
-        self._blocks: StepRequests | None = None  # whose blocks of drafts a draft model gives now
+        self._blocks: StepRequests | None = None  # for which a draft model gives blocks now
 
     def on_draft_batch(self, forward_batch: Any, batch: Any) -> None:
-        """SGLang has made `forward_batch` of the scheduler's `batch` for its draft model."""
+        """Note the requests of `forward_batch`, made of the scheduler's `batch` for drafting."""
         if not batch.reqs:
             return
         mode = forward_batch.forward_mode
         if mode.is_decode():
             note_requests(forward_batch, self._step(batch))
         elif mode.is_draft_extend_v2() and same_objects(REQUEST_TRACKER.last_reqs, batch.reqs):
-            # Before a replay the backend is shown another object, with the same input.
+            # Before a replay SGLang shows another batch with the same spec_info.
             step = StepRequests(REQUEST_TRACKER.last_reqs, batch.tree_cache, has_beams=False)
             note_requests(forward_batch.spec_info, step)
 
@@ -49,15 +49,15 @@ class DraftRequests:
         return StepRequests(self.last_reqs, batch.tree_cache, has_beams=False)
 
     def on_block_draft(self, batch: Any | None) -> None:
-        """Note the scheduler's `batch` for which SGLang's draft model gives blocks of drafts.
+        """Note the scheduler's `batch` for which a draft model gives blocks. None: it has done so.
 
-        They come in a batch that is not made of it. None: it has given them.
+        The draft model's own batch is not made of it.
         """
         is_known = batch is not None and batch.reqs
         self._blocks = self._step(batch) if is_known else None
 
     def of_blocks(self, forward_batch: Any) -> StepRequests | None:
-        """Return the requests whose blocks of drafts a draft model gives; see `on_block_draft`."""
+        """Return the requests for which a draft model gives blocks now."""
         return self._blocks
 
 
@@ -65,22 +65,19 @@ DRAFT_REQUESTS = DraftRequests()
 
 
 def step_of_extend(forward_batch: Any) -> StepRequests | None:
-    """Return the requests of a draft-extend batch.
-
-    None unless the batch was noted when it was made and its requests were in the last verify step.
-    """
+    """Return the requests of draft extend. None: they were not in the last verify step."""
     return requests_of(forward_batch.spec_info)
 
 
 def note_same_step(drafts: Any, noted: Any) -> None:
-    """Note that SGLang shows drafts of the same step as before."""
+    """Note that `drafts` belong to the same step as `noted`."""
     step = requests_of(noted)
     if step is not None:
         note_requests(drafts, step)
 
 
 def watch_draft_batches() -> None:
-    """Let the requests of verify steps and of draft models be known from now on."""
+    """Have the request tracker note verify steps and batches of draft models from now on."""
     REQUEST_TRACKER.modes.add(ForwardMode.TARGET_VERIFY)
     REQUEST_TRACKER.on_draft_batch = DRAFT_REQUESTS.on_draft_batch
     install_hooks(VERIFY_HOOKS)

@@ -1,4 +1,4 @@
-"""Planners of models whose steps speculate: the served model, and its draft model."""
+"""Planners of a served model that verifies drafts, and of its draft model."""
 
 from __future__ import annotations
 
@@ -23,13 +23,7 @@ if TYPE_CHECKING:
 
 
 class SpeculativePlanner(StepPlanner):
-    """Plans steps of speculative decoding.
-
-    Attributes
-    ----------
-    kinds
-        The types of steps whose graphs reserve buffers here.
-    """
+    """Plans steps of speculative decoding. Graphs of its `kinds` reserve buffers here."""
 
     new_builder = DraftBatchBuilder
 
@@ -45,7 +39,7 @@ class SpeculativePlanner(StepPlanner):
 
     @property
     def verifies_trees(self) -> bool:
-        """True if steps verify drafts that may branch."""
+        """Whether steps verify drafts that may branch."""
         return any(isinstance(kind.extra_kv, TreeKv) for kind in self.kinds)
 
     def _plan(
@@ -65,21 +59,17 @@ class SpeculativePlanner(StepPlanner):
                     plans is microbatch.captured
                     and plans.num_rows == forward_batch.batch_size * kind.shape.per_request
                 )
-            ):  # the plans of the verify step lie where this one reads
+            ):  # this step reads the plans of the verify step where they are
                 kind.follow(forward_batch)
                 return plans
         return super()._plan(kind, microbatch, requests, forward_batch, execution, why)
 
     def reserve(self, max_requests: int, kinds: Collection[StepType] | None = None) -> None:
-        """Allocate what graphs of up to so many requests capture.
+        """Allocate what graphs of up to `max_requests` requests read.
 
-        Graphs of fewer requests, which SGLang captures for other numbers of drafts, lie in the same
-        buffers. kinds: whose graphs are captured next; None: all.
-
-        Raises
-        ------
-        RuntimeError
-            If graphs of other kinds have been captured for fewer requests.
+        SGLang captures graphs of fewer requests for other numbers of drafts. They read the same
+        buffers. kinds: the steps that are captured next, if not all. RuntimeError if graphs of
+        other kinds were captured for fewer requests.
         """
         if max_requests > self._max_requests:
             others = [] if kinds is None else [each for each in self.kinds if each not in kinds]
@@ -98,12 +88,9 @@ class SpeculativePlanner(StepPlanner):
 
 
 class VerifyPlanner(SpeculativePlanner, TargetPlanner):
-    """The planner of a served model that verifies drafts: it reports draft models, too.
+    """The planner of a served model that verifies drafts. It also reports its draft model.
 
-    Attributes
-    ----------
-    verifies
-        The types of verify steps, by the draft tokens of a request.
+    `verifies` has the types of verify steps, by the number of draft tokens per request.
     """
 
     def __init__(
@@ -119,9 +106,9 @@ class VerifyPlanner(SpeculativePlanner, TargetPlanner):
         super().__init__(model_runner, environment, layer_support, [*self.verifies.values()])
 
     def new_extend(self, layer_support: LayerSupport, count: int) -> DraftExtendStep:
-        """Return draft extend for a draft model with these layers and `count` tokens per request.
+        """Return draft extend for a draft model, after verify steps of `count` draft tokens.
 
-        Plans are made for the shapes of its layers, too.
+        From now on plans are also made for the shapes of its layers.
         """
         more = {*layer_support.shapes.values()} - self._microbatches.current.eager.of_shape.keys()
         if more:
@@ -131,7 +118,7 @@ class VerifyPlanner(SpeculativePlanner, TargetPlanner):
         return extend
 
     def report(self, drafting: SpeculativePlanner) -> None:
-        """Report what is counted by the planner of a draft model, too."""
+        """Also report what the planner of a draft model counts."""
         self._drafting.append(drafting)
         self._reported += drafting.kinds
 

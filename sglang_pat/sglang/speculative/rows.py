@@ -1,14 +1,13 @@
-"""Rows of draft tokens: their shape, their tensors on the device, their paths, and their inputs.
+"""Rows of draft tokens: their shape, their tensors on the device, and their paths.
 
-The rows of a request share its path in the tree, and below it one more node: what the request had
-committed when its path was read. What has been committed since, and the draft tokens before its
-own, each row reads live. There is always a token that it reads live, so that a plan serves requests
-that grow.
+The rows of a request share its path in the tree and one more node below it: the tokens that the
+request had committed when its path was read. Later tokens are the tail of each row, whose end is
+read on the device. A tail is never empty, so a plan serves requests that grow.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,8 @@ from sglang_pat.sglang.tree.radix_paths import PathReader, Request
 from sglang_pat.sglang.tree.request_tracker import StepRequests
 from sglang_pat.sglang.tree.row_groups import RequestRows, RowPaths, VirtualRequest
 
-# Committed tokens that the rows of a request may read one by one. Then all paths are read again,
-# and the step is planned: a fraction of a millisecond, every ten verify steps or so.
+# Committed tokens that the tails of a request's rows may have. With more, all paths are read again
+# and the step is planned, which takes a fraction of a millisecond every ten verify steps or so.
 MAX_READ_APART = 32
 
 
@@ -33,45 +32,36 @@ MAX_READ_APART = 32
 class RowShape:
     """The rows of each request of a step, and what they read.
 
-    Row `i` of a request reads its KV and `first + i * step` tokens more. SGLang's lengths of a
-    decode step count the new token: its rows read nothing more.
-
-    Attributes
-    ----------
-    per_request, first, step
-        See above.
-    are_drafts
-        Whether the rows are draft tokens, one `RequestRows` per request.
-    speculates
-        Whether a request grows by any number of tokens from one step to the next.
+    Row `i` of a request reads its KV and `first + i * step` more tokens. In a decode step these are
+    none, because SGLang's lengths count the new token.
     """
 
     per_request: int = 1
     first: int = 0
     step: int = 0
-    are_drafts: bool = False
-    speculates: bool = field(init=False)
+    are_drafts: bool = False  # whether the rows are draft tokens, one `RequestRows` per request
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "speculates", self.are_drafts or self.first > 0)
+    @property
+    def speculates(self) -> bool:
+        """Whether a request grows by any number of tokens from one step to the next."""
+        return self.are_drafts or self.first > 0
 
     @classmethod
     def of_drafts(cls, count: int, *, are_chains: bool) -> RowShape:
         """Return the rows of `count` draft tokens per request.
 
-        In a chain each reads all before it, and itself. In a tree each row reads the root, which is
-        the first draft token; the attention to its branch is added
-        (`speculative/tree_attention.py`).
+        In a chain each reads itself and those before it. In a tree the plan has the root, which is
+        the first draft token. The attention to a row's branch is added (`tree_attention.py`).
         """
         return cls(count, 1, int(are_chains), True)
 
     @property
     def is_tree(self) -> bool:
-        """True if the rows are drafts that may branch."""
+        """Whether the rows are drafts that may branch."""
         return self.are_drafts and self.step == 0
 
     def lengths(self, lengths: IntArray) -> IntArray:
-        """Return what each row reads, for requests of these lengths; 0, of padding, stays 0."""
+        """Return how much each row reads, for requests of these lengths. 0 (padding) stays 0."""
         rows = np.repeat(lengths, self.per_request)
         if self.step:
             rows += np.tile(self._offsets(), len(lengths))
@@ -85,7 +75,7 @@ class RowShape:
         return rows * np.int32(self.step) + np.int32(self.first)
 
     def offsets(self, device: torch.device) -> torch.Tensor:
-        """Return how many tokens more each row of a request reads: int64 `[per_request]`."""
+        """Return how many more tokens each row of a request reads: int64 `[per_request]`."""
         return torch.from_numpy(self._offsets().astype(np.int64)).to(device)
 
 
@@ -168,7 +158,7 @@ class RoundRows(DeviceRows):
 
 
 class DraftRowCache:
-    """The rows of the draft tokens of the last step. The same requests give the same list."""
+    """The rows of the last step's draft tokens. The same requests get the same list of rows."""
 
     def __init__(self) -> None:
         self.reqs: list[Request] = []
@@ -180,24 +170,11 @@ class DraftRowCache:
     def update(
         self, reqs: list[Request], count: int, committed: IntArray, moved: set[int]
     ) -> set[int]:
-        """Go to the next step.
+        """Go to the next step, and return the id() of the rows whose paths must be read again.
 
-        Parameters
-        ----------
-        reqs : list of Req
-            Its requests.
-        count : int
-            Rows of each.
-        committed : int32 array
-            How far the node of each request may reach: tokens that it has committed, and that each
-            row goes beyond.
-        moved : set of int
-            `id()` of requests whose paths may no longer be those last read.
-
-        Returns
-        -------
-        set of int
-            `id()` of the rows whose paths are to be read again.
+        Each of its requests has `count` rows. `committed` says how far its node may reach, which
+        each row goes beyond: int32 `[requests]`. `moved` has the id() of requests whose paths may
+        have changed.
         """
         if reqs is not self.reqs or len(self.rows) != len(reqs) * count:
             # Requests that stay keep their rows.
@@ -209,7 +186,7 @@ class DraftRowCache:
         apart = committed - self._ends
         is_read = self._ends >= 0
         is_outgrown = bool((is_read & ((apart < 0) | (apart > MAX_READ_APART))).any())
-        # All together, so that they are not outgrown one after the other, each with a plan.
+        # All together: otherwise they are outgrown one after the other, and each costs a plan.
         again = (apart != 0) if is_outgrown else ~is_read
         if moved:
             again |= np.fromiter((id(req) in moved for req in reqs), dtype=bool, count=len(reqs))
@@ -223,15 +200,15 @@ class DraftRowCache:
 
     @property
     def longest(self) -> IntArray:
-        """Tokens that requests may have committed until their paths are read again."""
+        """The tokens that requests may commit before their paths must be read again."""
         return self._ends + MAX_READ_APART
 
 
 @dataclass(slots=True)
 class SpeculativeInputs(StepInputs):
-    """The fields that pat reads of a step of speculative decoding. shape: of its rows."""
+    """The fields of a step of speculative decoding that pat reads."""
 
-    shape: RowShape
+    shape: RowShape  # of its rows
 
 
 class DraftBatchBuilder(DecodeBatchBuilder):
@@ -249,10 +226,7 @@ class DraftBatchBuilder(DecodeBatchBuilder):
         return step.reqs is reqs or any(req is step.reqs[0] for req in reqs)
 
     def room(self, tokens: int) -> IntArray:
-        """Return by how many tokens each request of the last step may grow.
-
-        tokens: growth that the plan serves.
-        """
+        """Return by how many tokens each request may grow, if the plan serves `tokens` more."""
         room = np.full(len(self.lens), tokens, dtype=np.int32)
         if self._drafts is not None:
             room = np.minimum(room, self._drafts.longest - self._committed)
@@ -291,7 +265,7 @@ class DraftBatchBuilder(DecodeBatchBuilder):
 def committed_lengths(reqs: list[Request]) -> npt.NDArray[np.int64]:
     """Return the lengths of requests after the last results that SGLang has processed.
 
-    A request may be longer by what has been accepted since, never shorter.
+    A request may be longer by tokens that were accepted since then.
     """
     lengths = map(RequestFields.on(reqs[0]).committed_len, reqs)
     return np.fromiter(lengths, dtype=np.int64, count=len(reqs))

@@ -1,12 +1,9 @@
-"""Drafts that are trees: what a draft token reads of the draft tokens of its step.
+"""Attention to draft tokens that rows read besides their plan.
 
-A plan covers what a request had before the step, and the root of its tree, which is the first draft
-token and which all of them read. The others are few, and each reads those before it on its own
-branch: that attention is computed apart, of the keys and values that the layer has just stored, and
-merged with the plan's by LSE. On a GPU one kernel does both.
-
-So each row has an open tail, and plans serve requests that have grown by what the host does not
-know yet.
+The plan covers the KV that a request had before the step, and the first draft token, which is the
+root of its tree. A draft token also reads those before it on its own branch. We compute this
+attention separately from the KV that the layer has just stored, and merge it with the plan's result
+by LSE. On a GPU one kernel does both.
 """
 
 from __future__ import annotations
@@ -169,38 +166,33 @@ def merge_drafts(
     before: tuple[torch.Tensor, torch.Tensor],
     scales: tuple[Scale, Scale] = (1.0, 1.0),
 ) -> torch.Tensor:
-    """Attend to what rows read under their plan, and to a few keys that groups of rows have apart.
+    """Return the attention of rows to what the plan covers and to the keys of their group.
 
     Parameters
     ----------
-    q : torch.Tensor
-        Of the rows, group by group: `[rows, heads, head_dim]`.
-    caches : tuple of torch.Tensor
-        Keys and values: `[slots, KV heads, ...]`. Those of the draft tokens have been stored.
-    slots : torch.Tensor
+    q
+        Queries of the rows, group by group: `[rows, heads, head_dim]`.
+    caches
+        Keys and values, with those of the draft tokens: `[slots, KV heads, ...]`.
+    slots
         Where the keys of each group are: `[groups * keys]`.
-    biases : torch.Tensor
-        float32 `[groups, rows of a group, keys of a group]`, contiguous: 0 for a key that is read,
-        else -inf.
-    layer : RadixAttention
-        Its scale and soft-cap.
-    before : tuple of torch.Tensor
-        Output `[rows, heads, v_head_dim]` and LSE `[rows, heads]` under the plan. An attention sink
-        has been counted there. The output may be overwritten.
-    scales : tuple of float or torch.Tensor
+    biases
+        0 for a key that a row reads, else -inf: float32 `[groups, rows of a group, keys of a
+        group]`, contiguous.
+    layer
+        Has the scale and the soft-cap.
+    before
+        Output `[rows, heads, v_head_dim]`, which may be overwritten, and LSE `[rows, heads]` of the
+        plan. They count an attention sink.
+    scales
         What the keys and the values in the caches are multiplied with.
-
-    Returns
-    -------
-    torch.Tensor
-        As the output; 0 for rows that read nothing.
     """
     scaling, logit_cap = layer.scaling, layer.logit_cap or 0.0
     if q.is_cuda:
         from sglang_pat.sglang.speculative import tree_attention_kernel  # needs Triton
 
         if tree_attention_kernel.reads(caches[0].dtype, q.device):
-            # The first drafts of branches are a view with a stride, even behind reshape().
+            # The slots of branches' first drafts keep a stride, even after reshape().
             slots = slots.contiguous()
             return tree_attention_kernel.merge_drafts(
                 q, caches, slots, biases, before, scaling, logit_cap, scales
@@ -218,7 +210,7 @@ def _merge_in_torch(
     scaling: float,
     logit_cap: float,
 ) -> torch.Tensor:
-    """See `merge_drafts`. k, v: float32, of the keys."""
+    """Do the same in torch. k, v: the groups' keys and values, in float32."""
     out, lse = before
     (count, rows, num_keys), kv_heads = biases.shape, k.shape[1]
     group = q.shape[1] // kv_heads
@@ -230,7 +222,7 @@ def _merge_in_torch(
     if logit_cap:
         logits = logit_cap * torch.tanh(logits / logit_cap)
     logits += biases[:, None, :, None, :]
-    # The KV that was read before is one more key: its logit is the LSE.
+    # What the plan covers counts as one more key, whose logit is the LSE.
     rest = lse.view(count, rows, kv_heads, group, 1).transpose(1, 2)
     weights = torch.softmax(torch.cat((rest, logits), dim=-1), dim=-1)
     weights = weights.nan_to_num_(nan=0.0)  # of padding, which reads nothing
@@ -246,20 +238,11 @@ def square_masks(
     num_drafts: int,
     buffer: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the draft tokens that each one reads: bool `[requests, draft tokens, draft tokens]`.
+    """Return which draft tokens each one reads: bool `[requests, draft tokens, draft tokens]`.
 
-    Parameters
-    ----------
-    mask : torch.Tensor
-        SGLang's: for each request its rows one after the other, over all that it has before the
-        step and the draft tokens; or over the draft tokens alone, as on a CPU and where
-        `choose_masks()` asked for it.
-    seq_lens : torch.Tensor
-        What each request has before the step.
-    num_drafts : int
-        Draft tokens per request.
-    buffer : torch.Tensor or None
-        One that SGLang may have been given for masks over the draft tokens alone.
+    SGLang's mask has the rows of each request one after the other. A row covers all tokens that the
+    request has before the step (`seq_lens`) and its draft tokens; or the draft tokens alone, on a
+    CPU, in the buffer that SGLang was given for that, and after `choose_masks(square=True)`.
     """
     count = len(seq_lens)
     size = count * num_drafts**2
@@ -276,10 +259,7 @@ def _is_same(mask: torch.Tensor, buffer: torch.Tensor | None) -> bool:
 
 
 def full_masks(squares: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
-    """SGLang's masks over whole requests, as in `square_masks`, from masks over draft tokens alone.
-
-    squares: bool `[requests, draft tokens, draft tokens]`.
-    """
+    """Return SGLang's masks over whole requests, given those over the draft tokens alone."""
     places, size = _square_places(seq_lens, squares.shape[-1])
     mask = torch.ones(int(size), dtype=torch.bool, device=squares.device)
     mask[places] = squares
@@ -287,10 +267,7 @@ def full_masks(squares: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
 
 
 def _square_places(seq_lens: torch.Tensor, num_drafts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places of the draft tokens in masks over whole requests, and the length of these masks.
-
-    The places are `[requests, draft tokens, draft tokens]`.
-    """
+    """Return where masks over whole requests have those of `square_masks`, and their length."""
     widths = seq_lens.long() + num_drafts
     ends = torch.cumsum(widths, 0) * num_drafts
     offsets = torch.arange(num_drafts, device=seq_lens.device)
@@ -301,9 +278,8 @@ def _square_places(seq_lens: torch.Tensor, num_drafts: int) -> tuple[torch.Tenso
 def choose_masks(*, square: bool) -> None:
     """Tell SGLang's n-gram worker which masks to make.
 
-    square: over the draft tokens alone. Those over all that requests have it makes one request
-    after the other, with some five calls of torch for each, while the GPU waits. A backend other
-    than pat may need them.
+    square: over the draft tokens alone. The worker makes full masks one request after the other,
+    with some five calls of torch for each, while the GPU waits. Other backends need full masks.
     """
     from sglang.srt.speculative import ngram_worker
 
@@ -311,10 +287,9 @@ def choose_masks(*, square: bool) -> None:
 
 
 def undo_square_masks(forward_batch: Any | None, buffer: torch.Tensor | None = None) -> None:
-    """From now on let SGLang make masks over all that requests have.
+    """Let SGLang make full masks from now on.
 
-    forward_batch: a verify step whose mask has been made, and gets such a one. None: none has.
-    buffer: see `square_masks`.
+    forward_batch: a verify step whose mask is made already, and becomes full.
     """
     from sglang.srt.speculative import ngram_worker
 
@@ -323,7 +298,7 @@ def undo_square_masks(forward_batch: Any | None, buffer: torch.Tensor | None = N
     if forward_batch is None:
         return
     drafts, count = forward_batch.spec_info, forward_batch.spec_info.draft_token_num
-    # A batch that is larger than all graphs has a mask of its own size, of either form.
+    # A batch that is larger than all graphs has a mask of its own, in either form.
     is_square = drafts.custom_mask.numel() == forward_batch.batch_size * count**2
     if are_square or is_square or _is_same(drafts.custom_mask, buffer):
         squares = drafts.custom_mask.view(-1, count, count)[: forward_batch.batch_size]

@@ -1,7 +1,6 @@
-"""The attention of trees of drafts on a GPU: one kernel per layer, where torch launches a dozen.
+"""Attention to draft tokens on a GPU: one Triton kernel per layer, where torch launches a dozen.
 
-In Triton, which SGLang needs there, too. Few keys are read one by one by each row; many are
-multiplied with all rows of their group, as tiles.
+Each row reads few keys one by one. Many keys are multiplied with all rows of their group, as tiles.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,import-untyped"
@@ -14,25 +13,24 @@ import triton.language as tl
 
 from sglang_pat.executors.layer import Scale
 
-# A step for each draft token waits for its loads: those of so many steps are under way together.
-_STEPS_AT_ONCE = 4
-# Numbers of the queries that a warp has, so that most programs are one warp, without barriers.
+_STEPS_AT_ONCE = 4  # keys whose loads are in flight together
+# Query elements of a warp. Most programs are then one warp, and need no barriers.
 _NUMBERS_PER_WARP = 1024
-# Weights of a group, rows times keys, from which these are multiplied as tiles; their sizes.
+# Groups with so many weights (rows times keys) are multiplied as tiles, of these sizes.
 _FIRST_TILED = 64
 _TILE_ROWS, _TILE_KEYS, _LEAST = 64, 64, 16
 _FIRST_WITH_E4M3 = (8, 9)  # compute capability from which Triton converts it
 
 
 def reads(dtype: torch.dtype, device: torch.device) -> bool:
-    """True if the kernel reads caches of this type."""
+    """Return True if the kernel reads caches of this type."""
     if dtype is torch.float8_e4m3fn:
         return torch.cuda.get_device_capability(device) >= _FIRST_WITH_E4M3
     return True
 
 
 def is_tiled(rows: int, keys: int) -> bool:
-    """True if a group of so many rows and keys is multiplied as tiles."""
+    """Return True if a group of `rows` and `keys` is multiplied as tiles."""
     return rows * keys >= _FIRST_TILED
 
 
@@ -45,7 +43,7 @@ def _merge_drafts(
     HAS_CAP: tl.constexpr, STEPS_AT_ONCE: tl.constexpr,
     K_SCALE_ON_DEVICE: tl.constexpr, V_SCALE_ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """A program has a row and a KV head: it computes that head's group of query heads."""
+    """Compute, in each program, the query heads of one KV head for one row."""
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_heads = tl.num_programs(1) * GROUP
     first = row // NUM_ROWS * NUM_KEYS  # key of the row's group
@@ -63,7 +61,7 @@ def _merge_drafts(
     else:
         scale *= k_scale
     v_factor = tl.load(v_scale) if V_SCALE_ON_DEVICE else v_scale
-    # The KV before the step is one more key: its logit is the LSE, its value the output.
+    # What the plan covers is one more key, whose logit is the LSE and whose value is the output.
     most = tl.load(lse + row * num_heads + head, mask=in_group, other=0.0)
     total = tl.full((GROUP_PADDED,), 1.0, tl.float32)
     places = out + (row * num_heads + head[:, None]) * V_DIM + v_dim[None, :]
@@ -81,14 +79,14 @@ def _merge_drafts(
             logit = logit_cap * (1.0 - 2.0 / (tl.exp(2.0 * (logit / logit_cap)) + 1.0))
         logit += bias
         larger = tl.maximum(most, logit)
-        # Both may be -inf: a row that had nothing before, and a draft token that it does not read.
+        # Both may be -inf: the plan covers nothing, and the row does not read this draft token.
         kept = tl.where(most == float("-inf"), 0.0, tl.exp(most - larger))
         weight = tl.where(logit == float("-inf"), 0.0, tl.exp(logit - larger))
         v = value.to(tl.float32) * v_factor
         result = result * kept[:, None] + weight[:, None] * v[None, :]
         total = total * kept + weight
         most = larger
-    total = tl.where(total == 0.0, 1.0, total)  # of padding, which reads nothing
+    total = tl.where(total == 0.0, 1.0, total)  # padding reads nothing
     tl.store(places, (result / total[:, None]).to(out.dtype.element_ty), mask=in_out)
 
 
@@ -101,7 +99,7 @@ def _merge_tiles(
     HAS_CAP: tl.constexpr, K_SCALE_ON_DEVICE: tl.constexpr, V_SCALE_ON_DEVICE: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """A program has a KV head of some rows of a group, each with that head's query heads."""
+    """Compute, in each program, the query heads of one KV head for some rows of a group."""
     of_group, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_heads = tl.num_programs(1) * GROUP
     line = tl.program_id(2) * TILE_ROWS + tl.arange(0, TILE_ROWS)  # rows, by query head
@@ -157,7 +155,7 @@ def _merge_tiles(
         result = result * kept[:, None] + part
         total = total * kept + tl.sum(weight, 1)
         most = larger
-    total = tl.where(total == 0.0, 1.0, total)  # of padding, which reads nothing
+    total = tl.where(total == 0.0, 1.0, total)  # padding reads nothing
     tl.store(places, (result / total[:, None]).to(out.dtype.element_ty), mask=in_out)
 
 
@@ -173,25 +171,10 @@ def merge_drafts(
     *,
     tiled: bool | None = None,
 ) -> torch.Tensor:
-    """Attend as `draft_trees.merge_drafts` says.
+    """Attend as `tree_attention.merge_drafts` says, and overwrite the output in `before`.
 
-    Parameters
-    ----------
-    caches : tuple of torch.Tensor
-        Of a type that `reads()` allows.
-    before : tuple of torch.Tensor
-        Contiguous. The output is overwritten.
-    scaling, logit_cap : float
-        Of the layer. A soft-cap of 0 is none.
-    q, slots, biases, scales
-        See there.
-    tiled : bool or None
-        Whether keys are multiplied as tiles. None: see `is_tiled`.
-
-    Returns
-    -------
-    torch.Tensor
-        The output of `before`.
+    `reads()` must allow the type of the caches, and `before` must be contiguous. A soft-cap of 0 is
+    none. tiled: multiply keys as tiles; by default as `is_tiled` says.
     """
     (k_cache, v_cache), (out, lse) = caches, before
     num_rows, num_heads, dim = q.shape

@@ -1,9 +1,9 @@
 """Lets SGLang resolve its arguments as if `pat` had not been asked for.
 
 SGLang adapts page sizes, data types and options to the name of the attention backend, and refuses
-names that it does not know for a model. So while it resolves, its default backend stands where
-`pat` was asked for: everything is adapted to the backend that prefills, and decodes what pat does
-not. That pat was asked for is kept on the arguments, which SGLang pickles for its processes.
+names that it does not know for a model. So `pat` is taken out before, and SGLang adapts everything
+to its default backend, which prefills and decodes what pat does not. The arguments remember that
+pat was asked for, because SGLang pickles them for its processes.
 """
 
 from __future__ import annotations
@@ -17,36 +17,24 @@ from sglang_pat.sglang.start.environment import Environment
 from sglang_pat.sglang.start.server_options import early_reason
 from sglang_pat.support import BACKEND
 
-# Attribute of ServerArgs. Not a field: it is in no dump of the arguments.
+# Attributes of ServerArgs: whether pat was asked for, and the backend that was named for the draft
+# model, which SGLang resolves for some algorithms. They are no fields, so no dump has them.
 _ASKED_FOR = "_sglang_pat_decodes"
+_NAMED_DRAFT = "_sglang_pat_draft_backend"
 _ALL_MODES, _PREFILL, _DECODE = (
     "attention_backend",
     "prefill_attention_backend",
     "decode_attention_backend",
 )
 _DRAFT = "speculative_draft_attention_backend"
-# Attribute of ServerArgs, as `_ASKED_FOR`: the backend that was named for the draft model. SGLang
-# resolves the argument for some algorithms.
-_NAMED_DRAFT = "_sglang_pat_draft_backend"
 
 
 def around_resolution(resolve: Callable[[Any], None], arguments: Any) -> None:
-    """AROUND the method of ServerArgs that resolves the arguments, which SGLang calls repeatedly.
+    """AROUND the method of ServerArgs that resolves the arguments. SGLang may call it repeatedly.
 
-    Parameters
-    ----------
-    resolve
-        The method.
-    arguments
-        The ServerArgs.
-
-    Raises
-    ------
-    ValueError
-        If `pat` is chosen for a mode that it does not serve, or a variable is wrong; in strict
-        mode, if pat decodes nothing under these options. The model has not been loaded then.
-    RuntimeError
-        If SGLang has chosen `pat` in spite of the substitution.
+    ValueError if `pat` is chosen for a mode that it does not serve, if a variable is wrong, or in
+    strict mode if pat decodes nothing under these options. RuntimeError if SGLang has chosen `pat`
+    in spite of the substitution.
     """
     if not is_asked_for(arguments) and _asks(arguments):
         Environment.read()
@@ -60,7 +48,7 @@ def around_resolution(resolve: Callable[[Any], None], arguments: Any) -> None:
 
 
 def is_asked_for(arguments: Any) -> bool:
-    """True if `pat` was chosen for decode, before it was substituted."""
+    """Return True if `pat` was chosen for decode before it was substituted."""
     return getattr(arguments, _ASKED_FOR, False)
 
 
@@ -95,14 +83,14 @@ def _substitute(arguments: Any) -> None:
 
 
 def _check(arguments: Any) -> None:
-    """RuntimeError if `pat` is still one of SGLang's attention backends."""
+    """Raise RuntimeError if `pat` is still one of the attention backends."""
     for name in (_ALL_MODES, _PREFILL, _DECODE):
         if resolved(arguments, name) == BACKEND:
             raise RuntimeError(not_substituted(f"{name} is still {BACKEND!r}"))
 
 
 def not_substituted(found: str) -> str:
-    """The message for a SGLang in which the substitution did not take hold."""
+    """Return the message for an SGLang in which the substitution did not take hold."""
     return (
         f"pat was not substituted while SGLang resolved its arguments: {found}; supported versions "
         f"of SGLang: {', '.join(support.SGLANG_VERSIONS)}"

@@ -1,7 +1,7 @@
-"""Every SGLANG_PAT_* environment variable: what it means, its type, its default.
+"""Every SGLANG_PAT_* environment variable: its meaning, its type, its default.
 
-Read while SGLang resolves its arguments, so that a mistake is found before the model is loaded,
-and again when it builds the backend.
+They are read while SGLang resolves its arguments, so that a mistake is found before the model is
+loaded, and again when SGLang builds the backend.
 """
 
 from __future__ import annotations
@@ -59,18 +59,10 @@ class Environment:
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
-        """Parse and check the variables.
+        """Parse and check the variables of an environment. None: that of this process.
 
-        Parameters
-        ----------
-        variables
-            All variables of an environment. None: those of this process.
-
-        Raises
-        ------
-        ValueError
-            Names a SGLANG_PAT_ variable that does not exist, or a value that is not allowed; or the
-            stats file cannot be written.
+        ValueError names a SGLANG_PAT_ variable that does not exist, or a value that is not allowed,
+        such as a stats file that cannot be written.
         """
         given = os.environ if variables is None else variables
         ours = {name: value for name, value in given.items() if name.startswith(PREFIX)}
@@ -103,7 +95,7 @@ class Environment:
 def _stats_file(text: str) -> Path:
     path = Path(text.replace("{pid}", str(os.getpid())))
     problem = problem_with(path)
-    # The file is replaced as a whole, and so would be the device or pipe.
+    # The file is replaced as a whole, and so would a device or a pipe be.
     if problem is None and path.exists() and not path.is_file():
         problem = "it is no regular file"
     if problem is not None:

@@ -13,13 +13,10 @@ from sglang_pat import support
 
 
 class Hook(NamedTuple):
-    """A function to be put on a method of SGLang's.
+    """A function to be put on a method of SGLang."""
 
-    owner: `module:Class` instead of dots. SGLang applies each target string once, so that a hook
-    which another plug-in put on the same method when it was loaded would keep ours, which come
-    later, from being applied.
-    """
-
+    # `module:Class`, with a colon. SGLang applies the hooks of a target string once, so a hook that
+    # another plug-in has put on the same method would keep a later one from being applied.
     owner: str
     method: str
     function: Callable[..., Any]
@@ -27,7 +24,7 @@ class Hook(NamedTuple):
 
 
 def install_hooks(hooks: Sequence[Hook]) -> None:
-    """Install hooks in this process, once. RuntimeError if one does not take hold."""
+    """Install hooks in this process, once. Raise RuntimeError if one does not take hold."""
     for owner, method, hook, kind in hooks:
         if not _is_hooked(owner, method, hook):
             HookRegistry.register(f"{owner}.{method}", hook, kind)
@@ -36,7 +33,7 @@ def install_hooks(hooks: Sequence[Hook]) -> None:
 
 
 def check_hooks(hooks: Sequence[Hook]) -> None:
-    """Raise RuntimeError, naming it, if a hook is not in place. SGLang itself only logs that."""
+    """Raise RuntimeError that names a hook which is not in place. SGLang only logs that."""
     for owner, method, hook, _ in hooks:
         if not _is_hooked(owner, method, hook):
             raise RuntimeError(

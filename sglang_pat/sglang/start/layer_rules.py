@@ -1,9 +1,9 @@
 """Decides which layers pat decodes, when SGLang builds the backend.
 
-What changes the meaning of all layers (options, the kind of model) makes the whole model fall back.
-The rest is decided layer by layer: the shape, the KV pool, and its scales. SGLang divides keys and
-values by a number per layer before it stores them in a type of one byte. Its backends differ in
-whether they do, and pat must read what the default backend stored in a prefill.
+The whole model falls back for options and kinds of models that change the meaning of all layers.
+Otherwise each layer's shape, KV pool and scales decide. Scales are numbers by which SGLang divides
+the keys and values of a layer before it stores them in a type of one byte. Not all backends do so,
+and pat must read what the default backend stored in a prefill.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from sglang_pat.sglang.start.layer_support import LayerSupport, read_scales
 from sglang_pat.sglang.start.server_options import drafts_of, server_reason
 from sglang_pat.support import Unsupported
 
-# Names that SGLang's models give to the sinks of their attention layers. Only for the log:
-# what is passed is applied.
+# Names that SGLang's models give to the sinks of their attention layers, for the log.
 _SINKS = ("sinks", "attention_sink_bias")
 
 
@@ -36,14 +35,8 @@ def layers_of_runner(
 ) -> LayerSupport:
     """Decide for all layers of a model.
 
-    Parameters
-    ----------
-    model_runner
-        SGLang's ModelRunner, with the model and the KV pool.
-    default
-        The name of the backend that decodes without pat.
-    types
-        The types of attention layers that decode in the model's steps.
+    default: the name of the backend that decodes without pat. types: the types of attention layers
+    that decode in the model's steps.
     """
     model = model_runner.model
     whole = _reason_for_all(model_runner, default)
@@ -61,7 +54,7 @@ def layers_of_model(
     whole: Unsupported | None,
     reason_of: Callable[[RadixAttention], Unsupported | None],
 ) -> LayerSupport:
-    """Decide for all layers of a model, by reasons that are known; see `layers_of_runner`."""
+    """Decide for all layers of a model, by the reason for all of them or for each one."""
     layers = attention_layers(model)
     if whole is None and not layers:
         name = type(model).__name__
@@ -88,12 +81,11 @@ def shape_of(layer: RadixAttention) -> HeadConfig:
 
 
 def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
-    """Attention layers of a model's part on this rank.
+    """Return the attention layers of a model's part on this rank.
 
-    They are its modules, and those that a module keeps in a plain list or dict, as SGLang's wrapper
-    of models of transformers does.
-
-    Of latent attention the absorbed one: its twin of the same id attends in prompts.
+    A module may keep them in a plain list or dict, as SGLang's wrapper of transformers models does.
+    Latent attention has two layers of one id: the absorbed one is returned, while the other one
+    attends in prompts.
     """
     layers: dict[int, RadixAttention] = {}  # by id(): a layer may be in both
     twins = set()
@@ -112,7 +104,7 @@ def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
 
 
 def _layers_with_sinks(model: torch.nn.Module) -> frozenset[int]:
-    """Ids of the attention layers whose sinks are parameters of the module around them."""
+    """Return the ids of attention layers whose sinks are parameters of the module around them."""
     return frozenset(
         layer.layer_id
         for module in model.modules()
@@ -123,7 +115,7 @@ def _layers_with_sinks(model: torch.nn.Module) -> frozenset[int]:
 
 
 def _with_lora_on_latent(model: torch.nn.Module) -> frozenset[int]:
-    """Ids of the layers of latent attention whose expansion has LoRA adapters."""
+    """Return the ids of layers of latent attention whose expansion has LoRA adapters."""
     return frozenset(
         absorbed.layer_id
         for module in model.modules()
@@ -133,7 +125,7 @@ def _with_lora_on_latent(model: torch.nn.Module) -> frozenset[int]:
 
 
 def model_reason(config: Any) -> Unsupported | None:
-    """Why pat decodes nothing of a kind of model, by its ModelConfig."""
+    """Return why pat decodes nothing of a kind of model, by its ModelConfig."""
     name = ", ".join(config.hf_config.architectures or ["unknown"])
     if not getattr(config, "is_generation", True):
         return Unsupported("attention", f"a model that answers with no tokens ({name})")
@@ -145,9 +137,9 @@ def model_reason(config: Any) -> Unsupported | None:
 
 
 def _is_sparse(config: Any) -> bool:
-    """True if SGLang runs the model on a sparse backend of its own.
+    """Return True if SGLang runs the model on a sparse backend of its own.
 
-    It lies over the default backend or replaces it, so layers that pat would count never reach pat.
+    That backend wraps or replaces the default one, so layers that pat would count never reach it.
     """
     text_config = getattr(config, "hf_text_config", None)
     is_sparse = is_minimax_sparse(config.hf_config) or is_deepseek_dsa(config.hf_config)
@@ -160,7 +152,7 @@ def _is_sparse(config: Any) -> bool:
 def window_reason(model: torch.nn.Module) -> Unsupported | None:
     """Return why nothing of a model is decoded: its class asks for a window that no layer names.
 
-    Of the tokens behind the prompt, fa3 reads only the last ones there.
+    fa3 then reads only the last tokens after the prompt.
     """
     asks = getattr(model, "is_prefill_aware_swa", None)
     return (
@@ -182,7 +174,7 @@ def _reason_for_all(model_runner: Any, default: str) -> Unsupported | None:
 
 
 def _device_reason(device: str, dtype: torch.dtype) -> Unsupported | None:
-    """Say why there are no kernels for a device. A CPU needs none."""
+    """Return why there are no kernels for a device. A CPU needs none."""
     if device == "cpu":
         return None
     if device != "cuda" or torch.version.hip is not None:
@@ -201,23 +193,20 @@ def layer_reason(
     default: str,
     types: Collection[AttentionType] = (AttentionType.DECODER,),
 ) -> Unsupported | None:
-    """Why pat does not decode a layer. types: see `layers_of_runner`."""
+    """Return why pat does not decode a layer. types: see `layers_of_runner`."""
     chunk = getattr(model_runner, "attention_chunk_size", None)
     reason = shape_reason(layer, chunk, types)
     if reason is None and shape_of(layer).is_latent:
-        return (
-            latent_reason(layer, model_runner)
-            or _latent_pool_reason(layer, model_runner)
-            or latent_scales_reason(layer, model_runner, default)
-        )
-    reason = reason or _pool_reason(layer, model_runner)
+        reason = latent_reason(layer, model_runner) or _latent_pool_reason(layer, model_runner)
+    elif reason is None:
+        reason = _pool_reason(layer, model_runner)
     return reason or scales_reason(layer, model_runner, default)
 
 
 def latent_reason(layer: RadixAttention, model_runner: Any) -> Unsupported | None:
     """Return why pat does not decode a layer of latent attention, by the server.
 
-    model_runner: its `server_args`, `model`, `device` and `dtype` are read.
+    Of the model runner, only `server_args`, `model`, `device` and `dtype` are read.
     """
     drafts = drafts_of(model_runner.server_args)
     if drafts is not None:
@@ -239,7 +228,7 @@ def latent_reason(layer: RadixAttention, model_runner: Any) -> Unsupported | Non
 
 
 def _latent_pool_reason(layer: RadixAttention, model_runner: Any) -> Unsupported | None:
-    """Say so if a layer's KV is not one row per slot, with values in its first columns."""
+    """Return a reason if a layer's KV is not one row per slot with values in its first columns."""
     dtype = model_runner.kv_cache_dtype
     if dtype != model_runner.dtype and not is_converted(model_runner):
         return Unsupported("dtype of queries and KV cache", f"a KV cache of {dtype}")
@@ -270,7 +259,7 @@ def shape_reason(
     chunk_size: int | None,
     types: Collection[AttentionType] = (AttentionType.DECODER,),
 ) -> Unsupported | None:
-    """Unsupported not to decode a layer, by its description; None: pat decodes it.
+    """Return why pat does not decode a layer, by its description.
 
     chunk_size: of the layers with RoPE in models that attend within chunks. types: see
     `layers_of_runner`.
@@ -306,7 +295,7 @@ def shape_reason(
 
 
 def _pool_reason(layer: RadixAttention, model_runner: Any) -> Unsupported | None:
-    """Say so if the layer's KV is not `[slot, KV head, head_dim]` of a type that pat reads."""
+    """Return a reason if the KV is not `[slot, KV head, head_dim]` of a type that pat reads."""
     dtype = model_runner.kv_cache_dtype
     if dtype != model_runner.dtype and not is_converted(model_runner):
         return Unsupported("dtype of queries and KV cache", f"{model_runner.dtype} and {dtype}")
@@ -329,34 +318,41 @@ def _pool_reason(layer: RadixAttention, model_runner: Any) -> Unsupported | None
     return None
 
 
-# Stores and reads the numbers as they are, whatever scales a layer has.
+# Backends that store and read the numbers as they are, whatever scales a layer has; that scale in
+# some versions of SGLang only; that multiply latent KV with the scales when they read it.
 _UNSCALED = ("torch_native",)
-# Scales in some versions of SGLang only.
 _UNCERTAIN = ("intel_amx",)
-# Multiply latent KV with the scales of its layer when they read it.
 _SCALES_LATENT = ("triton", "flashmla")
-# Values of --kv-cache-dtype that have more than one scale per layer.
-_BLOCK_SCALED = ("mxfp8",)
+_BLOCK_SCALED = ("mxfp8",)  # values of --kv-cache-dtype with more than one scale per layer
 
 
 def is_converted(model_runner: Any) -> bool:
-    """True if the pool has a type of one byte that pat converts."""
+    """Return True if the pool has a type of one byte that pat converts."""
     name = str(model_runner.kv_cache_dtype).removeprefix("torch.")
     return name in support.CONVERTED_KV_DTYPES
 
 
 def are_scaled(model_runner: Any, default: str) -> bool:
-    """True if the scales of the layers apply to the pool under the default backend."""
+    """Return True if the default backend applies the scales of the layers."""
     return is_converted(model_runner) and default not in _UNSCALED
 
 
 def scales_reason(layer: RadixAttention, model_runner: Any, default: str) -> Unsupported | None:
-    """Why pat does not decode a layer for the sake of its scales. Waits for the device."""
+    """Return why pat does not decode a layer with its scales. Waits for the device."""
     if model_runner.kv_cache_dtype_str in _BLOCK_SCALED:
         return Unsupported("dtype of queries and KV cache", model_runner.kv_cache_dtype_str)
     if not are_scaled(model_runner, default):
         return None
-    if default in _UNCERTAIN and (layer.k_scale, layer.v_scale) != (None, None):
+    given = (layer.k_scale, layer.v_scale)
+    if shape_of(layer).is_latent:
+        # SGLang stores latent KV without scales. Most backends read it so; others multiply.
+        if default in _SCALES_LATENT:
+            for scale in given:
+                if scale is not None and float(scale) != 1.0:
+                    scaled = f"latent KV scaled by {float(scale)}, under {default}"
+                    return Unsupported("KV pool", scaled)
+        return None
+    if default in _UNCERTAIN and given != (None, None):
         return Unsupported("KV pool", f"scaled, under {default}")
     for scale in read_scales(layer):
         if isinstance(scale, torch.Tensor):
@@ -367,22 +363,4 @@ def scales_reason(layer: RadixAttention, model_runner: Any, default: str) -> Uns
             scale = scale.item()
         if not 0 < scale < math.inf:
             return Unsupported("KV pool", f"scaled by {scale}")
-    return None
-
-
-def latent_scales_reason(
-    layer: RadixAttention, model_runner: Any, default: str
-) -> Unsupported | None:
-    """Why pat does not decode a layer of latent attention for the sake of its scales.
-
-    SGLang stores latent KV without them. Most backends read it so; others multiply. Waits for the
-    device.
-    """
-    if model_runner.kv_cache_dtype_str in _BLOCK_SCALED:
-        return Unsupported("dtype of queries and KV cache", model_runner.kv_cache_dtype_str)
-    if not is_converted(model_runner) or default not in _SCALES_LATENT:
-        return None
-    for scale in (layer.k_scale, layer.v_scale):
-        if scale is not None and float(scale) != 1.0:
-            return Unsupported("KV pool", f"latent KV scaled by {float(scale)}, under {default}")
     return None

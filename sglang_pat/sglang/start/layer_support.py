@@ -1,13 +1,13 @@
 """Which layers of a model pat decodes, and why the others fall back to SGLang's backend.
 
-`layer_rules.py` decides it once, when SGLang builds the backend. A warm-up step may show that one
-more layer must fall back.
+`layer_rules.py` decides this when SGLang builds the backend. A warm-up step may show that one more
+layer must fall back.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -18,55 +18,32 @@ from sglang_pat.plan import HeadConfig
 from sglang_pat.support import Unsupported
 
 PAT, DEFAULT = "pat", "default"  # who decodes a layer
-# Arguments that models pass to a layer beside queries, keys and values.
+# Arguments that models pass to a layer of latent attention besides queries, keys and values.
 _LATENT_ARGUMENTS = ("q_rope", "k_rope")
 
 
 class LayerSupport:
-    """The route of each attention layer of a model's part on this rank.
-
-    Attributes
-    ----------
-    default
-        The name of SGLang's default backend.
-    prefill
-        The name of the backend that prefills the model that is served. None: it is not named.
-    shapes
-        Layer id -> shape of each layer that pat decodes.
-    fallback
-        Layer id -> reason of each layer that the default backend decodes.
-    whole
-        The reason why the whole model falls back, even if it has no layers.
-    sinks
-        Ids of the layers that have attention sinks.
-    batch_invariant
-        Whether pat computes a request alike in any batch.
-    are_scaled
-        Whether the pool's KV is divided by the scales of its layer.
-    is_converted
-        Whether the pool has a type of one byte that pat converts.
-    layers
-        All attention layers.
-    """
+    """Who decodes each attention layer of a model's part on this rank."""
 
     def __init__(self, default: str) -> None:
-        self.default = default
-        self.prefill: str | None = None
-        self.shapes: dict[int, HeadConfig] = {}
-        self.fallback: dict[int, Unsupported] = {}
-        self.sinks: frozenset[int] = frozenset()
-        self.batch_invariant = False
-        self.are_scaled = self.is_converted = False
+        self.default = default  # the name of SGLang's default backend
+        self.prefill: str | None = None  # the name of the backend that prefills, if it is known
         self.layers: Sequence[RadixAttention] = ()
-        self.whole: Unsupported | None = None
+        self.shapes: dict[int, HeadConfig] = {}  # of the layers that pat decodes, by layer id
+        self.fallback: dict[int, Unsupported] = {}  # why the others fall back, by layer id
+        self.whole: Unsupported | None = None  # why the whole model falls back
+        self.sinks: frozenset[int] = frozenset()  # ids of the layers with attention sinks
+        self.batch_invariant = False  # whether pat computes a request alike in any batch
+        self.are_scaled = False  # whether the pool divides KV by the scales of its layer
+        self.is_converted = False  # whether the pool has a type of one byte that pat converts
 
     def fallback_reason(
         self, layer: RadixAttention, arguments: dict[str, Any]
     ) -> Unsupported | None:
-        """Return why the default backend must attend, for a reason that only a step shows.
+        """Return why a layer must fall back, for a reason that only a step shows.
 
-        The model passes the layer an argument that pat would ignore, or the layer was not found.
-        None: there is no reason, or it is known.
+        The model passes an argument that pat would ignore, or the layer was not found. None: there
+        is no such reason, or the layer has fallen back already.
         """
         layer_id = layer.layer_id
         shape = self.shapes.get(layer_id)
@@ -97,14 +74,14 @@ class LayerSupport:
         self.shapes = {}
 
     def check_strict(self) -> None:
-        """ValueError that names the first thing that is fallback."""
+        """Raise ValueError that names the first reason for which something falls back."""
         if self.whole is not None:
             raise self.whole.refusal()
         for layer_id, reason in sorted(self.fallback.items()):
             raise reason.refusal(f" (layer {layer_id})")
 
     def counts(self) -> dict[tuple[str, str], int]:
-        """(route, reason) -> how many layers. The reason of pat's own is empty."""
+        """Return how many layers there are, by route and reason, which is empty for pat."""
         reasons = Counter(str(reason) for reason in self.fallback.values())
         if self.whole is not None and not reasons:
             reasons[str(self.whole)] = 0
@@ -112,7 +89,7 @@ class LayerSupport:
         return counted | {(DEFAULT, reason): count for reason, count in reasons.most_common()}
 
     def as_json(self) -> dict[str, Any]:
-        """For `/server_info`."""
+        """Return what `/server_info` shows."""
         by_reason = {reason: n for (route, reason), n in self.counts().items() if route == DEFAULT}
         return {
             "default_backend": self.default,
@@ -122,7 +99,7 @@ class LayerSupport:
         }
 
     def __str__(self) -> str:
-        """For the log."""
+        """Return a line for the log."""
         total = len(self.shapes) + len(self.fallback)
         groups = [
             f"{count} on {self.default}: {reason}"
@@ -141,25 +118,12 @@ class LayerSupport:
         tail = [] if self.prefill is None else [f"prefill on {self.prefill}"]
         return "; ".join([head, *groups, *tail])
 
-    def table(self) -> Iterator[tuple[str, str, str]]:
-        """(layers, route, reason), for neighbours that have the same."""
-        rows: list[tuple[int, int, str, str]] = []
-        for layer_id in sorted({*self.shapes, *self.fallback}):
-            reason = str(self.fallback.get(layer_id, ""))
-            route = self.default if reason else PAT
-            if rows and rows[-1][2:] == (route, reason) and rows[-1][1] == layer_id - 1:
-                rows[-1] = (rows[-1][0], layer_id, route, reason)
-            else:
-                rows.append((layer_id, layer_id, route, reason))
-        for first, last, route, reason in rows:
-            yield (str(first) if first == last else f"{first}-{last}", route, reason)
-
 
 def read_scales(layer: RadixAttention) -> tuple[Scale, Scale]:
-    """Return what the stored keys and values are multiplied with: latent ones with 1.
+    """Return what stored keys and values are multiplied with: 1 for latent ones.
 
-    A tensor is the one that the pool divides by, not the number that SGLang keeps beside it:
-    loading new weights overwrites the tensor alone.
+    A tensor is the one that the pool divides by. SGLang keeps its value as a number too, but new
+    weights overwrite only the tensor.
     """
     if support.is_latent(layer.qk_head_dim, layer.v_head_dim):
         return 1.0, 1.0

@@ -20,40 +20,40 @@ DELEGATED_ARGUMENTS = {
     "enable_mis": "--enable-mis",
     "dllm_algorithm": "--dllm-algorithm",
 }
-# Sources of drafts: a model, in chains or, with a topk above 1, in trees; a model
-# that gives a chain at once; or earlier text, in trees.
+# Drafts come from a model, in chains or (with a topk above 1) in trees; from a model that gives a
+# block at once; or from earlier text, in trees.
 CHAINS = ("EAGLE", "EAGLE3", "FROZEN_KV_MTP", "NEXTN", "STANDALONE")
 BLOCKS = ("DFLASH", "DSPARK")
 TREES = ("NGRAM",)
 # Prepares verify steps, and what a draft model reads of them, on a stream of its own.
 PLAN_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
-# Verify steps of DSPARK: as many drafts of each request ("static"), or as many as pay.
+# Whether DSPARK verifies as many drafts of each request ("static").
 RAGGED_VERIFY = "SGLANG_RAGGED_VERIFY_MODE"
-# Makes a graph of what a backend does before a replay, and from then on asks it no more.
+# Captures what a backend does before a replay, and does not ask it again.
 GLUE_GRAPH = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
 # Values of --kv-cache-dtype under which pat may read the KV.
 _KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 
 
 def attention_backends(arguments: Any) -> tuple[str, str]:
-    """The resolved names of SGLang's backends for prefill and decode."""
+    """Return the resolved names of SGLang's backends for prefill and decode."""
     base = resolved(arguments, "attention_backend")
     prefill = resolved(arguments, "prefill_attention_backend") or base
     return prefill, resolved(arguments, "decode_attention_backend") or base
 
 
 def batch_invariant(arguments: Any, environment: Environment) -> bool:
-    """True if pat must compute a request alike in any batch.
+    """Return True if pat must compute a request alike in any batch.
 
-    Its own variable asks for that, or SGLang's deterministic inference, which a target for
-    on-policy training turns on too.
+    Its own variable or SGLang's deterministic inference asks for it. A target for on-policy
+    training turns that on.
     """
     deterministic = resolved(arguments, "enable_deterministic_inference")
     return environment.batch_invariant or bool(deterministic)
 
 
 def server_reason(arguments: Any) -> Unsupported | None:
-    """Why pat decodes nothing under these resolved server arguments."""
+    """Return why pat decodes nothing under these resolved server arguments."""
     for name, flag in DELEGATED_ARGUMENTS.items():
         value = resolved(arguments, name)
         if value:
@@ -70,7 +70,7 @@ def server_reason(arguments: Any) -> Unsupported | None:
 
 
 def _speculation_reason(arguments: Any, environment: Environment) -> Unsupported | None:
-    """Why pat does not verify the drafts of speculative decoding."""
+    """Return why pat does not verify the drafts of speculative decoding."""
     from sglang.srt.environ import envs
 
     algorithm = resolved(arguments, "speculative_algorithm")
@@ -99,22 +99,11 @@ def _speculation_reason(arguments: Any, environment: Environment) -> Unsupported
 
 
 class Drafts(NamedTuple):
-    """The draft tokens of a verify step.
+    """The draft tokens of a verify step."""
 
-    Attributes
-    ----------
-    counts
-        How many of each request. Several numbers where SGLang goes from one to another, as drafts
-        are accepted (adaptive drafts).
-    are_chains
-        Whether each follows the one before it. Otherwise they may branch.
-    lengths_are_bounds
-        Whether the lengths that SGLang gives on the host may be longer than the requests are.
-    """
-
-    counts: tuple[int, ...]
-    are_chains: bool
-    lengths_are_bounds: bool = False
+    counts: tuple[int, ...]  # per request; several numbers for adaptive drafts
+    are_chains: bool  # whether each follows the one before it; otherwise they may branch
+    lengths_are_bounds: bool = False  # whether requests may be shorter than SGLang says on the host
 
 
 def drafts_of(arguments: Any) -> Drafts | None:
@@ -134,7 +123,7 @@ def drafts_of(arguments: Any) -> Drafts | None:
 
 
 def drafts_now(arguments: Any) -> int:
-    """Return the draft tokens per request that the backends verify which SGLang builds now."""
+    """Return the draft tokens per request of the backend that SGLang is building now."""
     if resolved(arguments, "speculative_adaptive"):  # it says so while it builds them
         from sglang.srt.runtime_context import get_spec
 
@@ -148,9 +137,9 @@ def branches_of(arguments: Any) -> int:
 
 
 def early_reason(arguments: Any) -> Unsupported | None:
-    """Unsupported from resolved server arguments alone, before there is a model.
+    """Return why pat decodes nothing, from resolved server arguments before there is a model.
 
-    It includes `server_reason`, and what becomes each layer's reason once the KV pool is there.
+    The reason is that of `server_reason`, or will be each layer's once there is a KV pool.
     """
     reason = server_reason(arguments)
     dtype = resolved(arguments, "kv_cache_dtype")

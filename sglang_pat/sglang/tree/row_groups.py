@@ -1,11 +1,13 @@
 """Rows of a step that are not requests: those of beam searches, and draft tokens.
 
-Such rows belong to a request. They share its path in the tree, and below it one more node, whose
-end the group of rows knows. For beams it is the end of the prompt: a search is one request, the
-leader, and rows without a Req that follow the batch's requests. SGLang copies the leader's slots of
-the prompt into these rows when it makes them. Beyond the prompt each row has slots of its own,
-which SGLang deals out again after each step. So plans keep: slots of the prompt never change, and
-those beyond it are read in each step. Draft tokens: `speculative/rows.py`.
+Such rows belong to a request. They share its path in the tree, and one more node below it.
+
+In a beam search the request is the leader, and the node ends where the prompt does. The other rows
+have no Req and follow the batch's requests. SGLang copies the leader's slots of the prompt into
+them, and deals out the slots beyond the prompt again after each step. Plans stay right: slots of
+the prompt never change, and those beyond it are read in each step.
+
+Draft tokens: `speculative/rows.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _GROUP = "_sglang_pat_rows"  # attribute of a BeamGroup
 
 
 class VirtualRequest:
-    """A row of a request, in place of a Req. What it has not itself, the request has."""
+    """Stands in for a Req: one row of a request, from which unknown attributes are read."""
 
     __slots__ = ("group", "kv", "rid")
 
@@ -43,7 +45,7 @@ class VirtualRequest:
 
 
 class _BeamKv:
-    """In place of `Req.kv`: a beam has a row of its own in the table of slots."""
+    """Stands in for `Req.kv`: a beam has its own row in the table of slots."""
 
     __slots__ = ("leader", "req_pool_idx")
 
@@ -58,33 +60,22 @@ class _BeamKv:
 
 
 class RequestRows:
-    """The rows of a request, and the node below its path in the tree.
-
-    Attributes
-    ----------
-    req
-        The request.
-    rows
-        Its rows. The leader of beams is not among them, but shares the node.
-    ids
-        `id()` of each.
-    end
-        Where the node ends; -1: not known yet.
-    """
+    """The rows of a request, and the node below its path in the tree."""
 
     __slots__ = ("_node_id", "_span", "end", "ids", "req", "rows")
 
     def __init__(self, req: Request, count: int, end: int = -1) -> None:
         self.req = req
+        # A leader of beams is not among the rows, but shares the node.
         self.rows = [VirtualRequest(self) for _ in range(count)]
         self.ids = tuple(map(id, self.rows))
-        self.end = end
+        self.end = end  # of the node; -1: not known yet
         self._node_id = -1
         self._span = (-1, -1)
 
     @classmethod
     def of_beams(cls, leader: Request, rows: Sequence[int]) -> RequestRows:
-        """Return the rows of a beam search. rows: where their slots are in SGLang's table."""
+        """Return the rows of a beam search, given their rows in SGLang's table of slots."""
         group = cls(leader, len(rows), leader.beam_group.prompt_len)
         for number, (beam, row) in enumerate(zip(group.rows, rows, strict=True), start=2):
             beam.kv = _BeamKv(leader, row)
@@ -92,7 +83,7 @@ class RequestRows:
         return group
 
     def extended(self, path: Path) -> Path:
-        """Return the path, which is the tree's, and one more node up to the end."""
+        """Return the request's path in the tree and the node below it."""
         begin = path[-1][3] if path else 0
         if begin >= self.end:
             return path
@@ -102,25 +93,17 @@ class RequestRows:
 
 
 def _with_group(req: Request | VirtualRequest) -> tuple[Request, RequestRows | None]:
-    """Return the request of a row, or the request, and the group; leaders of beams have one."""
+    """Return the request that a row belongs to, or the request itself, and its group if any."""
     if isinstance(req, VirtualRequest):
         return req.group.req, req.group
     return req, getattr(getattr(req, "beam_group", None), _GROUP, None)
 
 
 class RowPaths(PathReader):
-    """A PathReader of rows, and of requests among them."""
+    """Reads the paths of rows, and of requests among them."""
 
     def __init__(self, source: PathReader, req_to_token_pool: Any) -> None:
-        """Make the builder of rows.
-
-        Parameters
-        ----------
-        source : PathReader
-            Reads the tree, for requests.
-        req_to_token_pool : ReqToTokenPool
-            SGLang's, with the slots of each request.
-        """
+        """Make a reader over `source`, which reads the tree, and SGLang's table of slots."""
         self._source = source
         self._pool = req_to_token_pool
 
@@ -129,7 +112,7 @@ class RowPaths(PathReader):
 
     def read(self, reqs: Sequence[Request]) -> list[Path]:
         owners = [_with_group(req) for req in reqs]
-        once = {id(owner): (owner, group) for owner, group in owners}  # its rows have one path
+        once = {id(owner): (owner, group) for owner, group in owners}  # rows share its path
         found = self._source.read([owner for owner, _ in once.values()])
         paths = {
             key: path if group is None else group.extended(path)
@@ -150,16 +133,10 @@ class RowPaths(PathReader):
 def batch_with_beams(
     reqs: Sequence[Request], beam_tail: Any, invalidate: Callable[[Iterable[Request]], object]
 ) -> list[Request]:
-    """Return the requests of a batch in row order, rows of beams included.
+    """Return the requests of a batch in row order, and the rows of beams that follow them.
 
-    Parameters
-    ----------
-    reqs : sequence of Req
-        The requests of the batch.
-    beam_tail : BeamTail
-        Tells which rows follow them.
-    invalidate : callable
-        Called with each leader whose rows are new: its path now goes on to the end of its prompt.
+    `beam_tail` is SGLang's description of these rows. A leader with new rows is passed to
+    `invalidate`: its path now ends where its prompt does.
     """
     result = list(reqs)
     for entry in beam_tail.entries:

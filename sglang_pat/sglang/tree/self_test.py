@@ -1,7 +1,7 @@
-"""Self-test for SGLang versions that pat was not tested with.
+"""Self-test for versions of SGLang that pat was not tested with.
 
-SGLang's own requests find their prompts in a small tree of SGLang's own cache, and their paths are
-read as those of a running batch. That takes milliseconds, on the CPU.
+Requests of SGLang find their prompts in a small tree of SGLang's cache, and pat reads their paths.
+It takes milliseconds on the CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sglang_pat.sglang.tree.radix_paths import CacheEventMonitor, path_reader
 
 logger = logging.getLogger(__name__)
 
-# The caches of models whose layers all see all tokens, as module:Class. A version may lack one.
+# The caches of models whose layers all see all tokens. A version may lack one.
 _CACHES = (
     "sglang.srt.mem_cache.radix_cache:RadixCache",
     "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache",
@@ -45,12 +45,9 @@ _PROMPTS = (
 
 
 def check_version() -> None:
-    """Warn of a version of SGLang that is not in the support table.
+    """Test a version of SGLang that is not in the support table, and log a warning.
 
-    Raises
-    ------
-    RuntimeError
-        If such a version fails the self-test. Names what failed.
+    RuntimeError names what failed in the self-test.
     """
     installed = version("sglang")
     if installed in support.SGLANG_VERSIONS:
@@ -66,12 +63,9 @@ def check_version() -> None:
 
 
 def self_test() -> list[str]:
-    """Read a tree of each prefix cache that this SGLang has. Returns their names.
+    """Read a tree of each prefix cache that this SGLang has, and return their names.
 
-    Raises
-    ------
-    RuntimeError
-        If one is not read right, or there is none. Names what failed.
+    RuntimeError names what failed: a tree is not read right, or there is no cache.
     """
     tested = []
     for place in _CACHES:
@@ -98,7 +92,7 @@ def _failed(where: str, what: str) -> str:
 
 
 def _test(kind: type[Any]) -> None:
-    """Exceptions say what is wrong with a class of prefix caches."""
+    """Raise an exception that says what is wrong with a class of prefix caches."""
     cache = _new_cache(kind)
     events = CacheEventMonitor.watching(cache, lambda req: None, lambda: None)
     _insert(cache)
@@ -156,7 +150,7 @@ def _lock(cache: Any, req: Any) -> None:
 
 
 def _request(name: str, prompt: _Prompt, cache: Any) -> Any:
-    """A request as SGLang admits it, which finds its prompt in the cache."""
+    """Return a request as SGLang admits it. It finds its prompt in the cache."""
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
