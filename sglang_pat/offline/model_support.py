@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -196,7 +196,7 @@ def _server_arguments(path: str, flags: Sequence[str]) -> Any:
         raise ValueError(last) from None
     finally:
         logging.root.handlers[:] = handlers
-    compat.resolve_arguments(arguments)
+    _resolve(arguments)
     return arguments
 
 
@@ -215,10 +215,10 @@ def _become_a_rank(arguments: Any, config: Any) -> None:
             parallel_state.init_distributed_environment(
                 backend="fake", world_size=world_size, rank=0, local_rank=0
             )
-            sizes = compat.parallel_sizes(arguments)
+            sizes = _parallel_sizes(arguments)
             parallel_state.initialize_model_parallel(backend="fake", **sizes)
 
-    compat.publish_only_rank(arguments, before_dp=init_distributed, config=config)
+    _publish_only_rank(arguments, before_dp=init_distributed, config=config)
 
 
 @contextlib.contextmanager
@@ -273,3 +273,46 @@ def _forget_cpu(config: Any) -> None:
         from sglang.srt.layers.rotary_embedding import factory
 
         factory.get_rope_cpu = lambda *arguments, **named: factory.get_rope(*arguments[:8])
+
+
+# --- differences between versions of SGLang ---
+
+
+def _resolve(arguments: Any) -> None:
+    """Resolve arguments that were made outside of a server. 0.5.17: the constructor did."""
+    if hasattr(arguments, "resolve_once"):
+        arguments.resolve_once()
+
+
+def _parallel_sizes(arguments: Any) -> dict[str, int]:
+    """Return the sizes of groups of ranks for 0.5.17. Later versions know them."""
+    from sglang.srt import runtime_context
+
+    if hasattr(runtime_context, "SpawnRanks"):
+        return {}
+    return {
+        "tensor_model_parallel_size": arguments.tp_size,
+        "expert_model_parallel_size": arguments.ep_size,
+        "attention_data_parallel_size": arguments.dp_size if arguments.enable_dp_attention else 1,
+        "attention_context_model_parallel_size": arguments.attn_cp_size,
+        "moe_data_model_parallel_size": arguments.moe_dp_size,
+    }
+
+
+def _publish_only_rank(arguments: Any, *, before_dp: Callable[[], None], config: Any) -> None:
+    """Publish that this process is rank 0, and set up data parallelism after `before_dp()`.
+
+    0.5.17: the rank is not named, and data parallelism needs `config`.
+    """
+    from sglang.srt import runtime_context
+    from sglang.srt.layers.dp_attention import initialize_dp_attention
+
+    if hasattr(runtime_context, "SpawnRanks"):
+        ranks = runtime_context.SpawnRanks(world_rank=0)
+        runtime_context.publish(arguments, role="scheduler", ranks=ranks)
+        before_dp()
+        initialize_dp_attention(arguments)
+    else:
+        runtime_context.publish(arguments, role="scheduler")
+        before_dp()
+        initialize_dp_attention(arguments, config)

@@ -21,12 +21,6 @@ def resolution_method(server_args_class: type) -> str:
     return "resolve_once" if hasattr(server_args_class, "resolve_once") else "__post_init__"
 
 
-def resolve_arguments(arguments: Any) -> None:
-    """Resolve arguments that were made outside of a server. 0.5.17: the constructor did."""
-    if hasattr(arguments, "resolve_once"):
-        arguments.resolve_once()
-
-
 def resolved(arguments: Any, name: str) -> Any:
     """Return the resolved value of an argument, None if SGLang lacks it. 0.5.17: the field."""
     try:
@@ -111,40 +105,6 @@ def dp_rank(model_runner: Any, parallel: Any) -> int | None:
 def switches_roles(disaggregation: Any) -> bool:
     """Return True if a prefill server may become a decode server. 0.5.17: it may not."""
     return bool(getattr(disaggregation, "enable_pd_role_switch", False))
-
-
-def parallel_sizes(arguments: Any) -> dict[str, int]:
-    """Return the sizes of groups of ranks for 0.5.17. Later versions know them."""
-    from sglang.srt import runtime_context
-
-    if hasattr(runtime_context, "SpawnRanks"):
-        return {}
-    return {
-        "tensor_model_parallel_size": arguments.tp_size,
-        "expert_model_parallel_size": arguments.ep_size,
-        "attention_data_parallel_size": arguments.dp_size if arguments.enable_dp_attention else 1,
-        "attention_context_model_parallel_size": arguments.attn_cp_size,
-        "moe_data_model_parallel_size": arguments.moe_dp_size,
-    }
-
-
-def publish_only_rank(arguments: Any, *, before_dp: Callable[[], None], config: Any) -> None:
-    """Publish that this process is rank 0, and set up data parallelism after `before_dp()`.
-
-    0.5.17: the rank is not named, and data parallelism needs `config`.
-    """
-    from sglang.srt import runtime_context
-    from sglang.srt.layers.dp_attention import initialize_dp_attention
-
-    if hasattr(runtime_context, "SpawnRanks"):
-        ranks = runtime_context.SpawnRanks(world_rank=0)
-        runtime_context.publish(arguments, role="scheduler", ranks=ranks)
-        before_dp()
-        initialize_dp_attention(arguments)
-    else:
-        runtime_context.publish(arguments, role="scheduler")
-        before_dp()
-        initialize_dp_attention(arguments, config)
 
 
 # --- the batch ---

@@ -4,8 +4,8 @@
 `enable_cpu_engine()` before they import SGLang.
 
 SGLang imports its `sgl_kernel` wheel everywhere, and that wheel needs `libcuda.so.1`. Stubs replace
-it in this process and in every process that this one starts. FlashInfer, which is slow to import
-and useless without a driver, is hidden. With a driver nothing is replaced.
+it in this process and in every process that this one starts. They also hide FlashInfer, which is
+slow to import and useless without a driver. With a driver nothing is replaced.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ STUB_DIR = Path(__file__).resolve().parent / "stubs"
 
 
 def cuda_driver_is_present() -> bool:
-    """True if the CUDA driver library can be loaded, which the `sgl_kernel` wheel needs.
+    """Return True if the CUDA driver library can be loaded, which the `sgl_kernel` wheel needs.
 
-    This does not count devices: that would initialise the driver, and a process that forks later
-    must not do that.
+    Counting devices would initialise the driver, which a process that forks later must not do.
     """
     try:
         ctypes.CDLL("libcuda.so.1")
@@ -35,7 +34,7 @@ def cuda_driver_is_present() -> bool:
 
 
 def new_engine(**arguments: Any) -> Any:
-    """`sglang.Engine(**arguments)`, on the CPU if no CUDA driver is present."""
+    """Return `sglang.Engine(**arguments)`, which runs on the CPU if there is no CUDA driver."""
     enable_cpu_engine()
     import sglang
 
@@ -43,19 +42,10 @@ def new_engine(**arguments: Any) -> Any:
 
 
 def enable_cpu_engine() -> bool:
-    """Make SGLang run on the CPU if, and only if, no CUDA driver is present. Idempotent.
+    """Make SGLang run on the CPU if there is no CUDA driver, and return whether it does.
 
-    Child processes inherit this through the environment.
-
-    Returns
-    -------
-    bool
-        Whether the CPU engine is active. False: nothing was changed.
-
-    Raises
-    ------
-    RuntimeError
-        SGLang has already been imported, and has chosen its platform.
+    Child processes inherit this through the environment. RuntimeError if SGLang has already been
+    imported and has chosen its platform.
     """
     if cuda_driver_is_present():
         return False
@@ -68,7 +58,7 @@ def enable_cpu_engine() -> bool:
             "platform; call it first"
         )
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    # SGLang 0.5.17 assumes that a backend which it does not know uses Triton, also on the CPU.
+    # SGLang 0.5.17 assumes that a backend it does not know uses Triton, even on the CPU.
     os.environ["TRITON_INTERPRET"] = "1"
     # With more threads than free cores a tiny model takes ten times as long.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -80,11 +70,10 @@ def enable_cpu_engine() -> bool:
 
 
 def bound_kv_pool(arguments: list[str]) -> list[str]:
-    """Return the arguments of a server, with a size for its KV pool.
+    """Return the arguments of a server with a size for its KV pool.
 
-    SGLang sizes the pool by the free memory, and on the CPU that is most of the machine. A size
-    among `arguments` wins, because it comes later. With `--config` nothing is added, because it
-    would win over the file.
+    SGLang would size the pool by the free memory: most of the machine. A size among `arguments`
+    wins, because it comes later. With `--config` nothing is added: it would win over the file.
     """
     if "--config" in arguments:
         return arguments

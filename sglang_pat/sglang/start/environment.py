@@ -37,8 +37,8 @@ class Environment:
         layers, to SGLang's default backend.
     stats_file
         SGLANG_PAT_STATS_FILE. Where the counters are written as JSON, within 0.1 s of a decode
-        step. `{pid}` in it stands for the id of the scheduler process: one per replica,
-        but with data-parallel attention the first rank's alone.
+        step. `{pid}` in it stands for the id of the scheduler process: one per replica, but only
+        the first rank's with data-parallel attention.
     growth_tokens
         SGLANG_PAT_GROWTH_TOKENS, 1 to 65536. A plan is rebuilt when a request has grown by more
         tokens than this. 1 plans at every other step: to measure what planning costs.
