@@ -44,6 +44,8 @@ class BackendState:
         self.plans: StepPlans | None = None
         self.kind: Any = kinds[0]
         self.is_captured = False
+        # Graphs in which pat has layers, by mode and size. They stay when all layers fall back.
+        self.graphs: set[tuple[ForwardMode, int]] = set()
         # Whether the default backend is preparing an eager step. It may call overridden methods.
         self.in_default = False
         # Arguments of init_cuda_graph_state() that the default backend has not been given.
@@ -96,7 +98,10 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         pat.kind, pat.is_captured = kind, True
         if pat.layer_support.fallback:
             super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
-        if pat.layer_support.shapes:
+        graph = forward_batch.forward_mode, forward_batch.batch_size
+        if in_capture and pat.layer_support.shapes:
+            pat.graphs.add(graph)
+        if pat.layer_support.shapes or graph in pat.graphs:
             pat.plans = pat.planner.plan_captured(kind, forward_batch, in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
@@ -121,6 +126,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what graphs capture: before the first one, and before all are captured again."""
+        self._pat.graphs.clear()
         if self._pat.layer_support.fallback:
             super().init_cuda_graph_state(max_bs, max_num_tokens)
         else:
@@ -180,6 +186,8 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         if not pat.layer_support.fallback:  # the default backend is not prepared for this step
             self._catch_up(forward_batch)
         pat.layer_support.fall_back(layer_id, reason)
+        if pat.is_captured and not pat.layer_support.shapes:  # in the warm-up of this graph
+            pat.graphs.discard((forward_batch.forward_mode, forward_batch.batch_size))
         pat.report(pat.layer_support)
 
     def _catch_up(self, forward_batch: Any) -> None:

@@ -241,6 +241,28 @@ def test_such_arguments_in_the_warm_up_of_a_graph() -> None:
     assert inside.planner(backend).counters()["plans_built"] == planned  # pat has no layer any more
 
 
+def test_graphs_that_pat_was_captured_in_are_planned_after_all_layers_fell_back() -> None:
+    """Their kernels read the plan in each replay, whoever decodes eager steps by then."""
+    model_runner = runner()
+    backend = pat_backend(model_runner)
+    backend.init_cuda_graph_state(max_bs=2, max_num_tokens=2)
+    backend.init_forward_metadata_out_graph(decode_batch([0], [1], [0]), in_capture=True)
+    eager = decode_batch([1], [2], [9])
+    backend.init_forward_metadata(eager)
+    for layer_id in (0, 1):
+        forward(backend, model_runner, layer_id, eager, score_mod=max)
+    assert not inside.layer_support(backend).shapes
+    view = replay_view([1], [3], [10], 1)
+    backend.init_forward_metadata_out_graph(view)
+    assert inside.plans(backend).seq_lens.tolist() == [3]
+    # Graphs that are captured from now on have no layer of pat.
+    backend.init_cuda_graph_state(max_bs=2, max_num_tokens=2)
+    planned = inside.planner(backend).counters()["plans_built"]
+    backend.init_forward_metadata_out_graph(view, in_capture=True)
+    backend.init_forward_metadata_out_graph(view)
+    assert inside.planner(backend).counters()["plans_built"] == planned
+
+
 def test_such_arguments_are_refused_in_strict_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_PAT_STRICT", "1")
     model_runner = runner()

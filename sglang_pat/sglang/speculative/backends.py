@@ -97,6 +97,7 @@ class PatSpeculativeMixin(PatMixin):
 
         SGLang writes to the default backend's tables even if no layer falls back.
         """
+        self._pat.graphs.clear()
         super(PatMixin, self).init_cuda_graph_state(max_bs, max_num_tokens)
         kinds = self._pat.kinds.values()
         if not self._pat.kinds.keys() & {ForwardMode.DRAFT_EXTEND_V2}:
