@@ -216,7 +216,7 @@ def measure_steps(cache: str, num_requests: int, *, varied: bool) -> list[dict[s
     gc.disable()
     for repeat in range(repeats):
         if repeat % 10 == 0:
-            steps.reader.forget()
+            steps.reader.invalidate_all()
             step("cold", everyone)
             step("unchanged", everyone)
             steps.length += GROWTH_TOKENS + 1
