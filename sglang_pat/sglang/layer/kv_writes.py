@@ -125,7 +125,7 @@ def pool_reason(pool: Any, layer_id: int) -> str | None:
         return "SGLANG_ENABLE_ASYNC_ASSERT, with which it checks slots"
     if type(pool) is SWAKVPool:
         _, is_window = pool.layers_mapping[layer_id]
-        if is_window:  # of other slots
+        if is_window:  # its slots are others
             return "a layer of a window's pool"
         pool = pool.full_kv_pool
     elif type(pool) is HybridLinearKVPool:

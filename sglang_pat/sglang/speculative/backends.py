@@ -181,7 +181,7 @@ class PatDraftSteps:
     def _takes_default(self) -> bool:
         """Return True if the default backend must be prepared for the next round.
 
-        It must as long as a layer falls back, or may still turn out to.
+        It must if a layer falls back, and until each layer has run: it may fall back when it does.
         """
         layer_support = self._pat.layer_support
         self._pat.has_default = (

@@ -248,7 +248,7 @@ class DraftBatchBuilder(DecodeBatchBuilder):
             self._drafts = None
             return reqs
         shape = view.shape
-        # Each row has at least one token more, which it reads live.
+        # Each row reads at least one more token: its tail is never empty.
         self._committed = self.lens + np.int32(shape.first - 1)
         drafts = self._drafts or DraftRowCache()
         self._moved = drafts.update(reqs, shape.per_request, self._committed, self._moved)

@@ -116,7 +116,7 @@ class StepChecker:
         in_tree = _ends(source.paths(reqs, len(reqs)))
         _check_kept(reqs, forest, in_tree)
         slots = [
-            # The table is rewritten in place, on the CPU too.
+            # A copy on the CPU too, because SGLang rewrites the table in place.
             req_to_token[row, : ends[-1][1] if ends else 0].to("cpu", torch.int64, copy=True)
             for row, ends in zip(rows, in_tree, strict=True)
         ]

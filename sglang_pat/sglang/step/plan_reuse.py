@@ -35,7 +35,7 @@ class LastPlan:
         self.plans = plans
         self.num_rows = num_rows
         self.steps_left = 0
-        self.why = why  # once no steps are left
+        self.why = why  # why the next step is planned once no steps are left
 
 
 class PlanReuse:

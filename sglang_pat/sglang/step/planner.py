@@ -33,7 +33,7 @@ from sglang_pat.stats import Counters, PlanStats, read_counters
 if TYPE_CHECKING:
     from sglang_pat.sglang.start.environment import Environment
 
-# A step that is planned for one of these repeats the last one all the same.
+# Reasons to plan a step that could otherwise repeat the last one.
 _WOULD_REPEAT = (StepReason.CHECKED, StepReason.DUE, StepReason.EAGER)
 
 

@@ -172,7 +172,7 @@ class DecodeBatchBuilder:
         if self._source is None:
             is_off = ", which is disabled" if getattr(step.tree, "disable", False) else ""
             return f"no shared paths are known to {type(step.tree).__name__}{is_off}"
-        if step.has_beams and not isinstance(self._source, RowPaths):  # from now on
+        if step.has_beams and not isinstance(self._source, RowPaths):  # the first one
             self._source = RowPaths(self._source, step.tree.req_to_token_pool)
         return None
 

@@ -47,7 +47,7 @@ class RequestTracker:
     it. The next batch with the same requests is then treated as new.
     """
 
-    # SGLang runs a draft model, if there is one, by the same methods. Called with its batches.
+    # Called with the batches of a draft model, which SGLang makes and runs by the same methods.
     on_draft_batch: Callable[[Any, Any], None] | None = None
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class RequestTracker:
         """Enclose what SGLang does for a batch: its forward, or what it prepares of it."""
         outer = self._step
         self._step = requests_of(forward_batch)
-        # A batch may be planned first, and run in a call of its own.
+        # One call may plan the batch, and a later one may run it.
         self._is_claimed = self._step is not None and self._step is self._claimed
         try:
             yield
