@@ -181,12 +181,12 @@ def test_a_graph_writes_the_lengths_of_all_steps() -> None:
     drafting = Drafting()
     drafting.steps.init_cuda_graph_state(4, 4)
     drafting.capture(4)
-    captured = inside.draft_round(drafting.steps)._reserved
+    captured = inside.draft_round(drafting.steps).device_rows._reserved
     view = drafting.view([25, 31], 4)
     drafting.steps.init_forward_metadata_out_graph(view)
     assert captured.tolist() == [[2] * 4, [3] * 4, [4] * 4]  # of the capture
     drafting.steps.init_forward_metadata_in_graph(view)
-    assert inside.draft_round(drafting.steps)._reserved is captured
+    assert inside.draft_round(drafting.steps).device_rows._reserved is captured
     # The plan leaves padding out.
     assert captured.tolist() == [[26, 32, 2, 2], [27, 33, 3, 3], [28, 34, 4, 4]]
 
@@ -198,7 +198,9 @@ def test_a_graph_that_does_not_is_told_the_lengths() -> None:
     for lens in ([25, 31], [26, 33]):
         view = drafting.view(lens, 2)
         drafting.steps.init_forward_metadata_out_graph(view)
-        assert inside.draft_round(drafting.steps)._reserved[2].tolist() == [n + 3 for n in lens]
+        assert inside.draft_round(drafting.steps).device_rows._reserved[2].tolist() == [
+            n + 3 for n in lens
+        ]
         drafting.assert_round(view, lens)
 
 
