@@ -131,8 +131,9 @@ class FamilyEngines:
         what the model answers, for drafts that are right (`sglang_draft_blocks`). environment:
         variables of SGLang's. has_graphs: steps of pat run as in CUDA graphs
         (`sglang_fake_cuda_graphs`); no step is checked then, since in debug mode none repeats
-        another, and every other prompt comes twice, so that KV is computed twice and freed once. aborts: all
-        prompts come once before, while others that are the same are aborted. conversations: prompts
+        another, and every other prompt comes twice, so that KV is computed twice and freed once.
+        aborts: all prompts come once before, while others that are the same are aborted.
+        conversations: prompts
         begin conversations of several turns, whose answers are put together; "whole": a turn
         repeats what was said before; "session" and "streaming": SGLang's sessions keep it, the
         second kind with its KV, and mended for drafts (`sglang_speculation`). evictions: the
