@@ -13,6 +13,7 @@ import torch
 
 from sglang_pat._scheduler import growth_of
 from sglang_pat.reasons import StepReason
+from sglang_pat.sglang.speculative.rows import DeviceRows, RowShape
 from sglang_pat.sglang.speculative.steps import SpeculativeStep
 from sglang_pat.sglang.step.plan_reuse import PlanReuse
 from sglang_pat.sglang.tree.request_tracker import RequestTracker, StepRequests
@@ -149,7 +150,8 @@ def test_the_plan_of_a_verify_step_serves_what_follows_it(reuse: PlanReuse) -> N
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_requests_that_speculate_repeat_until_one_has_outgrown_the_plan(dtype: type) -> None:
-    step, requests = SpeculativeStep(), StepRequests([], None, has_beams=False)
+    step = SpeculativeStep(RowShape(first=1), DeviceRows())
+    requests = StepRequests([], None, has_beams=False)
     step._lens, step._room = np.array([7, 5], np.int32), np.array([3, 9], np.int32)
     for lengths, growth in (
         ([7, 5], 0),
