@@ -117,7 +117,7 @@ SERVING := $(firstword $(wildcard $(RESULTS)/serving-gates-whole.json $(RESULTS)
 
 results: setup
 	$(RUN) .ci/pages/recorded_runs_page.py
-	$(RUN) tests/support/recorded_figures.py
+	$(RUN) .ci/pages/recorded_tables.py
 	$(RUN) benchmarks/plot gain $(SERVING) $(RESULTS)/kernels.json docs/gain.png
 	$(RUN) benchmarks/plot kernels $(RESULTS)/kernels.json docs/kernels.png
 	$(RUN) benchmarks/plot sharing $(RESULTS)/sharing.json docs/sharing.png
@@ -125,7 +125,7 @@ results: setup
 # Parses the sources: needs neither SGLang nor a compiler. Not --quiet: that hides what --strict counts.
 docs: $(VENV)/.docs-installed
 	@$(RUN) .ci/pages/recorded_runs_page.py --check
-	@$(RUN) tests/support/recorded_figures.py --check
+	@$(RUN) .ci/pages/recorded_tables.py --check
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 # For the supported Pythons that are installed. Needs neither a GPU nor nvcc.

@@ -143,7 +143,7 @@ def runs() -> str:
             dates = ", ".join(dict.fromkeys(run.date for run in of_version))
             lines.append(f"- {place}, SGLang {version} ({dates}): {named}.")
     often = [family.models for family in FAMILIES.values() if not family.nightly]
-    lines.append(f"- On every change: {'; '.join(often)}. The others run nightly.")
+    lines.append(f"- On every change: {'; '.join(often)}.")
     return "\n".join(lines)
 
 

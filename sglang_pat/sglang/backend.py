@@ -117,7 +117,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     def shared_read_ends(self, mode: ForwardMode) -> Any:
         """Return when a step has read what the scheduler may write next. 0.5.17 does not ask.
 
-        Later reads of pat do not matter (docs/design/decisions/0008-gathered-slots.md).
+        Later reads of pat do not matter (docs/design/decisions.md#gathered-shared-slots).
         """
         ends = super().shared_read_ends(mode)
         return type(ends).max_of((ends, type(ends).IN_REPLAY)) if mode in self._pat.kinds else ends

@@ -10,8 +10,9 @@ be what the JMESPath query finds in the file, rounded to the shown digits:
     18% >= max(cases[].error)
     -->
 
-`<=` and `>=` say that the number is a bound of what is found ("at least 2.2x"). `geomean(numbers)`
-and `divide(a, b)` are added to the functions of JMESPath.
+`<=` and `>=` say that the number is a bound of what is found ("at least 2.2x"). Added to the
+functions of JMESPath: `geomean(numbers)`, `divide(a, b)`, and `best_over_pat(us)`, the time of the
+fastest other kernel over pat's.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ class _Functions(Functions):  # type: ignore[misc]
     @signature({"types": ["number"]}, {"types": ["number"]})
     def _func_divide(self, a: float, b: float) -> float:
         return a / b
+
+    @signature({"types": ["object"]})
+    def _func_best_over_pat(self, us: dict[str, float]) -> float:
+        return min(time for name, time in us.items() if not name.startswith("pat")) / us["pat"]
 
 
 _OPTIONS = jmespath.Options(custom_functions=_Functions())

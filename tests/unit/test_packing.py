@@ -13,8 +13,8 @@ from sample_forests import ForestCase, make_case, make_scheduler, plan_case
 
 from sglang_pat._scheduler import SHARED_KV, CostModel
 
-DECISIONS = Path(__file__).parents[2] / "docs" / "design" / "decisions"
-PAGE = " ".join((DECISIONS / "0006-packing.md").read_text().split())
+DECISIONS = Path(__file__).parents[2] / "docs" / "design" / "decisions.md"
+PAGE = " ".join(DECISIONS.read_text().split())
 
 
 def shared_packs(case: ForestCase, policy: str, group_size: int = 4) -> list[tuple[int, int, int]]:

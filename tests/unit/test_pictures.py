@@ -28,7 +28,7 @@ def test_sharing_is_what_is_read_over_what_there_is() -> None:
 def test_the_documentation_shows_the_recorded_gains() -> None:
     page = (ROOT / "docs/when-it-does-not-pay.md").read_text()
     rows = re.findall(
-        r"^\| (\d+)(?: to (\d+))?x[^|]*\| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$",
+        r"^\| (\d+)(?: to (\d+))?(?: \([^|]*)? \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$",
         page,
         re.MULTILINE,
     )

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from recorded_numbers import ROOT, shown_numbers, wrong_numbers
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "kernels/README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -42,6 +47,7 @@ def page(*lines: str) -> str:
         ("At most 20.", "20 >= max(cases[].ms)", "has 20.05"),
         ("On average 13.8", "13.8 = geomean(cases[].ms)", None),
         ("2.1 times", "2.1 = divide(cases[1].ms, cases[0].ms)", None),
+        ("1.5 times", "1.5 = best_over_pat(us)", None),
         ("47% fewer", "47% = saved", None),
         ("about 1,200 steps", "1,200 = steps", None),
         ("9.5 and 20.1", "9.5 20.1 = cases[].ms", None),
@@ -58,6 +64,60 @@ def test_what_a_record_contradicts_is_named(
 ) -> None:
     cases = [{"name": "a", "ms": 9.46}, {"name": "b", "ms": 20.05}]
     record = {"cases": cases, "saved": 0.466, "steps": 1200, "flag": True}
+    record["us"] = {"pat": 2, "pat-replan": 1, "fa3": 4, "xqa": 3}
     (tmp_path / "run.json").write_text(json.dumps(record))
     wrong = wrong_numbers(text + page(line), tmp_path)
     assert wrong == [] if expected is None else len(wrong) == 1 and expected in wrong[0]
+
+
+# Pages of evidence, limits and constants name the source of each number themselves.
+EVIDENCE = re.compile(r"(?:docs/(?:results|check|advise|design/.*)|kernels/README)\.md")
+_NUMBER = r"\b\d[\d,]*(?:\.\d+)?"
+_UNIT = r"x\b|%| (?:us|ms|s|seconds|minutes|TB/s)\b| (?:tokens|requests) (?:a|per) s"
+_TIMES = r"(?:\b\d+\.\d+ times|(?:\b\d+|two|three|four|five|ten) times as|twice as)\b"
+MEASURED = re.compile(rf"{_NUMBER}(?:{_UNIT})|{_TIMES}")
+# Numbers that nobody measured, or that a page of evidence explains: limits, examples, constants.
+EXPLAINED = {
+    "README.md": ["47%"],  # of an example
+    "docs/configuration.md": ["0.1 s"],
+    "docs/guide.md": ["53%"],  # of an example
+    "docs/operate/index.md": ["3%", "30 minutes", "15 minutes"],  # limits
+    "docs/recipes.md": ["16 requests a s", "twice as"],  # a workload, bytes
+    "docs/when-it-does-not-pay.md": ["1%", "0.5%"],  # noise
+}
+
+
+def measured_by_hand(page: str) -> list[str]:
+    """Return gains and times in prose that no generated block and no comment traces to a record."""
+    traced = shown_numbers(page)
+    blocks = r"<!-- generated: ([a-z-]+) -->.*?<!-- end: \1 -->"
+    for pattern in (blocks, r"<!--.*?-->", r"^ *```.*?^ *```", r"`[^`\n]*`"):
+        page = re.sub(pattern, "", page, flags=re.DOTALL | re.MULTILINE)
+    found = [match[0] for match in MEASURED.finditer(page)]
+    return [number for number in found if re.split("x$| ", number)[0] not in traced]
+
+
+@pytest.mark.parametrize(
+    ("page", "expected"),
+    [
+        ("It takes 3 ms, or 1.5x, or\n1.25 times as long.", ["3 ms", "1.5x", "1.25 times"]),
+        ("1,200.5 us (12%), 2 times as fast", ["1,200.5 us", "12%", "2 times as"]),
+        ("three times as fast, three times", ["three times as"]),
+        ("9 s for 1,000 requests per second", ["9 s", "1,000 requests per s"]),
+        ("<!-- generated: a -->\n3 ms\n<!-- end: a -->\n4 us", ["4 us"]),
+        ("3 ms, 4 ms, 5x\n<!-- recorded in a.json:\n3 = b\n5 = c\n-->", ["4 ms"]),
+        ("```\n3 ms\n```\n`4 us` 5 tokens, 0.5.17, 10.x, 64 times", []),
+    ],
+)
+def test_a_number_that_was_typed_is_found(page: str, expected: list[str]) -> None:
+    assert measured_by_hand(page) == expected
+
+
+def test_users_read_recorded_numbers_only() -> None:
+    texts = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
+    typed = {
+        name: found
+        for name, text in texts.items()
+        if not EVIDENCE.fullmatch(name) and (found := measured_by_hand(text))
+    }
+    assert typed == EXPLAINED, "trace others by a comment (tests/support/recorded_numbers.py)"

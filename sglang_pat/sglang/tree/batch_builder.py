@@ -54,7 +54,7 @@ class DecodeBatchBuilder:
 
     A path is read when its request joins, and again when it may have changed: a checkpoint, an
     extend or a retraction can give a running request another last node, another row, or other slots
-    (docs/design/decisions/0010-kept-paths.md). In between the forest keeps it.
+    (docs/design/decisions.md#kept-paths). In between the forest keeps it.
 
     Attributes
     ----------

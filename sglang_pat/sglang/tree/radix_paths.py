@@ -47,7 +47,7 @@ _COMPONENTS = frozenset({"FULL", "SWA", "MAMBA"})
 _Node = tuple[int, int, int, int, int, int]
 _ID, _BEGIN, _END, _NODE_FIELDS = 0, 2, 3, 6
 # Stands for the number of children where a core does not return it. The forest then reads more
-# than it must (docs/design/decisions/0010-kept-paths.md).
+# than it must (docs/design/decisions.md#kept-paths).
 _ANY_CHILDREN = 2
 Path = Sequence[_Node]
 
