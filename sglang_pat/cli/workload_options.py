@@ -217,7 +217,8 @@ def read(arguments: argparse.Namespace, progress: Progress) -> GivenWorkload:
     if chunk < page:
         raise ValueError(f"--chunked-prefill-size {chunk}; a page is {page} tokens")
     trace = _open(arguments)
-    requests = trace.first(arguments.limit or _LIMIT, progress)
+    limit = arguments.limit or _LIMIT
+    requests = trace.first(limit, progress)
 
     # Imports numpy's and the scheduler's parts: wrong input has been refused by now.
     from sglang_pat.workload.run import Setup
@@ -232,7 +233,7 @@ def read(arguments: argparse.Namespace, progress: Progress) -> GivenWorkload:
     )
     requests, per_second = _at_rate(requests, arguments.rate)
     label = f"{trace.name}: {len(requests):,} requests"
-    if trace.requests is not None and trace.requests > len(requests) + trace.errors.count:
+    if trace.requests is not None and trace.requests > len(requests) == limit:
         label = f"{trace.name}: the first {len(requests):,} of {trace.requests:,} requests"
     label += f", {per_second}"
     trees = {"new_tree": _sglang_tree()} if arguments.tree == "sglang" else {}

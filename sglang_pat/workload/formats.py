@@ -28,6 +28,7 @@ import csv
 import gzip
 import hashlib
 import heapq
+import itertools
 import json
 import math
 import re
@@ -49,7 +50,7 @@ from sglang_pat.workload.files import (
     zstandard_package,
 )
 from sglang_pat.workload.request_dump import dump_files, read_dump
-from sglang_pat.workload.request_log import is_request, read_record
+from sglang_pat.workload.request_log import has_time, is_request, read_record
 from sglang_pat.workload.request_prompts import (
     LoggedRequest,
     bytes_per_token,
@@ -228,14 +229,7 @@ class _Source:
         first: dict[str, Any] = next(
             (found for piece in self.pieces() if (found := _object(piece)) is not None), {}
         )
-        arrivals = None
-        if self.untimed:
-            try:
-                read_record(first, TraceErrors())
-            except NotReplayed:
-                pass
-            except ValueError as error:
-                arrivals = iter(range(1 << 62)) if str(error).startswith("no time") else None
+        arrivals = itertools.count() if self.untimed and not has_time(first) else None
 
         def read(line: bytes) -> list[LoggedRequest]:
             untimed = None if arrivals is None else float(next(arrivals))
@@ -362,7 +356,10 @@ def _lenient(part: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-_PREFIX_TIME = re.compile(rb"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?")
+_PREFIX_TIME = re.compile(
+    rb"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?"
+    rb"|\d\d/[A-Z][a-z]{2}/\d{4}:\d\d:\d\d:\d\d [+-]\d{4}"
+)
 _LONGEST_PREFIX = 300
 
 
@@ -541,11 +538,10 @@ def _detected(path: Path, format: str) -> _Source:
         and (starts == b"{" or re.match(rb"\s*\[\s*([\[{\]]|$)", first))
     ):
         source = _Source(path, format, is_lines=False)
-        objects = []
-        for piece in islice(source.pieces(), _DETECTION_LINES):
-            if (found := _object(piece)) is not None:
-                objects.append(found)
-        known = next((kind for found in objects if (kind := _format_of(found))), None)
+        pieces = map(_object, islice(source.pieces(), _DETECTION_LINES))
+        inner = [found for found in pieces if found is not None]
+        objects = objects or inner
+        known = next((kind for found in inner if (kind := _format_of(found))), None)
         if known is not None:
             return _Source(path, known if format == "auto" else format, is_lines=False)
     if format != "auto":
@@ -567,7 +563,7 @@ def _detected(path: Path, format: str) -> _Source:
     elif len(header) > 1 and head[0].isascii() and starts not in (b"{", b"["):
         found_text = f"its columns are {listed(header)}"
     else:
-        found_text = f"its first line is {head[0][:60]!r}"
+        found_text = f"its first line is {quoted(head[0][:60].decode(errors='replace'))}"
     raise ValueError(
         f"{path}: no known format: {found_text}. Known: JSON with hash_ids (mooncake), input_ids "
         "(tokens), messages, prompt, input or text (openai); CSV with the columns "

@@ -17,8 +17,10 @@ def _words(text: str) -> tuple[str, ...]:
 
 # --- a request ---
 
-# Where a prompt may be: the first one that a record has. `conversations` is of data sets.
-PROMPTS = _words("messages input_ids prompt_token_ids prompt input text conversations")
+# Where a prompt may be: the first one that a record has. The last three are of data sets.
+PROMPTS = _words(
+    "messages input_ids prompt_token_ids prompt input text conversations conversation instruction"
+)
 LIMITS = _words("max_completion_tokens max_output_tokens max_tokens max_new_tokens num_predict")
 COPIES = _words("n best_of")
 NESTED = _words("sampling_params options extra_body")  # objects with more keys of these tables
@@ -94,9 +96,14 @@ TIMES = _words(
     requestreceivedts receivedat receivedtime requestreceivedat requestreceived arrivaltime
     arrivedat arrival starttime startedat startts starttimestamp requesttime requestedat
     requesttimestamp requeststarttime requeststart requestcreatedat requestts requestdate begintime
-    timestamp time ts datetime eventtime created createdat createdtime date start asctime logtime
+    starteddatetime timestamp time ts datetime eventtime timeiso8601 timelocal msec
+    created createdat createdtime date start asctime logtime
     """
 )
+# Some logs name so what a request took, in seconds.
+DURATIONS = _words("requesttime time")
+# nginx writes its line when the answer is complete, with `$request_time`.
+OF_NGINX = _words("timeiso8601 timelocal msec")
 _UNITS = {
     "unixnano": "ns", "nanoseconds": "ns", "nanos": "ns", "nano": "ns", "ns": "ns",
     "microseconds": "us", "micros": "us", "micro": "us", "us": "us",
@@ -135,7 +142,7 @@ ANSWER = "response"
 ANSWERS = frozenset(
     _words(
         "response responses responsebody responsepayload resp answer output outputs out result "
-        "completion reply"
+        "completion reply chunks"
     )
 )
 PATHS = _words("path url uri endpoint route requestpath requesturi requesturl calltype")
@@ -152,5 +159,7 @@ OPAQUE = frozenset(
         "samplingparams metadata instructions error"
     )
 )
+# Where gateways and HTTP archives keep a body as text, by the last two keys.
+BODIES = {("body", "content"), ("response", "content"), ("content", "text"), ("postdata", "text")}
 OF_RECORDS = OPAQUE | ANSWERS | OUTPUT_TOKENS | INPUT_TOKENS
 OF_RECORDS |= {*TIMES, *USAGES, *STATUSES, *PATHS, "message"}

@@ -9,6 +9,7 @@ events. `request_fields.py` says what each key is for, `request_prompts.py` make
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
@@ -30,14 +31,17 @@ from sglang_pat.workload.request_prompts import (
     role_of,
     whole_number,
 )
-from sglang_pat.workload.times import seconds
+from sglang_pat.workload.times import is_time, number_of, seconds
 from sglang_pat.workload.trace import FAILED, NotReplayed, TraceErrors
 
 _Placed: TypeAlias = tuple[tuple[str, ...], Json]  # an object, and the keys that lead to it
 
 _DEPTH = 6  # of objects within a record
 _LONG_VALUE = 200
+_LONGEST_ANSWER = 1e5  # seconds: a larger number is no duration
 _TEXTS = ("prompt", "text")  # may be JSON, which is no part of the record
+_MESSAGES = ("messages", "input", "conversation", "conversations")  # may be JSON as text
+_REQUEST_LINE = re.compile(r"[A-Z]{3,7} (\S+) HTTP/")
 _decode = msgspec.json.Decoder().decode
 
 
@@ -83,13 +87,13 @@ def read_record(
         raise ValueError(f"neither messages nor a prompt; its keys are {listed(record)}")
     # SGLang logs each of `n` answers on its own, with the `n` of all.
     is_own = event is not None or "request_parameters" in record
-    arrival = untimed if untimed is not None else _arrival(objects, record)
+    arrival = untimed if untimed is not None else _arrival(objects)
     return requests_of(
         asked,
         objects,
         arrival,
         errors,
-        is_flat=asked is record,
+        is_flat=asked is objects[0][1],
         expands=not is_own,
     )
 
@@ -120,7 +124,8 @@ def requests_of(
     for source in (asked, *nested):
         for key in fields.REFUSED.keys() & source.keys():
             value = source[key]
-            if is_set(value) and not (key == "beam_width" and value == 1):
+            is_label = key == "conversation" and "input" not in source
+            if is_set(value) and not is_label and not (key == "beam_width" and value == 1):
                 raise ValueError(f"{key}: {fields.REFUSED[key]}, so it cannot be replayed")
     for source in (asked, *nested):
         _note_unknown(source, errors, is_flat and source is asked)
@@ -166,7 +171,8 @@ def _is_embedding(path: tuple[str, ...], found: Json) -> bool:
 
 def _with_answer_in_prompt(asked: Json, answer: _Answer) -> tuple[Json, _Answer]:
     """Take the answer from the end of the conversation, where data sets keep it."""
-    turns = as_list(asked.get("conversations")) or as_list(asked.get("messages"))
+    names = ("conversations", "messages", "conversation")
+    turns = next((found for name in names if (found := as_list(asked.get(name)))), [])
     if "conversations" in asked:  # its first question, which SGLang's benchmark asks too
         turns = turns[:2]
     elif not turns or role_of(turns[-1]) != "assistant":
@@ -175,7 +181,7 @@ def _with_answer_in_prompt(asked: Json, answer: _Answer) -> tuple[Json, _Answer]
         raise ValueError("the conversation holds no answer")
     last = turns[-1]
     size = _answer_bytes(last.get("value") or last) if isinstance(last, Mapping) else 0
-    rest = {key: value for key, value in asked.items() if key != "conversations"}
+    rest = {key: value for key, value in asked.items() if key not in names}
     return {**rest, "messages": turns[:-1]}, answer._replace(
         lengths=[-(-size // 4)] if size else []
     )
@@ -186,15 +192,29 @@ def _objects(record: Json) -> Iterator[_Placed]:
     level: list[_Placed] = [((), record)]
     for _ in range(_DEPTH):
         deeper: list[_Placed] = []
-        for path, found in level:
+        for path, given in level:
+            found = _with_lists(given)
             yield path, found
             for key, value in found.items():
                 name = fields.plain(key)
-                if name in fields.OPAQUE or (isinstance(value, str) and name in _TEXTS):
+                is_text = name in fields.OPAQUE or (isinstance(value, str) and name in _TEXTS)
+                if is_text and (*path[-1:], name) not in fields.BODIES:
                     continue
                 deeper += [((*path, name), inner) for inner in _inner(name, value)]
         level = deeper
     yield from level
+
+
+def _with_lists(found: Json) -> Json:
+    """Return an object in which messages that are written as a text of JSON are lists."""
+    changed = {}
+    for key in _MESSAGES:
+        value = found.get(key)
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            parsed = _json(value)
+            if isinstance(parsed, list) and parsed and role_of(parsed[0]) is not None:
+                changed[key] = parsed
+    return {**found, **changed} if changed else found
 
 
 def _inner(name: str, value: object) -> Iterator[Json]:
@@ -210,15 +230,20 @@ def _parsed(text: str) -> object:
     """Return what a text of JSON, or of server-sent events, holds. The text if it is neither."""
     stripped = text.strip()
     if stripped.startswith("{") and stripped.endswith("}"):
-        try:
-            return _decode(stripped)
-        except (msgspec.DecodeError, UnicodeEncodeError):
-            return text
+        return _json(stripped)
     if stripped.startswith(("data:", "event:")):
         lines = (line for line in stripped.splitlines() if line.startswith("data:"))
         events = (_parsed(line.removeprefix("data:").strip(" ")) for line in lines)
         return [each for each in events if isinstance(each, Mapping)]
     return text
+
+
+def _json(text: str) -> object:
+    """Return what a text of JSON holds; the text if it is none."""
+    try:
+        return _decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return text
 
 
 def _asked(objects: Sequence[_Placed]) -> Json | None:
@@ -241,8 +266,10 @@ def _path(objects: Iterable[_Placed]) -> str | None:
     for path, found in objects:
         if fields.ANSWERS.isdisjoint(path):
             for key, value in found.items():
-                if fields.plain(key) in fields.PATHS and isinstance(value, str) and value:
-                    return value
+                if isinstance(value, str) and value:
+                    line = _REQUEST_LINE.match(value) if key == "request" else None
+                    if line or fields.plain(key) in fields.PATHS:
+                        return line[1] if line else value
     return None
 
 
@@ -264,26 +291,39 @@ def _code(value: object) -> int:
     return int(text) if text.isdecimal() and len(text) == 3 else 0
 
 
-def _arrival(objects: Sequence[_Placed], record: Json) -> float:
+def has_time(record: Json) -> bool:
+    """True if a record says when its request arrived."""
+    try:
+        _arrival([*_objects(record)])
+    except ValueError:
+        return False
+    return True
+
+
+def _arrival(objects: Sequence[_Placed]) -> float:
     times: dict[str, tuple[object, str | None]] = {}
     for _, found in objects:
         for key, value in found.items():
-            is_wrapped = isinstance(value, Mapping) and str(next(iter(value), "")).startswith("$")
-            if is_wrapped or (is_set(value) and not isinstance(value, (list, Mapping))):
+            if is_time(value) or (is_set(value) and not isinstance(value, (list, Mapping))):
                 name, unit = fields.time_name(fields.plain(key))
-                times.setdefault(name, (value, unit))
-    for name in fields.TIMES:
-        if name in times:
-            value, unit = times[name]
-            arrival = seconds(value, unit)
-            if name == "timestamp" and record.get("event") == "request.finished":
-                # SGLang writes this line when the answer is complete.
-                latency = next((m["e2e_latency"] for _, m in objects if "e2e_latency" in m), 0.0)
-                arrival -= latency if isinstance(latency, (int, float)) else 0.0
-            return arrival
-    raise ValueError(
-        "no time: one of timestamp, created, created_at, time, start_time is needed, or --rate"
-    )
+                if name in fields.TIMES:
+                    times.setdefault(name, (value, unit))
+    took = {name: number_of(times[name][0]) for name in fields.DURATIONS if name in times}
+    took = {name: found for name, found in took.items() if found and found < _LONGEST_ANSWER}
+    names = [name for name in fields.TIMES if name in times]
+    if not names:
+        raise ValueError(
+            "no time: one of timestamp, created, created_at, time, start_time is needed, or --rate"
+        )
+    name = next((each for each in names if each not in took), names[0])
+    arrival = seconds(*times[name])
+    # These write a line when its answer is complete.
+    if name == "timestamp" and objects[0][1].get("event") == "request.finished":
+        return arrival - next(
+            (number_of(each["e2e_latency"]) or 0.0 for _, each in objects if "e2e_latency" in each),
+            0.0,
+        )
+    return arrival - (took.get("requesttime") or 0.0) * (name in fields.OF_NGINX)
 
 
 def _note_unknown(asked: Json, errors: TraceErrors, is_flat: bool) -> None:
@@ -315,7 +355,7 @@ def _answer(objects: Sequence[_Placed]) -> _Answer:
                 prompt.append(count + (cached if name == "inputtokens" else 0))
         for name in fields.OUTPUT_TOKENS & names.keys():
             if (count := whole_number(names[name])) is not None:
-                key = names.get("id") if "finishreason" in names else None
+                key = str(names.get("id")) if "finishreason" in names else None
                 output[key] = max(count, output.get(key, 0))
         details = (value for value in found.values() if isinstance(value, Mapping))
         for each in (found, *details):
@@ -325,10 +365,12 @@ def _answer(objects: Sequence[_Placed]) -> _Answer:
             if any(counts):
                 media.append(sum(filter(None, counts)))
     lengths, prompt_ids = _texts(objects)
-    # Events of a stream count on: the last one, which is the largest, is right.
+    # Events of a stream count on: the last one, which is the largest, is right. Some gateways count
+    # nothing of a stream: its text does.
+    counted = sum(output.values()) if output else None
     return _Answer(
         max(prompt, default=0) or None,
-        sum(output.values()) if output else None,
+        counted or (None if lengths else counted),
         max(media, default=None),
         lengths,
         prompt_ids,
@@ -365,7 +407,8 @@ def _texts(objects: Sequence[_Placed]) -> tuple[list[int], list[Any] | None]:
         for choice in as_list(found.get("choices")):
             if not isinstance(choice, Mapping):
                 continue
-            index = choice.get("index", len(choices))
+            index = choice.get("index")
+            index = index if isinstance(index, int) else len(choices)
             message = choice.get("message") or choice.get("delta")
             add(index, choice.get("text"), message)
             for key in ("response_token_ids", "token_ids"):
@@ -378,7 +421,7 @@ def _texts(objects: Sequence[_Placed]) -> tuple[list[int], list[Any] | None]:
         for key in ("output_ids", "output_token_ids"):
             given = found.get(key)
             if isinstance(given, list) and given:
-                nested = given if isinstance(given[0], list) else [given]
+                nested = [each for each in given if isinstance(each, list)] or [given]
                 ids.update({(number, i): len(each) for i, each in enumerate(nested)})
         if found.get("role") == "assistant" or (is_answer and found.get("type") == "message"):
             add("message", found)

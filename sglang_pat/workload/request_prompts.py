@@ -76,7 +76,7 @@ class LoggedRequest:
 def is_prompt(key: str, value: object) -> bool:
     """True if the value of a key of `fields.PROMPTS` is a prompt, or several."""
     if isinstance(value, str):
-        return bool(value) and key in ("prompt", "input", "text")
+        return bool(value) and key in ("prompt", "input", "text", "instruction")
     is_list = isinstance(value, (list, tuple)) or hasattr(value, "typecode")
     return is_list and (key == "messages" or bool(len(value)))  # type: ignore[arg-type]
 
@@ -93,7 +93,9 @@ def prompts_of(asked: Json, ids: list[Any] | None) -> list[Any]:
             return _id_lists(key, asked[key])
     key = next(key for key in fields.PROMPTS if is_prompt(key, asked.get(key)))
     value = asked[key]
-    if key in ("messages", "conversations") or (key == "prompt" and role_of(value[0]) is not None):
+    if key in ("messages", "conversations", "conversation") or (
+        key == "prompt" and role_of(value[0]) is not None
+    ):
         return [_Rendered().conversation(asked, value).parts]
     if key == "input":
         return [_Rendered().responses_input(asked, value).parts]
@@ -163,7 +165,7 @@ class _Rendered:
         if isinstance(value, list) and value and not isinstance(value[0], Mapping):
             raise NotReplayed("requests for embeddings, which generate nothing")
         self._head(asked)
-        self._system(asked.get("instructions"))
+        self._system(asked.get("instructions") or asked.get("instruction"))
         items = [{"role": "user", "content": value}] if isinstance(value, str) else value
         if not items:
             raise ValueError("input is empty")

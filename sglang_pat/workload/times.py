@@ -29,10 +29,11 @@ def seconds(value: object, unit: str | None = None, default: str = "s") -> float
         It is no time: neither a number from 0 nor ISO 8601 (nor a date as in mails), or too large
         in every unit. A text that names no zone is in UTC.
     """
-    if isinstance(value, Mapping) and len(value) == 1:  # {"$date": {"$numberLong": "..."}}
-        (key, inner), *_ = value.items()
+    if isinstance(value, Mapping) and is_time(value):
+        (key, inner), *rest = value.items()
         if str(key).startswith("$"):
             return seconds(inner, unit, default)
+        return seconds(inner, "s") + (number_of(rest[0][1]) or 0.0) / UNITS["ns"]
     number = number_of(value)
     if number is None:
         return _moment(value)
@@ -49,6 +50,18 @@ def seconds(value: object, unit: str | None = None, default: str = "s") -> float
         f"{quoted(value)} is no time: it is after the year 2103"
         + (f" in {unit}" if unit else " in s, ms, us and ns")
     )
+
+
+def is_time(value: object) -> bool:
+    """True for the objects that databases write a time as.
+
+    They are `{"$date": {"$numberLong": "..."}}` and `{"seconds": ..., "nanos": ...}`.
+    """
+    if not isinstance(value, Mapping):
+        return False
+    keys = [str(key).lstrip("_") for key in value]
+    is_pair = keys in (["seconds", "nanos"], ["seconds", "nanoseconds"])
+    return is_pair or (len(keys) == 1 and keys[0].startswith("$"))
 
 
 def number_of(value: object) -> float | None:
@@ -72,6 +85,9 @@ def _moment(value: object) -> float:
         if moment is None:
             with contextlib.suppress(ValueError, TypeError, IndexError):
                 moment = parsedate_to_datetime(text)
+        if moment is None:
+            with contextlib.suppress(ValueError):
+                moment = datetime.strptime(text, "%d/%b/%Y:%H:%M:%S %z")  # of access logs
         if moment is not None:
             found = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
             if 0 <= found <= _EPOCH[1]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
 import random
@@ -100,6 +101,13 @@ BROKEN = {
         json.dumps(RECORDS).replace('"timestamp": 20', '"timestamp" 20'), "object 21 is not JSON: ",
     ),
     "one object": (json.dumps({"text " + SECRET * 50: SECRET}), "object has the keys text private"),
+    "answers alone": (
+        "\n".join(json.dumps({"custom_id": i, "response": {"body": {"choices": [{"index": 0}]}}})
+                  for i in range(9)), "object has the keys custom_id, response",
+    ),
+    "compressed by a program that is not known": (
+        bz2.compress(LINES.encode()), "its first line is 'BZh9",
+    ),
     "a list of texts": (json.dumps([SECRET * 99] * 9), "no known format: its first line is"),
     "UTF-16": (LINES.encode("utf-16"), "the text is UTF-16"),
     "columns": (",".join([SECRET.strip()] * 999) + "\n1,2\n", r"and 99\d more"),
@@ -121,6 +129,19 @@ def test_what_is_not_json_is_said_in_one_short_line(
     status, out, err = advise(path, capsys)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert err.count(SECRET.strip()) <= 200 / len(SECRET)
+    assert len(err) - len(str(path)) < 500
+
+
+def test_a_trace_that_was_read_whole_is_not_called_a_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("array of lines", "empty lines"):
+        (tmp_path / "trace").write_text(SHAPES[name])
+        status, out, _ = advise(tmp_path / "trace", capsys)
+        assert status == 0
+        assert "trace: 40 requests" in out
+    assert main(["advise", "--trace", str(tmp_path / "trace"), "--limit", "30"]) == 0
+    assert "the first 30 of " in capsys.readouterr().out
 
 
 def test_json_that_would_not_fit_into_memory_is_refused(

@@ -7,9 +7,11 @@ the key for which it is refused.
 from __future__ import annotations
 
 import base64
+import copy
 import json
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,17 @@ import yaml
 
 from sglang_pat.cli.main import main
 from sglang_pat.workload.formats import open_trace
-from sglang_pat.workload.trace import FAILED, Trace, TraceError, TraceRequest, token_ids
+from sglang_pat.workload.request_log import read_record
+from sglang_pat.workload.request_prompts import to_request
+from sglang_pat.workload.trace import (
+    FAILED,
+    NotReplayed,
+    Trace,
+    TraceError,
+    TraceErrors,
+    TraceRequest,
+    token_ids,
+)
 
 REQUESTS, EPOCH = 12, 1_767_225_600
 DRAWS = random.Random(4)
@@ -77,6 +89,11 @@ def shape_of(name: str, i: int) -> Record:
         "output_usage": OUTPUT_USAGE,
         "ids": exact_ids(i),
         "answer_ids": [*range(1, OUTPUT_TOKENS + 1)],
+        "end": datetime.fromtimestamp(EPOCH + i, UTC).strftime("%d/%b/%Y:%H:%M:%S +0000"),
+        "took": f"{2 + i * 0.75:.3f}",
+        "second": EPOCH + i // 4,
+        "nanosecond": i % 4 * 250_000_000,
+        "chunks": [{"choices": [{"index": 0, "delta": {"content": "abcd"}}]}] * OUTPUT_TOKENS,
     }
 
     def filled(value: Any) -> Any:
@@ -398,7 +415,7 @@ def test_calls_and_results_of_tools_are_part_of_the_prompt(tmp_path: Path) -> No
     [
         ({"session_params": {"id": "s"}}, "session_params: the prompt continues a session"),
         ({"previous_response_id": "resp_1"}, "previous_response_id: the prompt continues"),
-        ({"conversation": "conv_1"}, "conversation: the prompt continues"),
+        ({"conversation": "conv_1", "input": "x"}, "conversation: the prompt continues"),
         ({"input_embeds": [[0.5]]}, "input_embeds: the prompt is not text"),
         ({"sampling_params": {"beam_width": 4}}, "beam_width: beam search is not simulated"),
         ({"extra_body": {"use_beam_search": True}}, "use_beam_search: beam search"),
@@ -419,6 +436,7 @@ def test_what_generates_nothing_is_left_out_and_named(tmp_path: Path) -> None:
     others: list[Record] = [
         {"time": 1, "path": "/v1/embeddings", "request": {"input": "text"}, "response": {}},
         {"time": 1, "url": "/v1/models", "response": {"status": 200}},
+        {"time": 1, "request": "GET /health HTTP/1.1", "status": 200, "request_body": ""},
         {"time": 1, "request": {"input": ["a", "b"]}, "usage": {"completion_tokens": 1}},
         {"time": 1, "request": {"input": "a"}, "response": {"object": "list", "data": []}},
         {"time": 1, "event": "request.received", "obj": {"text": "abc"}},
@@ -432,6 +450,7 @@ def test_what_generates_nothing_is_left_out_and_named(tmp_path: Path) -> None:
     assert trace.errors.left_out == {
         "requests to /v1/embeddings, which generate nothing": 1,
         "requests to /v1/models, which generate nothing": 1,
+        "requests to /health, which generate nothing": 1,
         "requests for embeddings, which generate nothing": 2,
         "lines of the event request.received": 1,
         FAILED: 2,
@@ -467,14 +486,50 @@ def test_a_key_that_is_not_known_is_said(
     assert "not known, and not read: cheese" in " ".join(capsys.readouterr().out.split())
 
 
+WRONG = (
+    *(None, True, -1, 1.5, math.nan, math.inf, 10**30, "", "x", "[", "{}", "[1]", '{"a": 1}'),
+    *([], {}, [None], [[]], [{}], {"role": 1}, [1, "a"], "\ud800", {"$date": None}, [[1], [2]]),
+    *({"seconds": "x", "nanos": []}, {"type": "image_url"}, {"type": 3}, "data: {}", 2**63),
+)
+
+
+def test_a_value_of_any_type_anywhere_is_read_or_refused() -> None:
+    """Nothing but a refusal may come of it: one line must not end the reading of a log."""
+    draws, refused = random.Random(5), 0
+    for _ in range(3000):
+        record = json.loads(json.dumps(shape_of(draws.choice([*SHAPES]), 1)))
+        for _ in range(draws.choice((1, 1, 3))):
+            places = [*inner_places(record)]
+            if places:
+                place, key = draws.choice(places)
+                place[key] = copy.deepcopy(draws.choice(WRONG))
+        try:
+            found = read_record(record, TraceErrors(), untimed=draws.choice((None, 1.0)))
+        except (ValueError, NotReplayed):
+            refused += 1
+        else:
+            assert all(to_request(each, TraceErrors()).output_length > 0 for each in found)
+    assert 500 < refused < 2500
+
+
+def inner_places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every place within a value of JSON: its container and its key there."""
+    keys = value if isinstance(value, dict) else range(len(value) if type(value) is list else 0)
+    for key in keys:
+        yield value, key
+        yield from inner_places(value[key])
+
+
 # --- data sets, which have no times ---
 
 
-@pytest.mark.parametrize("turns", ["conversations", "messages"])
+@pytest.mark.parametrize("turns", ["conversations", "conversation", "messages", "instruction"])
 def test_a_data_set_is_replayed_at_a_rate(tmp_path: Path, turns: str) -> None:
     def record(i: int) -> Record:
-        if turns == "messages":
-            return {"messages": [*messages(i), {"role": "assistant", "content": "a" * 480}]}
+        if turns in ("messages", "conversation"):
+            return {turns: [*messages(i), {"role": "assistant", "content": "a" * 480}]}
+        if turns == "instruction":
+            return {turns: SYSTEM, "input": QUESTIONS[i], "output": "a" * 480}
         asked = {"from": "human", "value": SYSTEM + QUESTIONS[i]}
         return {"id": f"c{i}", "conversations": [asked, {"from": "gpt", "value": "a" * 480}, asked]}
 
@@ -487,3 +542,13 @@ def test_a_data_set_is_replayed_at_a_rate(tmp_path: Path, turns: str) -> None:
     assert shared(requests[0], requests[1]) == pytest.approx(1000, abs=10)
     with pytest.raises(TraceError, match=r"no time: .* or --rate"):
         read(path)
+
+
+def test_at_a_rate_a_time_that_cannot_be_read_does_not_matter(tmp_path: Path) -> None:
+    def record(i: int) -> Record:
+        return {"time": f"00:00:{i:02}", **chat(i), **ANSWER}
+
+    requests, _ = read_shape(tmp_path, record, untimed=True)
+    assert [each.arrival for each in requests] == list(range(REQUESTS))
+    with pytest.raises(TraceError, match="is no time"):
+        read_shape(tmp_path, record)
