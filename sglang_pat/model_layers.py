@@ -11,18 +11,11 @@ import reprlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from sglang_pat import model_classes
 from sglang_pat.model_classes import class_name
-from sglang_pat.support import (
-    HEAD_DIMS,
-    LATENT_HEAD_DIMS,
-    fills_tile,
-    head_dim_name,
-    max_group_size,
-    unsupported,
-)
+from sglang_pat.support import Unsupported, shape_reason
 
 FULL = "full attention"
 WINDOW = "sliding window"
@@ -150,24 +143,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-class Refusal(NamedTuple):
-    """Why pat leaves a layer to SGLang's default backend: a topic of `support.py`, and a value."""
-
-    topic: str
-    value: object
-
-    @property
-    def words(self) -> str:
-        """For a table."""
-        if self.topic == "attention":
-            return str(self.value)
-        return f"{self.topic} {self.value}"
-
-    def error(self) -> ValueError:
-        """For whoever accepts no other layer."""
-        return unsupported(self.topic, self.value)
-
-
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One layer of a decoder, whole: on one GPU there may be fewer heads.
@@ -195,7 +170,7 @@ class Layer:
     v_head_dim: int = 0
     window: int | None = None
     kv_elements: int = 0
-    refusal: Refusal | None = None
+    refusal: Unsupported | None = None
 
     @property
     def is_accelerated(self) -> bool:
@@ -251,15 +226,15 @@ def check_class(config: Mapping[str, Any]) -> None:
         )
 
 
-def whole_refusal(config: Mapping[str, Any]) -> Refusal | None:
+def whole_refusal(config: Mapping[str, Any]) -> Unsupported | None:
     """Why pat accelerates no layer of a kind of model."""
     name = class_name(config)
     if not model_classes.answers_with_tokens(config):
-        return Refusal("attention", f"a model that answers with no tokens ({name})")
+        return Unsupported("attention", f"a model that answers with no tokens ({name})")
     if name in model_classes.ENCODER_DECODER or config.get("is_encoder_decoder"):
-        return Refusal("attention", "an encoder-decoder model" + f" ({name})" * bool(name))
+        return Unsupported("attention", "an encoder-decoder model" + f" ({name})" * bool(name))
     if sparse := model_classes.sparse_name(config):
-        return Refusal("attention", f"sparse attention ({sparse})")
+        return Unsupported("attention", f"sparse attention ({sparse})")
     return None
 
 
@@ -308,7 +283,7 @@ def summary(layers: Sequence[Layer]) -> list[tuple[int, str, bool]]:
     for layer in layers:
         words = _description(layer)
         if layer.refusal is not None and layer.refusal.topic not in ("attention", "sliding window"):
-            words += f", {layer.refusal.words}"
+            words += f", {layer.refusal}"
         counts[words, layer.is_accelerated] += 1
     return [(count, words, accelerated) for (words, accelerated), count in counts.most_common()]
 
@@ -522,7 +497,7 @@ _RULES: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
 
 def _layer(config: Mapping[str, Any], index: int, kind: str, tp: int) -> Layer:
     if kind in (STATE, NO_ATTENTION):
-        return Layer(index, kind, refusal=Refusal("attention", kind))
+        return Layer(index, kind, refusal=Unsupported("attention", kind))
     qo_heads = _query_heads(config, kind, index)
     if kind == LATENT:
         # A token leaves one vector for all heads, and its rotated part.
@@ -530,13 +505,13 @@ def _layer(config: Mapping[str, Any], index: int, kind: str, tp: int) -> Layer:
         elements = rank + count(config, "qk_rope_head_dim")
         return Layer(
             index, kind, qo_heads, 1, elements, rank, kv_elements=elements,
-            refusal=_latent_refusal(max(1, qo_heads // tp), elements, rank),
+            refusal=shape_reason(max(1, qo_heads // tp), 1, elements, rank),
         )  # fmt: skip
     kv_heads, head_dim, v_head_dim = _attention_shape(config, kind, index, qo_heads)
     if qo_heads % kv_heads:
         raise ValueError(f"{qo_heads} query heads, no multiple of {kv_heads} KV heads")
     window = {WINDOW: "sliding_window", CHUNK: "attention_chunk_size"}.get(kind)
-    group_size = max(1, qo_heads // tp) / max(1, kv_heads // tp)
+    heads = (max(1, qo_heads // tp), max(1, kv_heads // tp))  # of a rank
     return Layer(
         index=index,
         kind=kind,
@@ -546,7 +521,7 @@ def _layer(config: Mapping[str, Any], index: int, kind: str, tp: int) -> Layer:
         v_head_dim=v_head_dim,
         window=(count(config, window) or None) if window else None,
         kv_elements=kv_heads * (head_dim + v_head_dim),
-        refusal=_refusal(config, kind, group_size, head_dim, v_head_dim),
+        refusal=_refusal(config, kind, heads, head_dim, v_head_dim),
     )
 
 
@@ -596,30 +571,16 @@ def _attention_shape(
 
 
 def _refusal(
-    config: Mapping[str, Any], kind: str, group_size: float, head_dim: int, v_head_dim: int
-) -> Refusal | None:
+    config: Mapping[str, Any], kind: str, heads: tuple[int, int], head_dim: int, v_head_dim: int
+) -> Unsupported | None:
     """Why SGLang's default backend runs this layer of attention, if it does."""
     if kind == WINDOW:
-        return Refusal("sliding window", config.get("sliding_window") or "of unknown length")
+        return Unsupported("sliding window", config.get("sliding_window") or "of unknown length")
     if kind == CHUNK:
-        return Refusal("attention", f"{CHUNK} of {config.get('attention_chunk_size', 8192)}")
+        return Unsupported("attention", f"{CHUNK} of {config.get('attention_chunk_size', 8192)}")
     if kind != FULL:
-        return Refusal("attention", kind)
-    if (head_dim, v_head_dim) not in HEAD_DIMS:
-        return Refusal("head_dim", head_dim_name(head_dim, v_head_dim))
-    if group_size > max_group_size(head_dim, v_head_dim) or group_size % 1:
-        return Refusal("query heads per KV head", f"{group_size:g}")
-    return None
-
-
-def _latent_refusal(heads: int, head_dim: int, v_head_dim: int) -> Refusal | None:
-    """Why SGLang's default backend runs a layer of latent attention. heads: of a rank."""
-    if (head_dim, v_head_dim) != LATENT_HEAD_DIMS:
-        return Refusal("head_dim", head_dim_name(head_dim, v_head_dim))
-    if fills_tile(heads):
-        words = f"latent attention with nothing to gain: {heads} heads fill a tile"
-        return Refusal("attention", words)
-    return None
+        return Unsupported("attention", kind)
+    return shape_reason(*heads, head_dim, v_head_dim)
 
 
 def quantisation_of(config: Mapping[str, Any]) -> Mapping[str, Any]:

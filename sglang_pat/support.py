@@ -222,6 +222,27 @@ class Unsupported(NamedTuple):
         return unsupported(self.topic, f"{self.value}{where}")
 
 
+def shape_reason(
+    num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int
+) -> Unsupported | None:
+    """Why pat decodes no layer of this shape, whose heads are those of a rank; None: it does."""
+    if (head_dim, v_head_dim) not in HEAD_DIMS:
+        return Unsupported("head_dim", head_dim_name(head_dim, v_head_dim))
+    if num_heads % num_kv_heads:
+        return Unsupported("query heads per KV head", f"{num_heads}/{num_kv_heads}")
+    if is_latent(head_dim, v_head_dim) and fills_tile(num_heads):
+        return nothing_to_gain(num_heads)
+    if num_heads // num_kv_heads > max_group_size(head_dim, v_head_dim):
+        return Unsupported("query heads per KV head", num_heads // num_kv_heads)
+    return None
+
+
+def nothing_to_gain(num_heads: int, num_drafts: int = 1) -> Unsupported:
+    """Why latent attention is left alone where `fills_tile` is true."""
+    rows = f"{num_heads} heads" + f" x {num_drafts} draft tokens" * (num_drafts > 1)
+    return Unsupported("attention", f"latent attention with nothing to gain: {rows} fill a tile")
+
+
 def markdown_table() -> str:
     """The table of the documentation."""
     rows = [(row.topic, row.supported, row.everything_else) for row in _MATRIX]

@@ -23,13 +23,12 @@ from sglang_pat.model_layers import (
     STATE,
     WINDOW,
     Layer,
-    Refusal,
     has_float8_cache,
     positive,
     quantisation_of,
     read_layers,
 )
-from sglang_pat.support import LATENT_HEAD_DIMS, MAX_LATENT_GROUP_SIZE, has_kernels
+from sglang_pat.support import LATENT_HEAD_DIMS, MAX_LATENT_GROUP_SIZE, Unsupported, has_kernels
 from sglang_pat.workload.models import GPUS, GpuModel, check_dtype
 from sglang_pat.workload.weights import (
     WHOLE_BYTES,
@@ -338,4 +337,4 @@ def _on_gpu(layer: Layer, gpu: GpuModel) -> Layer:
     has_body = layer.kind != LATENT or has_kernels(*LATENT_HEAD_DIMS, gpu.capability)
     if not layer.is_accelerated or has_body:
         return layer
-    return replace(layer, refusal=Refusal("attention", f"latent attention on a {gpu.name}"))
+    return replace(layer, refusal=Unsupported("attention", f"latent attention on a {gpu.name}"))

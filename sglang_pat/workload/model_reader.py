@@ -26,12 +26,12 @@ from sglang_pat.model_layers import (
     STATE,
     WINDOW,
     Layer,
-    Refusal,
     check_served,
     decoder_config,
     read_layers,
 )
 from sglang_pat.offline.model_modules import VARIABLE, modules_without
+from sglang_pat.support import Unsupported
 from sglang_pat.workload.models import NAMED_CONFIGS, quantised_config, read_whole_config
 from sglang_pat.workload.weights import Weights, read_weights
 
@@ -156,15 +156,15 @@ def _layers(
     """The layers of a model that SGLang has built on one GPU, as it is run on several."""
     reasons = [each[6] or shared["reason"] for each in shared["layers"]]
     found = [
-        _layer(entry, reason and Refusal(*reason), config)
+        _layer(entry, reason and Unsupported(*reason), config)
         for entry, reason in zip(alone["layers"], reasons, strict=True)
     ]
     others = max(0, int(config.get("num_hidden_layers") or 0) - len({each.index for each in found}))
-    refusal = Refusal("attention", STATE)
+    refusal = Unsupported("attention", STATE)
     return found + [Layer(len(found) + i, STATE, refusal=refusal) for i in range(others)]
 
 
-def _layer(entry: Sequence[Any], refusal: Refusal | None, config: Mapping[str, Any]) -> Layer:
+def _layer(entry: Sequence[Any], refusal: Unsupported | None, config: Mapping[str, Any]) -> Layer:
     index, heads, kv_heads, head_dim, v_head_dim, window = entry[:6]
     is_latent = bool(config.get("kv_lora_rank")) and kv_heads == 1 and v_head_dim < head_dim
     kind = LATENT if is_latent else FULL if window is None else WINDOW

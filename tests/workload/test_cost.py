@@ -292,4 +292,4 @@ def test_gpus_without_a_body_for_latent_attention(monkeypatch: pytest.MonkeyPatc
     _, config = read_config("llama-3.1-8b")
     refused = StepTime.of_model({**config, **MLA}, GPUS["B200"]).layers[0].refusal
     assert refused is not None
-    assert refused.words == "latent attention on a B200"
+    assert str(refused) == "latent attention on a B200"

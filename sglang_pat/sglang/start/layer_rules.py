@@ -212,7 +212,7 @@ def latent_reason(layer: RadixAttention, model_runner: Any) -> Unsupported | Non
     if drafts is not None:
         num_drafts = max(drafts.counts)
         if support.fills_tile(layer.tp_q_head_num, num_drafts):
-            return _nothing_to_gain(layer.tp_q_head_num, num_drafts)
+            return support.nothing_to_gain(layer.tp_q_head_num, num_drafts)
         if not drafts.are_chains and model_runner.device != "cpu":
             return Unsupported("attention", "trees of drafts over latent attention on a GPU")
     if layer.layer_id in _with_lora_on_latent(model_runner.model):
@@ -249,11 +249,6 @@ def _latent_pool_reason(layer: RadixAttention, model_runner: Any) -> Unsupported
     )
 
 
-def _nothing_to_gain(num_heads: int, num_drafts: int) -> Unsupported:
-    rows = f"{num_heads} heads" + f" x {num_drafts} draft tokens" * (num_drafts > 1)
-    return Unsupported("attention", f"latent attention with nothing to gain: {rows} fill a tile")
-
-
 def shape_reason(
     layer: RadixAttention,
     chunk_size: int | None,
@@ -273,18 +268,11 @@ def shape_reason(
     if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
         return Unsupported("sliding window", layer.sliding_window_size)
     head_dims = (layer.qk_head_dim, layer.v_head_dim)
-    if head_dims not in support.HEAD_DIMS:
-        return Unsupported("head_dim", support.head_dim_name(*head_dims))
-    heads, kv_heads = layer.tp_q_head_num, layer.tp_k_head_num
-    if heads % kv_heads:
-        return Unsupported("query heads per KV head", f"{heads}/{kv_heads}")
-    if support.is_latent(*head_dims):
-        if layer.logit_cap:
-            return Unsupported("attention", "latent attention with a soft-cap")
-        if support.fills_tile(heads):
-            return _nothing_to_gain(heads, 1)
-    if heads // kv_heads > support.max_group_size(*head_dims):
-        return Unsupported("query heads per KV head", heads // kv_heads)
+    reason = support.shape_reason(layer.tp_q_head_num, layer.tp_k_head_num, *head_dims)
+    if reason is not None:
+        return reason
+    if layer.logit_cap and support.is_latent(*head_dims):
+        return Unsupported("attention", "latent attention with a soft-cap")
     if layer.logit_cap and layer.logit_capping_method != "tanh":
         return Unsupported("attention", f"a soft-cap by {layer.logit_capping_method}")
     if layer.pos_encoding_mode != "NONE":
