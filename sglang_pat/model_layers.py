@@ -214,6 +214,26 @@ def check_served(config: Mapping[str, Any]) -> None:
         )
 
 
+def check_counts(config: Mapping[str, Any]) -> None:
+    """ValueError for a count of a decoder that makes no sense, whatever class reads it."""
+    for key in ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"):
+        if not isinstance(config.get(key), (list, type(None))):  # some classes take a list
+            positive(config, key)
+
+
+def check_ranks(layers: Sequence[Layer], tp: int) -> None:
+    """ValueError where SGLang cannot divide the heads of layers among `tp` GPUs."""
+    heads = sorted({layer.num_qo_heads for layer in layers if layer.num_qo_heads})
+    if tp < 1 or any(count % tp for count in heads):
+        counts = " and ".join(map(str, heads))
+        raise ValueError(f"--tp {tp}: {counts} query heads; allowed: a divisor of {counts}")
+    for kv_heads in {layer.num_kv_heads for layer in layers if layer.kind != LATENT}:
+        if kv_heads and max(tp, kv_heads) % min(tp, kv_heads):
+            raise ValueError(
+                f"--tp {tp}: {kv_heads} KV heads; allowed: a divisor or multiple of {kv_heads}"
+            )
+
+
 def check_class(config: Mapping[str, Any]) -> None:
     """ValueError for a class of models whose layers the rules do not know."""
     name = class_name(config)

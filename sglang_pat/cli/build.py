@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     dtypes, kv_dtypes = arguments.dtype or [DEFAULT_DTYPE], arguments.kv_dtype or [None]
     head_dims = arguments.head_dim or [_head_dim(DEFAULT_HEAD_DIM)]
     if arguments.model is not None:
-        needs = _needs_of(arguments.model, words)
+        needs = _needs_of(arguments, words)
         if isinstance(needs, int):
             return needs
         dtypes, kv_dtypes, head_dims = [needs.dtype], needs.kv_dtypes, needs.head_dims
@@ -145,11 +145,12 @@ def _check_alone(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')}: allowed: without --model, which says it")
 
 
-def _needs_of(model: str, words: list[str]) -> KernelNeeds | int:
+def _needs_of(arguments: argparse.Namespace, words: list[str]) -> KernelNeeds | int:
     """Return the needs of a server with these arguments, or the exit status."""
+    model = arguments.model
     with tempfile.TemporaryDirectory(prefix="sglang-pat-build-") as folder:
         try:
-            source = loadable(model, Path(folder))
+            source = loadable(arguments, Path(folder))
         except (ValueError, OSError) as error:
             return _fail(2, bounded(error))
         try:

@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         return _refuse(error)
     if arguments.model is not None:
-        return _print_routes(arguments.model, words, arguments.json)
+        return _print_routes(arguments, words)
     with _no_warnings(), sign_of_life("checking; SGLang takes a few seconds to import"):
         checks = all_checks()
     _print(checks)
@@ -145,14 +145,15 @@ _AS_A_DRAFT_MODEL = (
 _DRAFTS = "Drafts: pat verifies those of {}. Otherwise {}."
 
 
-def _print_routes(model: str, words: list[str], report: Path | None) -> int:
+def _print_routes(arguments: argparse.Namespace, words: list[str]) -> int:
     """Print the routes of a model. words: of the server's arguments.
 
     Returns the exit status: 1 if SGLang cannot build the model here, 2 for wrong input.
     """
+    model, report = arguments.model, arguments.json
     with tempfile.TemporaryDirectory(prefix="sglang-pat-doctor-") as folder:
         try:
-            source = loadable(model, Path(folder))
+            source = loadable(arguments, Path(folder))
         except (ValueError, OSError) as error:
             return _refuse(error)
         try:

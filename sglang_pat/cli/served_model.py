@@ -10,12 +10,22 @@ import json
 import os
 import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from sglang_pat.cli.arguments import FLAGS, whole_number
 from sglang_pat.cli.server_options import check_flags
 from sglang_pat.messages import quoted
-from sglang_pat.model_layers import check_architectures
+from sglang_pat.model_classes import class_name
+from sglang_pat.model_layers import (
+    check_architectures,
+    check_counts,
+    check_ranks,
+    decoder_config,
+    read_layers,
+)
+from sglang_pat.offline.model_modules import check_known
 from sglang_pat.support import BACKEND
 from sglang_pat.workload.models import MODEL_NAMES, MODELS, ask_hub, read_whole_config
 
@@ -81,16 +91,31 @@ def _without_pat(words: list[str]) -> list[str]:
     return kept
 
 
-def loadable(model: str, folder: Path) -> str:
-    """Return what SGLang loads the configuration of `model` from: a folder, or a hub's name.
+def _check_config(whole: Mapping[str, Any], tp: int) -> None:
+    """ValueError for no configuration of a class that SGLang may build on `tp` GPUs."""
+    check_architectures(whole)
+    config = decoder_config(whole)
+    check_counts(config)
+    check_known(class_name(whole), whole)
+    try:
+        layers = read_layers(config, tp)
+    except ValueError:  # a class without rules
+        return
+    check_ranks(layers, tp)
+
+
+def loadable(arguments: argparse.Namespace, folder: Path) -> str:
+    """Return what SGLang loads the configuration of --model from: a folder, or a hub's name.
 
     A configuration that is not in a folder of its own is written into `folder`. ValueError or
-    OSError for what is neither a configuration nor on the hub.
+    OSError for what is neither a configuration nor on the hub, and for what SGLang would refuse
+    after half a minute.
     """
+    model = arguments.model
     if os.path.exists(model) or model in MODEL_NAMES:
         label, config = read_whole_config(model)
         try:
-            check_architectures(config)
+            _check_config(config, 1 if arguments.server_args else arguments.tp or 1)
         except ValueError as error:
             raise ValueError(f"{label}: {error}") from None
         if os.path.isdir(model):

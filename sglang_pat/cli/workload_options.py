@@ -6,9 +6,11 @@ The options of a server have SGLang's names. Nothing here needs SGLang.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import warnings
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ from sglang_pat.support import POLICIES
 from sglang_pat.workload.models import DEFAULT_GPU, DEFAULT_MODEL, GPUS, MODELS
 
 if TYPE_CHECKING:
+    from sglang_pat.workload.cost import StepTime
     from sglang_pat.workload.report import ReplayReport
     from sglang_pat.workload.run import Setup, Watch
     from sglang_pat.workload.trace import Progress, Trace, TraceRequest
@@ -192,33 +195,30 @@ class GivenWorkload:
 def read(arguments: argparse.Namespace, progress: Progress) -> GivenWorkload:
     """The workload that the options describe. ValueError for what cannot be served."""
     from sglang_pat.workload.cost import StepTime
-    from sglang_pat.workload.model_reader import read_model
+    from sglang_pat.workload.model_reader import check_model, read_model
     from sglang_pat.workload.models import context_length_of
     from sglang_pat.workload.server import Rules
 
+    # To import SGLang takes longest: all that can be refused without it is refused before.
+    policies = _policies(arguments.policies)
+    page, chunk = arguments.page_size, arguments.chunked_prefill_size
+    if chunk < page:
+        raise ValueError(f"--chunked-prefill-size {chunk}; a page is {page} tokens")
+    name, config = check_model(arguments.model)
+    gpu = GPUS[arguments.gpu]
+    with _naming(name):
+        context_length = arguments.context_length or context_length_of(config)
+        _check_by_rules(config, arguments)
+    trace = _open(arguments)
+    limit = arguments.limit or _LIMIT
+    requests = trace.first(limit, progress)
     with sign_of_life("reading the model, by SGLang's class where SGLang is installed"):
         model = read_model(arguments.model, arguments.tp)
     if model.note:
         print(f"{model.note}; the rules of sglang-pat tell its layers", file=sys.stderr)
-    name, gpu = model.label, GPUS[arguments.gpu]
-    try:
-        time = StepTime.of_model(model.config, gpu, arguments.tp, model.layers, model.weights)
-        context_length = arguments.context_length or context_length_of(model.config)
-        pool = arguments.kv_tokens
-        if pool is None:
-            given = arguments.kv_pool_gb
-            pool = time.pool_tokens(None if given is None else given * 1e9)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-    page, chunk = arguments.page_size, arguments.chunked_prefill_size
-    policies = _policies(arguments.policies)
-    if pool < 2 * page:
-        raise ValueError(f"a KV pool of {pool:,} tokens; at least two pages of {page} are needed")
-    if chunk < page:
-        raise ValueError(f"--chunked-prefill-size {chunk}; a page is {page} tokens")
-    trace = _open(arguments)
-    limit = arguments.limit or _LIMIT
-    requests = trace.first(limit, progress)
+    with _naming(name):
+        time = StepTime.of_model(config, gpu, arguments.tp, model.layers, model.weights)
+        pool = _pool_tokens(time, arguments)
 
     # Imports numpy's and the scheduler's parts: wrong input has been refused by now.
     from sglang_pat.workload.run import Setup
@@ -239,6 +239,47 @@ def read(arguments: argparse.Namespace, progress: Progress) -> GivenWorkload:
     trees = {"new_tree": _sglang_tree()} if arguments.tree == "sglang" else {}
     setup = Setup(time, pool, rules, page_size=page, policies=policies, **trees)
     return GivenWorkload(name, trace, requests, label, setup)
+
+
+@contextlib.contextmanager
+def _naming(model: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{model}: {error}") from None
+
+
+def _check_by_rules(config: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+    """ValueError for a server that cannot be, as far as the rules tell.
+
+    Their weights may be a tenth off, so GPUs with a quarter more memory must be too small as well.
+    """
+    from sglang_pat.model_layers import read_layers
+    from sglang_pat.workload.cost import StepTime
+    from sglang_pat.workload.weights import read_weights
+
+    tp, gpu = arguments.tp, GPUS[arguments.gpu]
+    try:
+        layers = read_layers(config, tp)
+        weights = read_weights(config, layers)
+    except ValueError:  # a class that they do not know, or that has defaults of its own
+        return
+    time = StepTime.of_model(config, gpu, tp, layers, weights)
+    larger = replace(gpu, memory_bytes=gpu.memory_bytes * 5 // 4)
+    try:
+        _pool_tokens(replace(time, gpu=larger), arguments)
+    except ValueError:
+        _pool_tokens(time, arguments)
+
+
+def _pool_tokens(time: StepTime, arguments: argparse.Namespace) -> int:
+    """Tokens of the KV pool, as given or as the weights leave. ValueError if it is too small."""
+    pool, given, page = arguments.kv_tokens, arguments.kv_pool_gb, arguments.page_size
+    if pool is None:
+        pool = time.pool_tokens(None if given is None else given * 1e9)
+    if pool < 2 * page:
+        raise ValueError(f"a KV pool of {pool:,} tokens; at least two pages of {page} are needed")
+    return pool
 
 
 def _open(arguments: argparse.Namespace) -> Trace:

@@ -1,27 +1,50 @@
-"""Modules of SGLang's models that a class does not need, from the text of its source.
-
-SGLang imports all of its models to find one, which takes most of the time until it is built.
-"""
+"""Classes of SGLang's models, from the text of its source: to import SGLang takes half a minute."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-# SGLang's own variable: names of modules that it does not import.
+from sglang_pat.messages import quoted
+
+# SGLang's own variables: names of modules that it does not import, and a package of more models.
 VARIABLE = "SGLANG_DISABLED_MODEL_ARCHS"
+_MORE_MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 
 
 def modules_without(classes: Iterable[str]) -> list[str]:
-    """Return the modules that define none of these classes. Empty: it is not known."""
-    spec = find_spec("sglang")
+    """Return the modules that define none of these classes. Empty: it is not known.
+
+    SGLang imports all of its models to find one, which takes most of the time until it is built.
+    """
     wanted = re.compile("|".join(rf"\bclass {re.escape(name)}\b" for name in classes) or "$^")
     found: dict[bool, list[str]] = {True: [], False: []}
-    for location in (spec and spec.submodule_search_locations) or ():
-        for path in sorted((Path(location) / "srt/models").iterdir()):
-            if path.suffix == ".py" and not path.name.startswith("_"):
-                text = path.read_text(encoding="utf-8")
-                found[wanted.search(text) is not None].append(path.stem)
+    for path in _files("sglang", "srt/models/[!_]*.py"):
+        text = path.read_text(encoding="utf-8")
+        found[wanted.search(text) is not None].append(path.stem)
     return found[False] if found[True] else []
+
+
+def check_known(name: str, config: Mapping[str, Any]) -> None:
+    """ValueError if SGLang is here, and neither it nor transformers names a class of models."""
+    if config.get("auto_map") or os.environ.get(_MORE_MODELS):
+        return  # the model brings it
+    word = re.compile(rf"\b{re.escape(name)}\b")
+    files = [*_files("sglang", "srt/models/*.py"), *_files("sglang", "srt/configs/*.py")]
+    if not files:
+        return
+    files += _files("transformers", "models/auto/modeling_auto.py")
+    if not any(word.search(path.read_text(encoding="utf-8")) for path in files):
+        raise ValueError(
+            f"{quoted(name)} is a class of models that neither SGLang nor transformers here has"
+        )
+
+
+def _files(package: str, pattern: str) -> Iterator[Path]:
+    spec = find_spec(package)
+    for location in (spec and spec.submodule_search_locations) or ():
+        yield from sorted(Path(location).glob(pattern))

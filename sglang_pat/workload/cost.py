@@ -23,6 +23,7 @@ from sglang_pat.model_layers import (
     STATE,
     WINDOW,
     Layer,
+    check_ranks,
     has_float8_cache,
     positive,
     quantisation_of,
@@ -142,15 +143,7 @@ class StepTime:
         check_dtype(config)
         layers = read_layers(config, max(1, tp)) if layers is None else layers
         layers = [_on_gpu(layer, gpu) for layer in layers]
-        heads = sorted({layer.num_qo_heads for layer in layers if layer.num_qo_heads})
-        if tp < 1 or any(count % tp for count in heads):
-            counts = " and ".join(map(str, heads))
-            raise ValueError(f"--tp {tp}: {counts} query heads; allowed: a divisor of {counts}")
-        for kv_heads in {layer.num_kv_heads for layer in layers if layer.kind != LATENT}:
-            if kv_heads and max(tp, kv_heads) % min(tp, kv_heads):
-                raise ValueError(
-                    f"--tp {tp}: {kv_heads} KV heads; allowed: a divisor or multiple of {kv_heads}"
-                )
+        check_ranks(layers, tp)
         return cls(
             layers=layers,
             weights=read_weights(config, layers) if weights is None else weights,

@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_pat.model_classes import class_name
+from sglang_pat.model_classes import KNOWN, class_name
 from sglang_pat.model_layers import (
     CHUNK,
     FULL,
@@ -26,13 +26,19 @@ from sglang_pat.model_layers import (
     STATE,
     WINDOW,
     Layer,
+    check_counts,
     check_served,
     decoder_config,
     read_layers,
 )
-from sglang_pat.offline.model_modules import VARIABLE, modules_without
+from sglang_pat.offline.model_modules import VARIABLE, check_known, modules_without
 from sglang_pat.support import Unsupported
-from sglang_pat.workload.models import NAMED_CONFIGS, quantised_config, read_whole_config
+from sglang_pat.workload.models import (
+    NAMED_CONFIGS,
+    check_dtype,
+    quantised_config,
+    read_whole_config,
+)
 from sglang_pat.workload.weights import Weights, read_weights
 
 _SECONDS = 300  # to import SGLang on a busy machine
@@ -63,6 +69,24 @@ class Model(NamedTuple):
     note: str = ""
 
 
+def check_model(name: str) -> tuple[str, Mapping[str, Any]]:
+    """Return a model's label and its decoder's configuration, without what takes long.
+
+    ValueError for what `read_model` would refuse after it has imported SGLang.
+    """
+    label, whole = read_whole_config(name)
+    try:
+        check_served(whole)
+        config = decoder_config(quantised_config(label, whole))
+        check_dtype(config)
+        check_counts(config)
+        if class_name(whole) not in KNOWN:
+            check_known(class_name(whole), whole)
+    except ValueError as error:
+        raise ValueError(f"{label}: {error}") from None
+    return label, config
+
+
 def read_model(name: str, tp: int = 1) -> Model:
     """Read a model as it is run on `tp` GPUs.
 
@@ -72,10 +96,9 @@ def read_model(name: str, tp: int = 1) -> Model:
         There is no such model, it is none that answers with tokens, or neither SGLang nor the
         rules know its class.
     """
-    label, whole = read_whole_config(name)
+    label, config = check_model(name)
+    _, whole = read_whole_config(name)
     try:
-        check_served(whole)
-        config = decoder_config(quantised_config(label, whole))
         found = None if label in NAMED_CONFIGS else _of_sglang(whole, config, tp)
         if isinstance(found, tuple):
             return Model(label, config, *found)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_pat.offline import model_modules
-from sglang_pat.offline.model_modules import modules_without
+from sglang_pat.offline.model_modules import check_known, modules_without
 
 
 def test_modules_that_do_not_define_a_class(
@@ -28,3 +28,18 @@ def test_modules_that_do_not_define_a_class(
     assert modules_without(()) == []
     monkeypatch.setattr(model_modules, "find_spec", lambda name: None)
     assert modules_without({"LlamaForCausalLM"}) == []
+
+
+def test_a_class_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LlamaForCausalLM", "BloomForCausalLM"):  # SGLang's, transformers'
+        check_known(name, {})
+    for name in ("LlamaForCausal", "x" * 500):
+        with pytest.raises(ValueError, match=r"neither SGLang nor transformers .*") as error:
+            check_known(name, {})
+        assert len(str(error.value)) < 200
+    check_known("Cheese", {"auto_map": {"AutoModelForCausalLM": "modeling.Cheese"}})
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "more_models")
+    check_known("Cheese", {})
+    monkeypatch.delenv("SGLANG_EXTERNAL_MODEL_PACKAGE")
+    monkeypatch.setattr(model_modules, "find_spec", lambda name: None)
+    check_known("Cheese", {})

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from sglang_pat.cli.main import main
 from sglang_pat.model_layers import CHUNK, FULL, LATENT, STATE, WINDOW
 from sglang_pat.workload import model_reader, models
 from sglang_pat.workload.model_reader import read_model
@@ -107,8 +108,10 @@ def test_what_sglang_cannot_build_is_read_by_rules_and_said(
     model = read_model(str(folder))
     assert [layer.kind for layer in model.layers] == [WINDOW, FULL] * 2
     assert model.note == "SGLang 0.5.23 cannot build GptOssForCausalLM here (ValueError: no GPU)"
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["OtherModel"]}))
-    message = "'OtherModel' is a class of models .*; SGLang 0.5.23 cannot build OtherModel here"
+    (folder / "config.json").write_text(
+        json.dumps(CONFIG | {"architectures": ["BloomForCausalLM"]})
+    )
+    message = "'BloomForCausalLM' is .*; SGLang 0.5.23 cannot build BloomForCausalLM here"
     with pytest.raises(ValueError, match=message):
         read_model(str(folder))
 
@@ -134,6 +137,45 @@ def test_what_decodes_nothing_is_refused(
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     with pytest.raises(ValueError, match=message):
         read_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "message"),
+    [
+        ({}, ["--trace", "/no/trace"], "there is no such file"),
+        ({}, ["--trace", "{wrong}"], "no known format"),
+        ({}, ["--policies", "best"], "--policies 'best'"),
+        ({}, ["--page-size", "64", "--chunked-prefill-size", "32"], "a page is 64 tokens"),
+        ({}, ["--page-size", "64", "--kv-tokens", "100"], "two pages of 64 are needed"),
+        ({}, ["--tp", "3"], "--tp 3: 8 query heads; allowed: a divisor of 8"),
+        ({"torch_dtype": "int3"}, [], "torch_dtype='int3'"),
+        ({"num_hidden_layers": "many"}, [], "num_hidden_layers='many'; allowed: a whole number"),
+        ({"hidden_size": -1}, [], "hidden_size=-1"),
+        ({"intermediate_size": 10**8}, [], "the weights take"),
+        ({"architectures": ["Cheese" * 99]}, [], "that neither SGLang nor transformers here has"),
+        ({"architectures": ["BertModel"]}, [], "it answers with no tokens"),
+    ],
+)
+def test_wrong_input_is_refused_before_sglang_is_asked(
+    folder: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    words: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(model_reader, "_of_sglang", lambda *_: pytest.fail("SGLang is asked"))
+    wrong = tmp_path_factory.mktemp("trace") / "wrong"
+    wrong.write_text('{"question": 1}\n')
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    words = [word.format(wrong=wrong) for word in words]
+    workload = [] if "--trace" in words else ["--generate", "rl-rollout"]
+    assert main(["advise", "--model", str(folder), *workload, *words]) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert (out, err.count("\n")) == ("", 1)
+    assert len(err) < 700
 
 
 def test_a_quantisation_beside_the_config_is_read(folder: Path) -> None:
