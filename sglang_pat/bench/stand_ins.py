@@ -3,10 +3,8 @@
 An empty module in the place of a missing package lets a server start, and its functions compute
 nothing: what such a server answers, and how fast, means nothing.
 
-A package is real if an installed distribution has recorded the file that would be imported, or is
-installed in editable mode from the folder of that file; or if a system's package manager, which
-keeps records of its own, has installed it beside. Else it is a stand-in. It is one all the same if
-it holds nothing, or answers any name. Submodules are not looked at.
+A package is a stand-in if no installed distribution has it where it would be imported from, if it
+holds nothing, or if it answers any name. Submodules are not looked at.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterable
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +26,6 @@ _IMPORT = re.compile(
 )
 _TINY = 4096  # bytes of a package's Python files: so small, it is imported and asked
 _NO_NAME = "no_package_has_this_name"
-_SYSTEMS = ("conda", "debian", "rpm")  # INSTALLER of packages that may have no RECORD
 _COMPILED = (".so", ".pyd", ".dll")
 
 
@@ -42,10 +40,9 @@ def find_stand_ins() -> dict[str, str]:
     sglang = find_spec("sglang")
     if sglang is None or not sglang.submodule_search_locations:
         return {}
-    servers = Path(sglang.submodule_search_locations[0], "srt")
-    places = {name: _places(name) for name in _imported(servers)}
-    owned = _owned({place for each in places.values() if each for place in each})
-    found = {name: _wrong(name, each, owned) for name, each in sorted(places.items())}
+    names = _imported(Path(sglang.submodule_search_locations[0], "srt"))
+    roots = _roots()
+    found = {name: _wrong(name, roots.get(name, set()) | roots[""]) for name in sorted(names)}
     return {name: wrong for name, wrong in found.items() if wrong is not None}
 
 
@@ -64,6 +61,21 @@ def _imported(folder: Path) -> set[str]:
     return {name.decode() for name in found} - sys.stdlib_module_names - {"sglang", "sglang_pat"}
 
 
+def _roots() -> dict[str, set[Path]]:
+    """Folders from which distributions are imported, by top-level name; "": the editable ones."""
+    found: dict[str, set[Path]] = {"": set()}
+    for distribution in metadata.distributions():
+        root = Path(str(distribution.locate_file(""))).resolve()
+        listed = distribution.read_text("top_level.txt") or ""  # all that a system's packages have
+        files = {file.parts[0].partition(".")[0] for file in distribution.files or ()}
+        for name in files.union(listed.split()):
+            found.setdefault(name, set()).add(root)
+        origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+        if origin.get("dir_info", {}).get("editable"):
+            found[""].add(Path(unquote(urlsplit(origin["url"]).path)).resolve())
+    return found
+
+
 def _places(name: str) -> list[Path] | None:
     """The file that would be imported, or the folders of a package without one. None: none."""
     try:
@@ -80,54 +92,16 @@ def _places(name: str) -> list[Path] | None:
     return [each for each in folders if each.parent not in anybody] or (None if folders else [])
 
 
-def _owned(places: set[Path]) -> set[Path]:
-    """Those that an installed distribution accounts for."""
-    found: set[Path] = set()
-    for distribution in metadata.distributions():
-        root = Path(str(distribution.locate_file(""))).resolve()
-        source = _editable_source(distribution)
-        record = distribution.read_text("RECORD")
-        lines = f"\n{record}".replace('\n"', "\n")
-        claimed = _claimed(distribution) if record is None else set()
-        for place in places - found:
-            if source is not None and place.is_relative_to(source):
-                found.add(place)
-            elif place.is_relative_to(root):
-                inside = place.relative_to(root)
-                entry = f"\n{inside.as_posix()}"
-                recorded = (f"{entry},", f'{entry}",') if place.suffix else (f"{entry}/",)
-                name = inside.parts[0].partition(".")[0]
-                if name in claimed or any(each in lines for each in recorded):
-                    found.add(place)
-    return found
-
-
-def _claimed(distribution: metadata.Distribution) -> set[str]:
-    """Top-level names of what a system's package manager or a setup.py has installed."""
-    installer = (distribution.read_text("INSTALLER") or "").strip()
-    top_level = {*(distribution.read_text("top_level.txt") or "").split()}
-    if installer in _SYSTEMS:
-        return top_level | {re.sub(r"[-.]", "_", distribution.name).lower()}
-    return top_level if distribution.read_text("PKG-INFO") is not None else set()
-
-
-def _editable_source(distribution: metadata.Distribution) -> Path | None:
-    """The folder from which a distribution is installed in editable mode."""
-    origin = json.loads(distribution.read_text("direct_url.json") or "{}")
-    if not origin.get("dir_info", {}).get("editable"):
-        return None
-    return Path(unquote(urlsplit(origin["url"]).path)).resolve()
-
-
-def _wrong(name: str, places: list[Path] | None, owned: set[Path]) -> str | None:
+def _wrong(name: str, roots: Iterable[Path]) -> str | None:
     """Say what is wrong with a package. None: nothing, or it is not there."""
+    places = _places(name)
     if places is None:
         return None
     if not places:
         return "a module without a file"
     if all(each.is_relative_to(STUB_DIR) for each in places) and not cuda_driver_is_present():
         return None  # the project's own, where no kernel can run
-    if not owned & {*places}:
+    if not any(each.is_relative_to(root) for each in places for root in roots):
         return f"{places[0]} belongs to no installed distribution"
     module = sys.modules.get(name)
     if module is None and _is_tiny(places[0]):

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from sglang_pat import support
+from sglang_pat.bench.stand_ins import find_stand_ins
 from sglang_pat.cli.arguments import bounded
 from sglang_pat.cli.gpus import Gpu, find_gpus
 from sglang_pat.cli.progress import sign_of_life
@@ -44,7 +45,7 @@ Status = Literal["ok", "warning", "failed"]
 NO_GPU = "no NVIDIA GPU: torch executes the plans (tests only)"
 _INSTALL = "pip install '.[sglang]' in a clone of sglang-pat"
 _INSTALL_TORCH = "install torch, in a CUDA build where there is a GPU (pytorch.org)"
-_SHOWN_TOUCHPOINTS = 5  # of those that are missing
+_SHOWN_PLACES = 5  # of those that are missing or wrong
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
 
@@ -197,7 +198,8 @@ def all_checks() -> list[Check]:
     gpus, sglang = find_gpus(), check_sglang()
     checks = [check_packages(), check_scheduler(), check_gpu(gpus), check_torch(gpus)]
     checks += [*check_kernels(gpus), *check_calibration(gpus)]
-    checks += [check_environment(), sglang, check_entry_point(), check_white_list()]
+    checks += [check_environment(), sglang, check_stand_ins(), check_entry_point()]
+    checks.append(check_white_list())
     if sglang.status != "failed":
         checks += _checks_by_sglang()
     return checks
@@ -529,6 +531,17 @@ def check_sglang() -> Check:
     return Check("SGLang", "ok", found)
 
 
+def check_stand_ins() -> Check:
+    """Check that no package which SGLang imports is empty or made up."""
+    found = find_stand_ins()
+    if not found:
+        return Check("stand-ins", "ok", "none among the packages that SGLang imports")
+    wrong = "; ".join(f"{name}: {what}" for name, what in list(found.items())[:_SHOWN_PLACES])
+    return Check(
+        "stand-ins", "failed", wrong, "install the package, or take what stands in its place away"
+    )
+
+
 def check_touchpoints() -> Check:
     """Check that SGLang has every class, method and field that pat touches."""
     try:
@@ -538,9 +551,9 @@ def check_touchpoints() -> Check:
     if missing:
         first = "; ".join(
             f"{each.target}{f' = {each.name}' if each.name else ''} ({each.why})"
-            for each in missing[:_SHOWN_TOUCHPOINTS]
+            for each in missing[:_SHOWN_PLACES]
         )
-        more = len(missing) - _SHOWN_TOUCHPOINTS
+        more = len(missing) - _SHOWN_PLACES
         found = f"SGLang has no {first}" + (f"; and {more} more" if more > 0 else "")
         return Check("touchpoints", "failed", found, "use a supported version of SGLang")
     return Check("touchpoints", "ok", f"all {len(TOUCHPOINTS)} places that pat touches are there")

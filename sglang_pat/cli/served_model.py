@@ -9,13 +9,12 @@ import argparse
 import json
 import os
 import re
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.cli.arguments import FLAGS, whole_number
-from sglang_pat.cli.server_options import check_flags
+from sglang_pat.cli.arguments import FLAGS
+from sglang_pat.cli.server_options import add_tp, check_flags, server_flags
 from sglang_pat.messages import quoted
 from sglang_pat.model_classes import class_name
 from sglang_pat.model_layers import (
@@ -29,8 +28,6 @@ from sglang_pat.offline.model_modules import check_known
 from sglang_pat.support import BACKEND
 from sglang_pat.workload.models import MODEL_NAMES, MODELS, ask_hub, read_whole_config
 
-_TP = ("--tp", "--tp-size", "--tensor-parallel-size")
-_MOST_GPUS = 4096
 _FLAG = "--attention-backend"
 
 
@@ -41,12 +38,7 @@ def add_model_options(parser: argparse.ArgumentParser, does: str) -> None:
         metavar="MODEL",
         help=f"{does}: {MODELS}",
     )
-    parser.add_argument(
-        "--tp",
-        type=whole_number(1, _MOST_GPUS),
-        metavar="N",
-        help="with --model: GPUs that share it (default: 1)",
-    )
+    add_tp(parser, "with --model: GPUs that share it (default: 1)")
     parser.add_argument(
         FLAGS,
         metavar="ARGS",
@@ -60,24 +52,14 @@ def server_words(arguments: argparse.Namespace) -> list[str]:
     ValueError for options without a model, for what is no flag of SGLang's, and for one that is
     given twice.
     """
-    given = arguments.server_args
     if arguments.model is None:
-        for option, value in (("--tp", arguments.tp), (FLAGS, given)):
+        for option, value in (("--tp", arguments.tp), (FLAGS, arguments.server_args)):
             if value is not None:
                 raise ValueError(f"{option} {quoted(str(value))}: allowed: with --model")
         return []
-    try:
-        words = shlex.split(given or "")
-    except ValueError as error:
-        raise ValueError(f"{FLAGS} {quoted(given)}: {error}; allowed: as in a shell") from None
-    words = _without_pat(words)
+    words = _without_pat(server_flags(arguments))
     check_flags(words, f"the command is about {BACKEND}")
-    if arguments.tp is None:
-        return words
-    twice = next((word for word in words if word.partition("=")[0] in _TP), None)
-    if twice is not None:
-        raise ValueError(f"--tp {arguments.tp} and {twice} in {FLAGS}; allowed: one of them")
-    return ["--tp", str(arguments.tp), *words]
+    return words
 
 
 def _without_pat(words: list[str]) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_pat.bench.stand_ins import refuse_stand_ins
-from sglang_pat.cli.arguments import FLAGS
+from sglang_pat.cli.arguments import FLAGS, whole_number
 from sglang_pat.cli.gpus import Gpu, find_gpus
 from sglang_pat.messages import quoted
 from sglang_pat.offline.launch_flags import PLUGIN_GROUP, attention_backends, launch_flags
@@ -42,6 +42,8 @@ _OWN_FLAGS = (
 )
 
 
+_TP = ("--tp", "--tp-size", "--tensor-parallel-size")
+_MOST_GPUS = 4096
 _BACKEND_OPTION = "--against names the other backend"
 
 
@@ -59,11 +61,12 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         default="cuda",
         help="cpu: only to see that it works, with a tiny model (default: cuda)",
     )
+    add_tp(parser, "GPUs that share the model (default: 1)")
     parser.add_argument(
         FLAGS,
         default="",
         metavar="ARGS",
-        help="more arguments of the server, as one text: '--tp 2 --kv-cache-dtype bfloat16'",
+        help="more arguments of the server, as one text: '--kv-cache-dtype bfloat16'",
     )
     parser.add_argument(
         "--json",
@@ -73,18 +76,17 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_tp(parser: argparse.ArgumentParser, help: str) -> None:
+    """Add --tp to `parser`."""
+    parser.add_argument("--tp", type=whole_number(1, _MOST_GPUS), metavar="N", help=help)
+
+
 def check_server_options(arguments: argparse.Namespace) -> None:
     """ValueError for what the servers would refuse, or what would spoil the comparison."""
     if importlib.util.find_spec("sglang") is None:
         raise ValueError("SGLang is not installed beside this package; run `sglang-pat doctor`")
     check_backend("--against", arguments.against)
-    try:
-        words = server_flags(arguments)
-    except ValueError as error:
-        raise ValueError(
-            f"--server-args {quoted(arguments.server_args)}: {error}; allowed: words as in a shell"
-        ) from None
-    check_flags(words)
+    check_flags(server_flags(arguments))
     refuse_stand_ins()
 
 
@@ -104,6 +106,10 @@ def usable_gpus(arguments: argparse.Namespace) -> list[Gpu]:
     gpus = find_gpus()
     if arguments.device == "cuda" and not gpus:
         raise ValueError("no NVIDIA GPU that the driver reports; `sglang-pat doctor` says more")
+    if gpus and (arguments.tp or 1) > len(gpus) and "--nnodes" not in arguments.server_args:
+        raise ValueError(
+            f"--tp {arguments.tp}; allowed: up to the {len(gpus)} GPUs of this machine"
+        )
     return gpus
 
 
@@ -132,8 +138,21 @@ def check_flags(words: Sequence[str], backend: str = _BACKEND_OPTION) -> None:
 
 
 def server_flags(arguments: argparse.Namespace) -> list[str]:
-    """Return the words of --server-args. ValueError for a quotation without an end."""
-    return shlex.split(arguments.server_args)
+    """Return --tp and the words of --server-args.
+
+    ValueError for a quotation without an end, and for --tp in both.
+    """
+    given, tp = arguments.server_args or "", arguments.tp
+    try:
+        words = shlex.split(given)
+    except ValueError as error:
+        raise ValueError(f"{FLAGS} {quoted(given)}: {error}; allowed: as in a shell") from None
+    if tp is None:
+        return words
+    twice = next((word for word in words if word.partition("=")[0] in _TP), None)
+    if twice is not None:
+        raise ValueError(f"--tp {tp} and {twice} in {FLAGS}; allowed: one of them")
+    return ["--tp", str(tp), *words]
 
 
 def backend_name(asked: str, info: dict[str, Any]) -> str:
@@ -156,7 +175,7 @@ def run_metadata(arguments: argparse.Namespace, gpus: Sequence[Gpu]) -> dict[str
         "gpus": [{"name": gpu.name, "driver": gpu.driver} for gpu in gpus],
         "versions": {package: _version(package) for package in _PACKAGES},
         "model": str(arguments.model),
-        "server_args": arguments.server_args,
+        "server_args": shlex.join(server_flags(arguments)),
         "device": arguments.device,
     }
 

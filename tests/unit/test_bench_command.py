@@ -58,6 +58,7 @@ def has_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--server-args", "--help"], "must not hold --help; it is set here"),
         (["--server-args=--help"], "must not hold --help; it is set here"),
         (["--server-args", "--tp 2 --nonsense"], "'--nonsense' is no flag of the installed SGLang"),
+        (["--tp", "2", "--server-args", "--tp-size=2"], "--tp 2 and --tp-size=2 in --server-args"),
         (["--server-args", "tp 2"], "'tp' is no flag; allowed: flags of SGLang"),
         (
             ["--server-args", "--config /no/such.yaml"],
@@ -90,6 +91,19 @@ def test_wrong_input_is_one_line(
     assert len(error) < 6000
     assert error.startswith("sglang-pat bench: ")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["bench", "check"])
+def test_more_gpus_than_there_are(
+    command: str,
+    config: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_options, "find_gpus", lambda: [Gpu("H100", (9, 0), "1")])
+    has_sglang(monkeypatch)
+    assert main.main([command, "--model", str(config.parent), "--tp", "2"]) == 2
+    assert "--tp 2; allowed: up to the 1 GPUs of this machine" in capsys.readouterr().err
 
 
 def test_without_sglang_there_is_nothing_to_measure(
@@ -287,10 +301,15 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> FakeServers:
 
 
 def test_two_servers_serve_the_same_batches(
-    config: Path, tmp_path: Path, servers: FakeServers, capsys: pytest.CaptureFixture[str]
+    config: Path,
+    tmp_path: Path,
+    servers: FakeServers,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = tmp_path / "out.json"
-    flags = ["--server-args", "--tp 2", "--json", str(out), "--requests", "16"]
+    monkeypatch.setattr(server_options, "find_gpus", lambda: [Gpu("H100", (9, 0), "1")] * 2)
+    flags = ["--tp", "2", "--server-args", "--x y", "--json", str(out), "--requests", "16"]
     assert main.main(["bench", "--model", str(config), *flags]) == 0
     printed = capsys.readouterr().out
     assert (
@@ -298,8 +317,8 @@ def test_two_servers_serve_the_same_batches(
     )
     assert "fa3 (SGLang's default)" in printed
     assert [(backend, flags) for backend, flags, *_ in servers.started] == [
-        (None, ["--tp", "2"]),
-        ("pat", ["--tp", "2"]),
+        (None, ["--tp", "2", "--x", "y"]),
+        ("pat", ["--tp", "2", "--x", "y"]),
     ]
     for *_, arguments, there in servers.started:
         assert there
@@ -312,7 +331,8 @@ def test_two_servers_serve_the_same_batches(
     assert [case["requests"] for case in result["cases"]] == [8, 4, 1]
     assert result["cases"][0]["tpot_ms"]["pat"]["median"] == 2.0
     assert result["servers"]["pat"]["stats"] == {"plans_built": 3}
-    assert result["meta"]["gpus"] == [{"name": "H100", "driver": "1"}]
+    assert result["meta"]["gpus"] == [{"name": "H100", "driver": "1"}] * 2
+    assert result["meta"]["server_args"] == "--tp 2 --x y"
     assert result["failure"] is None
 
 

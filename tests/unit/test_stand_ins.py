@@ -12,6 +12,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from sglang_pat.bench import stand_ins
+from sglang_pat.cli import doctor
+from sglang_pat.cli.main import main
 from sglang_pat.sglang.cpu import STUB_DIR
 
 NAME = "pat_test_package"  # which the SGLang below imports
@@ -104,11 +106,6 @@ def test_a_distribution_may_be_one(site: Path, text: str, wrong: str) -> None:
     assert found() == f"{site / NAME / '__init__.py'} {wrong}"
 
 
-def test_metadata_without_a_record_is_not_enough(site: Path) -> None:
-    install(site, {f"{NAME}/__init__.py": CODE}, record=False, **{"top_level.txt": NAME})
-    assert "belongs to no installed distribution" in found()
-
-
 def test_a_package_before_the_installed_one_is_one(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +148,7 @@ def test_an_editable_package_passes(
 
 def test_a_package_of_the_system_passes(site: Path) -> None:
     files = {f"{NAME}/__init__.py": CODE}
-    install(site, files, record=False, **{"INSTALLER": "debian\n", "top_level.txt": NAME})
+    install(site, files, record=False, **{"top_level.txt": NAME})
     assert found() is None
 
 
@@ -169,6 +166,17 @@ def test_stubs_of_the_project_stand_in_without_a_driver_alone(
 def test_this_environment_has_none(monkeypatch: pytest.MonkeyPatch, site: Path) -> None:
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(site)])
     assert stand_ins.find_stand_ins() == {}
+
+
+def test_doctor_and_demo_name_it(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.check_stand_ins().status == "ok"
+    write(site / f"{NAME}/__init__.py", NOTHING)
+    check = doctor.check_stand_ins()
+    assert (check.status, check.found) == ("failed", f"{NAME}: {found()}")
+    assert main(["demo"]) == 2
+    error = capsys.readouterr().err
+    assert f"sglang-pat demo: error: {NAME}, a package that SGLang imports, is only a st" in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

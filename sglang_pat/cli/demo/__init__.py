@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve, compare, report.
 
     Returns the exit status: 0 if every token is equal, 1 if one is not, 2 if a package is missing
-    or a variable is wrong.
+    or a stand-in, or a variable is wrong.
     """
     if arguments.write_model is not None:
         return write_model(arguments.write_model)
@@ -55,10 +55,12 @@ def run(arguments: argparse.Namespace) -> int:
     if missing:
         needed = " and ".join(missing)
         return fail("demo", f"{needed} missing: pip install '.[sglang]' in a clone")
+    from sglang_pat.bench.stand_ins import refuse_stand_ins
     from sglang_pat.sglang.start.environment import Environment
 
     try:
         Environment.read()
+        refuse_stand_ins()
     except ValueError as error:
         return fail("demo", error)
     _quieten()
