@@ -340,18 +340,17 @@ def _drafted() -> list[tuple[str, str, Case]]:
 
     Of several runs, one that compares acceptance in the same answers is taken.
     """
+    runs = [
+        (path.relative_to(RESULTS).as_posix(), json.loads(path.read_text()))
+        for path in sorted(RESULTS.glob("h?00/speculation*.json"))
+    ]
+    cases = [(name, run, case) for name, run in runs for case in run["cases"]]
+    order = [*DRAFTS]
+    cases.sort(key=lambda c: (order.index(c[2]["drafts"]), "accepted_in_same_answers" not in c[2]))
     found: dict[tuple[str, str], tuple[str, str, Case]] = {}
-    for compares, drafts in ((each, kind) for kind in DRAFTS for each in (True, False)):
-        for gpu in ("h100", "h200"):
-            for path in sorted((RESULTS / gpu).glob("speculation*.json")):
-                result = json.loads(path.read_text())
-                for case in result["cases"]:
-                    if case["drafts"] == drafts and compares == (
-                        "accepted_in_same_answers" in case
-                    ):
-                        title = f"{DRAFTS[drafts]}, {result['layers'][drafts]} layers"
-                        row = (f"{gpu}/{path.name}", title, case)
-                        found.setdefault((gpu, title), row)
+    for name, run, case in cases:
+        title = f"{DRAFTS[case['drafts']]}, {run['layers'][case['drafts']]} layers"
+        found.setdefault((name.partition("/")[0], title), (name, title, case))
     return list(found.values())
 
 
