@@ -102,9 +102,8 @@ def test_every_label_exists() -> None:
 
 
 def test_reasons_and_kinds_that_rules_select_are_given_by_the_code() -> None:
-    source = "\n".join(
-        path.read_text() for path in sorted(Path(ours.__file__).parents[1].rglob("*.py"))
-    )
+    package = Path(ours.__file__).parents[2]
+    source = "\n".join(path.read_text() for path in sorted(package.rglob("*.py")))
     for expression in expressions():
         for reason in re.findall(r'reason[=!]~"(.*?)\.\*"', expression):
             assert reason in source, reason
