@@ -160,19 +160,16 @@ class PlanBuffers:
             return
         if self.stream is not None:
             stream.wait_stream(self.stream)
-            self.keep_for(stream)
+            # Should the memory be freed, it is handed out again only when this stream is done.
+            for tensor in (
+                self.plan,
+                self.shared_slots,
+                self.partial_out,
+                self.partial_lse,
+                self.counters,
+            ):
+                tensor.record_stream(stream)
         self.stream = stream
-
-    def keep_for(self, stream: torch.cuda.Stream) -> None:
-        """Should the memory be freed, it is handed out again only when this stream is done."""
-        for tensor in (
-            self.plan,
-            self.shared_slots,
-            self.partial_out,
-            self.partial_lse,
-            self.counters,
-        ):
-            tensor.record_stream(stream)
 
 
 class CudaExecutor:
@@ -370,8 +367,6 @@ class CudaExecutor:
         needed, sizes = BufferSizes.needed_by(scheduler), self.buffers.sizes
         if self._reserved:
             raise PlanOverflowError(f"the plan needs {needed}; reserved are {sizes}")
-        if self._device.type == "cuda":  # behind the kernels under way
-            self.buffers.keep_for(torch.cuda.current_stream(self._device))
         self._allocate(sizes.grown(needed))
 
     def _allocate(self, sizes: BufferSizes) -> None:

@@ -14,11 +14,13 @@ import torch
 from launch_parameters import read
 from sample_forests import make_case, make_scheduler, plan_case
 
+from sglang_pat._scheduler import PlanCapacity
 from sglang_pat.batch import Step
 from sglang_pat.executors import cuda
 from sglang_pat.executors.cuda import CudaExecutor, PlanBuffers, StagingBuffer
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.layer import LayerInputs
+from sglang_pat.plan import BufferSizes
 
 CASE = make_case([(-1, 3000)], [(0, 200)] * 4)
 HEADS, HEAD_DIM, SMS, CTAS = 8, 128, 132, 264
@@ -198,6 +200,39 @@ def test_each_tensor_and_number_is_passed_in_its_place(monkeypatch: pytest.Monke
     monkeypatch.setattr(cuda, "capture_id", lambda stream: 254 + 7)
     expected |= {"launch_tag": 9, "tickets": "counters+72"}  # a counter of the graph's own
     assert passed(executor, numbers) == expected
+
+
+@pytest.mark.parametrize(("reserved", "merged"), [(8, 4), (3, 3), (0, 0)])
+def test_a_graph_merges_what_any_plan_may_need(
+    reserved: int, merged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan of its capture may need no merges, those of its replays as many as fit."""
+    executor = Device(monkeypatch).executor()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(cuda, "capture_id", lambda stream: 0)
+    buffers = executor.buffers
+    buffers.loaded = buffers.loaded._replace(num_merges=0)
+    entries = buffers.sizes.plan.entries() | {"num_merges": reserved}
+    buffers.sizes = buffers.sizes._replace(plan=PlanCapacity(**entries))
+    assert passed(executor, layer(out=rows(HEADS)))["max_merges"] == merged
+
+
+def test_buffers_wait_and_stay_for_the_stream_that_takes_them_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: list[tuple[int, Any]] = []
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, stream: kept.append((id(tensor), stream))
+    )
+    config = KernelConfig(torch.bfloat16, HEAD_DIM, (9, 0), HEAD_DIM)
+    buffers: Any = PlanBuffers(BufferSizes(), HEADS, config, torch.device("cpu"))
+    waits: list[Any] = []
+    first, second = SimpleNamespace(), SimpleNamespace(wait_stream=waits.append)
+    for stream in (first, first, second, second):
+        buffers.take_over(stream)
+    assert waits == [first]
+    tensors = [each for each in vars(buffers).values() if isinstance(each, torch.Tensor)]
+    assert kept == [(id(each), second) for each in tensors]
 
 
 def test_soft_cap_and_sinks_have_kernels_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
