@@ -90,15 +90,17 @@ class RequestTracker:
 
     @contextmanager
     def running(self, forward_batch: Any) -> Iterator[None]:
-        """Enclose what SGLang does for a batch: its forward, or what it prepares of it."""
-        outer = self._step
+        """Enclose what SGLang does for a batch: its forward, or what it prepares of it.
+
+        No batch runs within another one.
+        """
         self._step = requests_of(forward_batch)
         # One call may plan the batch, and a later one may run it.
         self._is_claimed = self._step is not None and self._step is self._claimed
         try:
             yield
         finally:
-            self._step = outer
+            self._step = None
             if not self._is_claimed:  # requests that decode may have grown all the same
                 self.last_reqs = []
 
