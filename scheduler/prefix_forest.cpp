@@ -76,8 +76,7 @@ void PrefixForest::update(std::span<const int32_t> kept, const TreePaths& read,
       if (any_outdated_) drop_outdated(outdated.dropped);
       if (!suspect_nodes_.empty()) choose_suspects(outdated.suspects);
     }
-    num_kept_ =
-        static_cast<int32_t>(kept.size() + 1 - paths.path_begin.size() - outdated.dropped.size());
+    num_kept_ = static_cast<int32_t>(kept.size() + 1 - paths.path_begin.size());
     reserve(paths.node_id.size());
     size_t path = 0;
     for (size_t request = 0; request < kept.size(); ++request) {

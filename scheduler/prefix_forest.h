@@ -102,7 +102,7 @@ class PrefixForest {
   };
 
   int32_t num_requests() const { return static_cast<int32_t>(last_node_.size()); }
-  // Requests whose path the last update() kept.
+  // Requests whose path the last update() kept, outdated ones included: another update() follows then.
   int32_t num_kept() const { return num_kept_; }
   // The path of a request, first node first. For checks.
   std::vector<PathNode> path(int32_t request) const;
