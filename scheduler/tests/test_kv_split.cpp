@@ -185,6 +185,20 @@ TEST(kv_split_deals_out_a_long_shared_range_chunk_by_chunk) {
   }
 }
 
+// Parting a tile into its long range and the rest makes a partial of each of its requests, as a cut does. For few
+// workers that are too many: an even share each takes fewer.
+TEST(kv_split_counts_what_parting_tiles_costs) {
+  const auto num_tickets = [](int32_t num_workers) {
+    SchedulerConfig made = config(8, num_workers);
+    made.max_block_q = 64;
+    const Batch batch =
+        make_batch({{-1, 8'192}}, std::vector<std::pair<int, int32_t>>(256, {0, 256}));
+    return static_cast<int32_t>(split(batch, made).split.tickets.size());
+  };
+  CHECK_EQ(num_tickets(2), 2);
+  CHECK(num_tickets(33) > 33);
+}
+
 TEST(kv_split_cuts_tiles_of_a_long_shared_range_at_the_same_places) {
   // Eight tiles for 33 workers, and two: an even share of a tile is no whole number of workers.
   for (const auto& [requests, tokens] :

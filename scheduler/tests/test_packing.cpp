@@ -94,6 +94,17 @@ TEST(packing_of_deep_trees_stays_within_its_budget) {
   }
 }
 
+// All packs have the segments at the top in common, whose slots are gathered once.
+TEST(packing_of_deep_trees_fuses_levels_from_the_root_on) {
+  const Batch batch = caterpillar_batch(1000, 300, 20);
+  const auto [forest, packing] = pack(batch, Policy::kMemory);
+  for (const Pack& pack : packing.packs) {
+    const Segment& top = packing.segments_of(pack).front();
+    if (pack.num_requests > 1) CHECK_EQ(top.kv_begin, 0);
+    if (packing.segments_of(pack).size() > 32) CHECK_EQ(top.kv_end, 64 * 300);
+  }
+}
+
 TEST(packing_within_the_budget_is_left_alone) {
   // Up to 11 shared packs and a private one for each request.
   for (int depth = 1; depth <= 13; ++depth) {

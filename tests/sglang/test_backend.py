@@ -153,6 +153,17 @@ def test_a_graph_is_prepared_for_both(
     assert out.isfinite().all()
 
 
+def test_graphs_are_reserved_for_the_largest_and_for_all_of_the_pool() -> None:
+    model_runner = runner()
+    model_runner.req_to_token_pool.req_to_token = torch.zeros(4, 2 * SLOTS, dtype=torch.int32)
+    backend = pat_backend(model_runner)
+    for max_bs in (4, 2):  # SGLang captures again when weights are updated
+        backend.init_cuda_graph_state(max_bs=max_bs, max_num_tokens=max_bs)
+        # A slot may be in a child's shared range too. No request is longer than the pool.
+        expected = {"max_requests": 4, "max_shared_slots": 2 * SLOTS, "max_seq_len": SLOTS}
+        assert inside.reservation(backend) == expected
+
+
 def test_layers_of_two_shapes_have_two_plans() -> None:
     wide = layers(tp_q_head_num=8)
     model_runner = runner(model=wide)

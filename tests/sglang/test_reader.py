@@ -288,6 +288,17 @@ def test_a_flush_forgets_everything(reads: Reads) -> None:
     assert reads.step([a]) == ["a"]
 
 
+def test_another_tree_forgets_everything(reads: Reads) -> None:
+    a = reads.request("a", [1, 2, 3])
+    reads.step([a])
+    reads.tree = Tree("unified")
+    reads.tree.insert([1, 9], range(2))
+    reads.tree.insert([1, 2, 3], range(3))
+    a.last_node = reads.tree.last_node([1, 2, 3])
+    reads.step([a])
+    assert reads.batch.read_paths().kv_end.tolist() == [1, 3]
+
+
 def test_a_step_that_shares_nothing_forgets_everything(reads: Reads) -> None:
     a = reads.request("a", [1, 2, 3])
     reads.step([a])

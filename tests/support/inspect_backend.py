@@ -46,6 +46,11 @@ def microbatch(owner: Any) -> Any:
     return _planner(owner)._microbatches.current
 
 
+def reservation(owner: Any) -> Any:
+    """Return what graphs are reserved for: arguments of PackAttention."""
+    return _planner(owner)._microbatches._reservation
+
+
 def num_repeated(owner: Any) -> int:
     """Count the steps that repeated the one before them."""
     count: int = _planner(owner)._skipped.stats().plans_reused

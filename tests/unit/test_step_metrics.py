@@ -86,6 +86,9 @@ for nanoseconds in (3_000, 5_000, 1_000_000_000):
 metrics.add_step(PlanningTime("changed", 20_000))
 metrics.add_step(PlanningTime("cold", 40_000))
 metrics.publish()
+layers = published.LayerMetrics({"model_name": "m", "tp_rank": "0"})
+layers.set({("pat", ""): 2, ("default", "head_dim = 80"): 1})
+layers.set({("pat", ""): 1, ("default", "sinks"): 2})
 print(page())
 metrics.publish()  # nothing new
 """
@@ -117,6 +120,9 @@ metrics.publish()  # nothing new
         "plan_seconds_bucket unchanged +Inf": 3,
         "plan_seconds_sum changed": 20e-6,
         "plan_seconds_sum cold": 40e-6,
+        "layers  pat": 1,
+        "layers head_dim = 80 default": 0,  # whose reason is gone
+        "layers sinks default": 2,
     }
     found = {name: samples.get(f"sglang:pat_{name}") for name in expected}
     assert found == pytest.approx(expected)
