@@ -35,4 +35,4 @@ def test_a_mutant_that_cannot_be_made_is_named(text: str, found: str) -> None:
 def test_the_list_is_large() -> None:
     assert len(MUTANTS) >= 40
     assert len({(mutant.file, mutant.old, mutant.new) for mutant in MUTANTS}) == len(MUTANTS)
-    assert all(Path(mutant.file).parts[0] in ("scheduler", "sglang_pat") for mutant in MUTANTS)
+    assert not any(mutant.file.startswith("tests") for mutant in MUTANTS)
