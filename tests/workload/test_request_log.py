@@ -174,7 +174,7 @@ def test_epochs_in_every_unit(tmp_path: Path, unit: int, kind: str) -> None:
     ("key", "scale"),
     [("timestamp_ms", 1e3), ("startTimeUnixNano", 1e9), ("ts_us", 1e6), ("time_sec", 1)],
 )
-def test_a_unit_in_the_name_of_the_outermost_time_decides(tmp_path: Path, key: str, scale: float) -> None:
+def test_a_unit_in_the_name_of_a_time_decides(tmp_path: Path, key: str, scale: float) -> None:
     requests, _ = read_shape(
         tmp_path,
         lambda i: {key: str(int((i + 5) * scale)), "result": {key: "1"}, **chat(i), **ANSWER},
