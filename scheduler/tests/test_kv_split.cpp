@@ -185,18 +185,21 @@ TEST(kv_split_deals_out_a_long_shared_range_chunk_by_chunk) {
   }
 }
 
-// Parting a tile into its long range and the rest makes a partial of each of its requests, as a cut does. For few
-// workers that are too many: an even share each takes fewer.
+// Parting a tile into its long range and the rest makes a partial of each of its requests, as a cut does.
 TEST(kv_split_counts_what_parting_tiles_costs) {
-  const auto num_tickets = [](int32_t num_workers) {
+  const auto num_tickets = [](int num_requests, int32_t num_tokens, int32_t num_workers) {
     SchedulerConfig made = config(8, num_workers);
     made.max_block_q = 64;
-    const Batch batch =
-        make_batch({{-1, 8'192}}, std::vector<std::pair<int, int32_t>>(256, {0, 256}));
-    return static_cast<int32_t>(split(batch, made).split.tickets.size());
+    const Made result = split(make_batch({{-1, num_tokens}}, std::vector<std::pair<int, int32_t>>(
+                                                                 num_requests, {0, 256})),
+                              made);
+    check_split(result, made);
+    return static_cast<int32_t>(result.split.tickets.size());
   };
-  CHECK_EQ(num_tickets(3), 3);
-  CHECK(num_tickets(4) > 4);
+  // 32 tiles are parted: too many for three workers, which get an even share each.
+  CHECK_EQ(num_tickets(256, 8'192, 3), 3);
+  CHECK(num_tickets(256, 8'192, 4) > 4);
+  CHECK(num_tickets(24, 131'072, 8) > 8);  // with chunks as long as its partials demand
 }
 
 TEST(kv_split_cuts_tiles_of_a_long_shared_range_at_the_same_places) {
