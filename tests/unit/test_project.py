@@ -246,14 +246,16 @@ def test_a_server_imports_little_that_sglang_does_not() -> None:
     assert not [name for name in ours if name.split(".")[1] in ("bench", "cli", "workload")]
 
 
-def test_advice_needs_no_torch() -> None:
+def test_advice_needs_no_torch_and_is_what_its_page_shows() -> None:
+    command = "advise --generate few-shot --limit 300"
     code = (
         "import sys; sys.modules.update(torch=None, sglang=None)\n"
         "from sglang_pat.cli.main import main\n"
-        "command = 'advise --model qwen3-8b --generate few-shot --limit 100'\n"
-        "sys.exit(main(command.split()))"
+        f"sys.exit(main({command.split()}))"
     )
-    assert "36 of 36 layers accelerated" in " ".join(_python(code).split())
+    page = PAGES[ROOT / "docs/advise.md"]
+    assert f"sglang-pat {command} " in page
+    assert f"```text\n{_python(code)}```" in page
 
 
 def test_without_torch_the_kernels_say_what_to_install() -> None:
