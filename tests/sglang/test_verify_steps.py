@@ -19,6 +19,7 @@ from sglang_fakes import (
     HEAD_DIM,
     KV_HEADS,
     QO_HEADS,
+    config,
     decode_batch,
     dense,
     drafts_to_verify,
@@ -34,6 +35,7 @@ from sglang_trees import TREE_KINDS, Tree, late_lengths, place
 
 from sglang_pat.executors.reference import ReferenceExecutor
 from sglang_pat.reasons import StepReason
+from sglang_pat.sglang.backend import PatMixin
 from sglang_pat.sglang.speculative import draft_requests
 from sglang_pat.sglang.speculative.rows import MAX_READ_APART, RowShape
 from sglang_pat.sglang.speculative.tree_attention import TreeKv, square_masks
@@ -666,6 +668,17 @@ def test_full_masks_are_made_for_other_readers_alone(
     backend = pat_backend(runner(server_args=made, **({"device": "cuda"} | changes)))
     assert inside.planner(backend).verifies_trees is (arguments["speculative_algorithm"] == "NGRAM")
     assert worker.USE_FULL_MASK is is_full
+
+
+def test_full_masks_are_made_for_a_model_that_pat_does_not_decode(
+    worker: Any, server_context: Any
+) -> None:
+    """The model that this process served before may have left the other ones."""
+    worker.USE_FULL_MASK = False
+    made = server_arguments(speculative_algorithm="NGRAM", speculative_num_draft_tokens=DRAFTS)
+    backend = pat_backend(runner(server_args=made, model_config=config(is_encoder_decoder=True)))
+    assert not isinstance(backend, PatMixin)
+    assert worker.USE_FULL_MASK
 
 
 def test_sglang_may_write_masks_over_the_drafts_alone(

@@ -147,9 +147,11 @@ def await_draft_model(planner: VerifyPlanner | None, model_runner: Any) -> None:
     The arguments are those of the served model. No planner: pat decodes neither model.
     """
     _TargetModel.planner, _TargetModel.model_runner = planner, model_runner
-    if planner is None:
-        return
     algorithm = resolved(model_runner.server_args, "speculative_algorithm")
+    if planner is None:
+        if algorithm in TREES:  # the masks of a model that was served before may be square
+            choose_masks(square=False)
+        return
     if algorithm in BLOCKS:
         worker = BLOCK_WORKERS[algorithm]
         after = Hook(worker, "init_attention_backends", _after_block_backend, HookType.AFTER)
