@@ -33,7 +33,7 @@ from sglang_pat.sglang.speculative.backends import (
 from sglang_pat.sglang.speculative.draft_requests import (
     BLOCK_WORKERS,
     block_hook,
-    note_same_step,
+    step_of_extend,
     watch_draft_batches,
 )
 from sglang_pat.sglang.speculative.planners import SpeculativePlanner, VerifyPlanner
@@ -59,7 +59,7 @@ from sglang_pat.sglang.start.server_options import (
     drafts_of,
 )
 from sglang_pat.sglang.step.step_type import DecodeStep
-from sglang_pat.sglang.tree.request_tracker import TRACKER_HOOKS
+from sglang_pat.sglang.tree.request_tracker import TRACKER_HOOKS, note_requests
 from sglang_pat.sglang.tree.self_test import check_version
 from sglang_pat.support import Unsupported
 
@@ -245,7 +245,9 @@ def _captures_extends() -> bool:
 
 def _after_prepare(result: Any, graphs: Any, forward_batch: Any, *_: Any, **__: Any) -> None:
     """AFTER prepare() of the graphs of several draft layers. They show drafts of their own."""
-    note_same_step(graphs._replay_spec_info, forward_batch.spec_info)
+    step = step_of_extend(forward_batch)
+    if step is not None:
+        note_requests(graphs._replay_spec_info, step)
 
 
 _FACTORY = "sglang.srt.speculative.draft_utils:DraftBackendFactory"

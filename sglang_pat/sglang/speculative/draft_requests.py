@@ -69,13 +69,6 @@ def step_of_extend(forward_batch: Any) -> StepRequests | None:
     return requests_of(forward_batch.spec_info)
 
 
-def note_same_step(drafts: Any, noted: Any) -> None:
-    """Note that `drafts` belong to the same step as `noted`."""
-    step = requests_of(noted)
-    if step is not None:
-        note_requests(drafts, step)
-
-
 def watch_draft_batches() -> None:
     """Have the request tracker note verify steps and batches of draft models from now on."""
     REQUEST_TRACKER.modes.add(ForwardMode.TARGET_VERIFY)
