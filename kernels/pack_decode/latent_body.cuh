@@ -125,8 +125,8 @@ struct LatentConsumer {
       Attention& part, Weights& weights, Scores& scores, const StageRecord& record) const {
     typename Attention::Rescaling rescaling{};
     if (record.counts_for(unit)) {
-      rescaling = part.template weigh<kTokens>(scores, record, unit * kUnitRows, 0,
-                                               params.logit_scale, lane);
+      rescaling = part.template softmax_weights<kTokens>(scores, record, unit * kUnitRows, 0,
+                                                         params.logit_scale, lane);
     } else {
 #pragma unroll
       for (auto& tile : scores) {

@@ -218,8 +218,8 @@ struct LatentMmaConsumer {
         multiply_keys(scores, queries, stage, lane);
         part.template undo_factors<kTokens>(scores, query_factors(), lane);
         add_up(scores, lane);
-        part.rescale(
-            part.template weigh<kTokens>(scores, stage_record, unit * kUnitRows, 0, scale, lane));
+        part.rescale(part.template softmax_weights<kTokens>(scores, stage_record, unit * kUnitRows,
+                                                            0, scale, lane));
         multiply_values(part, scores, stage, lane);
       }
       release_stage();

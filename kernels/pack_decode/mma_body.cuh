@@ -131,8 +131,8 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
       float scores[kTokens / 8][4];
       multiply_keys<kTokens>(scores, part, keys, first_token, lane);
       part.template undo_factors<kTokens>(scores, query_factors, lane);
-      part.rescale(
-          part.template weigh<kTokens>(scores, record, first_row, first_token, scale, lane));
+      part.rescale(part.template softmax_weights<kTokens>(scores, record, first_row, first_token,
+                                                          scale, lane));
       const uint32_t values = keys + kLandingOffset<Dims>;
       multiply_values<kTokens>(part, scores, values, first_token, lane);
     }

@@ -72,11 +72,11 @@ __device__ __forceinline__ void execute_item_wgmma(const DecodeParams& params,
 
   StageScores scores;
   StageWeights weights;
-  const auto weigh = [&](const StageRecord& record) {
+  const auto softmax_weights = [&](const StageRecord& record) {
     typename Attention::Rescaling rescaling{};
     if (record.counts_for(consumer.warp)) {
-      rescaling = part.template weigh<kStageTokens>(scores, record, first_row, 0,
-                                                    queries.scale(params.logit_scale), lane);
+      rescaling = part.template softmax_weights<kStageTokens>(
+          scores, record, first_row, 0, queries.scale(params.logit_scale), lane);
     } else {
       clear(scores);
     }
