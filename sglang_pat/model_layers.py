@@ -216,9 +216,18 @@ def check_served(config: Mapping[str, Any]) -> None:
 
 def check_counts(config: Mapping[str, Any]) -> None:
     """ValueError for a count of a decoder that makes no sense, whatever class reads it."""
-    for key in ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"):
+    heads = ("num_attention_heads", "num_key_value_heads")
+    for key in (*heads, "num_hidden_layers", "hidden_size", "vocab_size"):
         if not isinstance(config.get(key), (list, type(None))):  # some classes take a list
             positive(config, key)
+    found = [config.get(key) for key in heads]
+    if all(isinstance(each, int) for each in found):
+        _check_groups(*found)
+
+
+def _check_groups(qo_heads: int, kv_heads: int) -> None:
+    if qo_heads % kv_heads:
+        raise ValueError(f"{qo_heads} query heads, no multiple of {kv_heads} KV heads")
 
 
 def check_ranks(layers: Sequence[Layer], tp: int) -> None:
@@ -528,8 +537,7 @@ def _layer(config: Mapping[str, Any], index: int, kind: str, tp: int) -> Layer:
             refusal=shape_reason(max(1, qo_heads // tp), 1, elements, rank),
         )  # fmt: skip
     kv_heads, head_dim, v_head_dim = _attention_shape(config, kind, index, qo_heads)
-    if qo_heads % kv_heads:
-        raise ValueError(f"{qo_heads} query heads, no multiple of {kv_heads} KV heads")
+    _check_groups(qo_heads, kv_heads)
     window = {WINDOW: "sliding_window", CHUNK: "attention_chunk_size"}.get(kind)
     heads = (max(1, qo_heads // tp), max(1, kv_heads // tp))  # of a rank
     return Layer(

@@ -82,12 +82,20 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns the exit status: 0, 1 if the kernels cannot be compiled here, 2 for wrong input.
     """
-    try:
-        words = server_words(arguments)
-        if arguments.model is not None:
-            _check_alone(arguments)
-    except ValueError as error:
-        return _fail(2, str(error))
+    with tempfile.TemporaryDirectory(prefix="sglang-pat-build-") as folder:
+        source = ""
+        try:
+            words = server_words(arguments)
+            if arguments.model is not None:
+                _check_alone(arguments)
+                source = loadable(arguments, Path(folder))
+        except (ValueError, OSError) as error:
+            return _fail(2, bounded(error))
+        return _build(arguments, source, words)
+
+
+def _build(arguments: argparse.Namespace, source: str, words: list[str]) -> int:
+    """Compile as `run` does, for the model that SGLang loads from `source`, if one is given."""
     archs = arguments.arch or _archs_here()
     if not archs:
         oldest = _name(support.OLDEST_CAPABILITY)
@@ -109,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
     dtypes, kv_dtypes = arguments.dtype or [DEFAULT_DTYPE], arguments.kv_dtype or [None]
     head_dims = arguments.head_dim or [_head_dim(DEFAULT_HEAD_DIM)]
     if arguments.model is not None:
-        needs = _needs_of(arguments, words)
+        needs = _needs_of(arguments.model, source, words)
         if isinstance(needs, int):
             return needs
         dtypes, kv_dtypes, head_dims = [needs.dtype], needs.kv_dtypes, needs.head_dims
@@ -145,28 +153,22 @@ def _check_alone(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')}: allowed: without --model, which says it")
 
 
-def _needs_of(arguments: argparse.Namespace, words: list[str]) -> KernelNeeds | int:
+def _needs_of(model: str, source: str, words: list[str]) -> KernelNeeds | int:
     """Return the needs of a server with these arguments, or the exit status."""
-    model = arguments.model
-    with tempfile.TemporaryDirectory(prefix="sglang-pat-build-") as folder:
-        try:
-            source = loadable(arguments, Path(folder))
-        except (ValueError, OSError) as error:
-            return _fail(2, bounded(error))
-        try:
-            with sign_of_life("building the model without weights"):
-                from sglang_pat.sglang.cpu import enable_cpu_engine
+    try:
+        with sign_of_life("building the model without weights"):
+            from sglang_pat.sglang.cpu import enable_cpu_engine
 
-                enable_cpu_engine()  # before SGLang is imported
-                logging.disable(logging.WARNING)
-                from sglang_pat.offline.model_support import kernels_of_model
+            enable_cpu_engine()  # before SGLang is imported
+            logging.disable(logging.WARNING)
+            from sglang_pat.offline.model_support import kernels_of_model
 
-                needs, routes = kernels_of_model(source, words)
-        except Exception as error:  # SGLang may raise anything
-            said = " ".join(f"{type(error).__name__}: {error}".split())
-            return _fail(1, f"SGLang cannot build {quoted(model)} in this process: {said[:300]}")
-        finally:
-            logging.disable(logging.NOTSET)
+            needs, routes = kernels_of_model(source, words)
+    except Exception as error:  # SGLang may raise anything
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        return _fail(1, f"SGLang cannot build {quoted(model)} in this process: {said[:300]}")
+    finally:
+        logging.disable(logging.NOTSET)
     if not needs.head_dims:
         return _fail(1, f"{quoted(model)} needs no kernels: {routes}")
     if needs.dtype not in support.KERNEL_DTYPES:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -42,7 +43,8 @@ from sglang_pat.workload.models import (
 from sglang_pat.workload.weights import Weights, read_weights
 
 _SECONDS = 300  # to import SGLang on a busy machine
-_NO_ANSWER = [{"error": f"no answer in {_SECONDS} s"}]
+# Words of SGLang where a class needs another one, or where it takes that of transformers instead.
+_NEEDS_MORE = re.compile("not supported for now|not a registered model|^Transformers|^KeyError")
 
 
 class Model(NamedTuple):
@@ -130,8 +132,7 @@ def _of_sglang(
             asked.append({"path": folder, "flags": ["--tp", str(tp)]})
         # One class is imported in a fraction of the time, if it needs no other by name.
         answers = _ask(asked, modules_without(_classes(whole)))
-        doubtful = ("error" in each or "Transformers" in each["class"] for each in answers)
-        if any(doubtful) and answers != _NO_ANSWER:
+        if any(_NEEDS_MORE.search(each.get("error", each.get("class", ""))) for each in answers):
             answers = _ask(asked)
     errors = [answer["error"] for answer in answers if "error" in answer]
     if errors:
@@ -165,7 +166,7 @@ def _ask(asked: Sequence[Mapping[str, Any]], without: Sequence[str] = ()) -> lis
             env={**os.environ, "HF_HUB_OFFLINE": "1", **left_out},
         )
     except subprocess.TimeoutExpired:
-        return _NO_ANSWER
+        return [{"error": f"no answer in {_SECONDS} s"}]
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     if len(answers) < len(asked):
         *_, last = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]

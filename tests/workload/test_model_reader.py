@@ -151,6 +151,8 @@ def test_what_decodes_nothing_is_refused(
         ({"torch_dtype": "int3"}, [], "torch_dtype='int3'"),
         ({"num_hidden_layers": "many"}, [], "num_hidden_layers='many'; allowed: a whole number"),
         ({"hidden_size": -1}, [], "hidden_size=-1"),
+        ({"num_key_value_heads": True}, [], "num_key_value_heads=True"),
+        ({"num_key_value_heads": 3}, [], "8 query heads, no multiple of 3 KV heads"),
         ({"intermediate_size": 10**8}, [], "the weights take"),
         ({"architectures": ["Cheese" * 99]}, [], "that neither SGLang nor transformers here has"),
         ({"architectures": ["BertModel"]}, [], "it answers with no tokens"),
