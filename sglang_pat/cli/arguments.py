@@ -9,6 +9,7 @@ import argparse
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,6 +36,11 @@ class Parser(argparse.ArgumentParser):
         if FLAGS in words[:-1]:  # argparse would take a text of one flag for an option
             place = words.index(FLAGS)
             words[place : place + 2] = [f"{FLAGS}={words[place + 1]}"]
+        given = Counter(word.partition("=")[0] for word in words)
+        for action in self._actions:  # the last value would win silently
+            names = action.option_strings
+            if type(action) is argparse._StoreAction and sum(given[name] for name in names) > 1:
+                self.error(f"argument {'/'.join(names)}: given twice; allowed: once")
         namespace, unknown = super().parse_known_args(words, namespace)
         if unknown:
             options = [action.option_strings for action in self._actions if action.option_strings]
@@ -56,19 +62,6 @@ def fail(command: str, error: object, status: int = 2) -> int:
     name = f"sglang-pat {command}: error" if command else "sglang-pat"
     print(f"{name}: {bounded(error)}", file=sys.stderr)
     return status
-
-
-class Once(argparse.Action):
-    """An option whose second value would win silently."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
-        option_string: str | None = None,
-    ) -> None:  # fmt: skip
-        """Keep the value. The parser refuses a second one."""
-        if getattr(namespace, self.dest) is not None:
-            parser.error(f"argument {option_string}: given twice; allowed: once")
-        setattr(namespace, self.dest, values)
 
 
 def whole_number(least: int, most: int) -> Callable[[str], int]:

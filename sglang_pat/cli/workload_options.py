@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_pat.cli.arguments import LARGEST_SEED, Once, real_number, whole_number
+from sglang_pat.cli.arguments import LARGEST_SEED, real_number, whole_number
 from sglang_pat.cli.progress import sign_of_life
 from sglang_pat.messages import quoted
 from sglang_pat.output_file import output_file, output_or_stdout
@@ -37,12 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     workload = parser.add_argument_group("the workload")
     trace = workload.add_mutually_exclusive_group(required=True)
     trace.add_argument(
-        "--trace", type=Path, action=Once, metavar="FILE",
+        "--trace", type=Path, metavar="FILE",
         help="a log of requests, gzip and zstd included",
     )  # fmt: skip
     trace.add_argument(
         "--generate",
-        action=Once,
         metavar="NAME",
         help="instead of a file: conversation, toolagent, few-shot, multi-chain, multi-document, "
         "rl-rollout or no-sharing",

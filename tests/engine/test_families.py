@@ -196,6 +196,30 @@ def test_tokens_that_are_padded_for_the_ranks(engines: FamilyEngines, tmp_path: 
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("drafter", ["the same model", "a head"])
+def test_chains_on_two_ranks(engines: FamilyEngines, tmp_path: Path, drafter: str) -> None:
+    """Both ranks plan every verify step alike, and accept what the default backend's accept."""
+    if cuda_driver_is_present():
+        pytest.skip("runs only where there is no CUDA driver")
+    small = FAMILIES["llama"]
+    drafts = (
+        drafts_of_a_head(small, tmp_path / "draft") if drafter == "a head"
+        else drafts_with(CHAINS, small, tmp_path)
+    )  # fmt: skip
+    ranks = environment_of_ranks(tp_size=2)
+    expected = engines.run(small, None, ranks=ranks, tp_size=2, **drafts)
+    found = engines.run(small, "pat", ranks=ranks, tp_size=2, **drafts)
+    assert_telling(found)
+    assert found.tokens == expected.tokens == engines.alone(small).tokens
+    assert found.verify_steps == expected.verify_steps
+    assert_routes(found, small)
+    assert found.stats["steps_without_sharing"] == {}
+    planned = found.stats["plans_built"] + found.stats["plans_reused"]
+    assert found.stats["ranks_alike"]["steps"] >= planned > 0
+    assert found.stats["verify"]["steps"] > 0
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("page_size", [1, 64])
 @pytest.mark.parametrize("own_requests", [False, True], ids=["common batch", "own requests"])
 def test_latent_attention_on_two_ranks(

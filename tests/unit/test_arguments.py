@@ -103,6 +103,16 @@ def test_every_number_of_a_command_has_bounds(
     assert checked >= least.get(name, 0)
 
 
+@pytest.mark.parametrize("name", commands())
+def test_no_second_value_wins_silently(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = commands()[name]
+    for action in with_values(parser):
+        kept = isinstance(action, argparse._AppendAction)
+        for option in () if kept else action.option_strings:
+            words = [f"{option}=1", action.option_strings[-1], "2"]
+            assert f"{option}: given twice" in refusal(parser, words, capsys).replace("/", ": ")
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_number_of_a_script_has_bounds(
     script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
