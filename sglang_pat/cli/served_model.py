@@ -93,7 +93,7 @@ def loadable(arguments: argparse.Namespace, folder: Path) -> str:
     OSError for what is neither a configuration nor on the hub, and for what SGLang would refuse
     after half a minute.
     """
-    model = arguments.model
+    model: str = arguments.model
     if os.path.exists(model) or model in MODEL_NAMES:
         label, config = read_whole_config(model)
         try:

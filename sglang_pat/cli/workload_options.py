@@ -273,7 +273,8 @@ def _check_by_rules(config: Mapping[str, Any], arguments: argparse.Namespace) ->
 
 def _pool_tokens(time: StepTime, arguments: argparse.Namespace) -> int:
     """Tokens of the KV pool, as given or as the weights leave. ValueError if it is too small."""
-    pool, given, page = arguments.kv_tokens, arguments.kv_pool_gb, arguments.page_size
+    pool: int | None = arguments.kv_tokens
+    given, page = arguments.kv_pool_gb, arguments.page_size
     if pool is None:
         pool = time.pool_tokens(None if given is None else given * 1e9)
     if pool < 2 * page:
