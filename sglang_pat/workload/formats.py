@@ -226,9 +226,8 @@ class _Source:
         """The function that makes requests of one line."""
         if self.format == "mooncake":
             return _MooncakeReader.of_lines(islice(self.pieces(), _SAMPLE), errors).read
-        first: dict[str, Any] = next(
-            (found for piece in self.pieces() if (found := _object(piece)) is not None), {}
-        )
+        found = map(_object, self.pieces())
+        first = next((each for each in found if each is not None and is_request(each)), {})
         arrivals = itertools.count() if self.untimed and not has_time(first) else None
 
         def read(line: bytes) -> list[LoggedRequest]:

@@ -100,8 +100,8 @@ TIMES = _words(
     created createdat createdtime date start asctime logtime
     """
 )
-# Some logs name so what a request took, in seconds.
-DURATIONS = _words("requesttime time")
+# Some logs name so what a request took.
+DURATIONS = _words("requesttime time msec")
 # nginx writes its line when the answer is complete, with `$request_time`.
 OF_NGINX = _words("timeiso8601 timelocal msec")
 _UNITS = {

@@ -309,7 +309,9 @@ def _arrival(objects: Sequence[_Placed]) -> float:
                 if name in fields.TIMES:
                     times.setdefault(name, (value, unit))
     took = {name: number_of(times[name][0]) for name in fields.DURATIONS if name in times}
-    took = {name: found for name, found in took.items() if found and found < _LONGEST_ANSWER}
+    took = {
+        name: found for name, found in took.items() if found is not None and found < _LONGEST_ANSWER
+    }
     names = [name for name in fields.TIMES if name in times]
     if not names:
         raise ValueError(

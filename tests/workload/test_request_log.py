@@ -91,6 +91,7 @@ def shape_of(name: str, i: int) -> Record:
         "answer_ids": [*range(1, OUTPUT_TOKENS + 1)],
         "end": datetime.fromtimestamp(EPOCH + i, UTC).strftime("%d/%b/%Y:%H:%M:%S +0000"),
         "took": f"{2 + i * 0.75:.3f}",
+        "duration": i % 3,
         "second": EPOCH + i // 4,
         "nanosecond": i % 4 * 250_000_000,
         "chunks": [{"choices": [{"index": 0, "delta": {"content": "abcd"}}]}] * OUTPUT_TOKENS,
@@ -552,5 +553,11 @@ def test_at_a_rate_a_time_that_cannot_be_read_does_not_matter(tmp_path: Path) ->
 
     requests, _ = read_shape(tmp_path, record, untimed=True)
     assert [each.arrival for each in requests] == list(range(REQUESTS))
+    records = [
+        {"request": "GET /health HTTP/1.1"},  # of which no time is known
+        *({"ts": 5 * i, **chat(i), **ANSWER} for i in range(2)),
+    ]
+    timed, _ = read(written(tmp_path / "timed", records), untimed=True)
+    assert [each.arrival for each in timed] == [0, 5]
     with pytest.raises(TraceError, match="is no time"):
         read_shape(tmp_path, record)
