@@ -167,7 +167,12 @@ def read_prompts(path: Path, model: Path, *, vocab_size: int, most: int) -> list
     """
     prompts: list[list[int]] = []
     tokenizer = None
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: no text in UTF-8: {error.reason}") from None
+    # Not splitlines(): a text may hold other characters that end a line.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"

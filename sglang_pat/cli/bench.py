@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_pat.cli.arguments import bounded, whole_number
 from sglang_pat.cli.gpus import Gpu
+from sglang_pat.cli.served_model import check_config
 from sglang_pat.cli.server_options import (
     CPU_ARGUMENTS,
     GPU_ARGUMENTS,
@@ -31,7 +32,7 @@ from sglang_pat.cli.server_options import (
     usable_gpus,
 )
 from sglang_pat.output_file import check_outputs, write_output
-from sglang_pat.workload.models import MODEL_NAMES, MODELS, config_file, read_whole_config
+from sglang_pat.workload.models import MODEL_NAMES, MODELS, config_file, naming, read_whole_config
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -91,6 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         label, config = read_whole_config(arguments.model)
         check_outputs({"--json": arguments.json}, [config_file(arguments.model)])
+        with naming(label):
+            check_config(config, arguments)
         _check_options(arguments)
         gpus = usable_gpus(arguments)
     except (ValueError, OSError) as error:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_pat.bench import check_requests
 from sglang_pat.cli.arguments import LARGEST_SEED, bounded, input_file, whole_number
+from sglang_pat.cli.served_model import check_config
 from sglang_pat.cli.server_options import (
     CPU_ARGUMENTS,
     DEFAULT,
@@ -34,7 +35,7 @@ from sglang_pat.cli.server_options import (
 )
 from sglang_pat.model_layers import decoder_config
 from sglang_pat.output_file import check_outputs, write_output
-from sglang_pat.workload.models import config_file, read_whole_config
+from sglang_pat.workload.models import config_file, naming, read_whole_config
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -183,7 +184,9 @@ def _prepare(arguments: argparse.Namespace) -> tuple[ComparedModel, str, list[As
         raise ValueError(
             f"--model {arguments.model!r}: no config.json there; allowed: the folder of a model"
         )
-    _, config = read_whole_config(arguments.model)
+    label, config = read_whole_config(arguments.model)
+    with naming(label):
+        check_config(config, arguments)
     inputs = [file] if arguments.prompts is None else [file, arguments.prompts]
     check_outputs({"--json": arguments.json}, inputs)
     check_server_options(arguments)

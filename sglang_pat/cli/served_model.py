@@ -26,7 +26,7 @@ from sglang_pat.model_layers import (
 )
 from sglang_pat.offline.model_modules import check_known
 from sglang_pat.support import BACKEND
-from sglang_pat.workload.models import MODEL_NAMES, MODELS, ask_hub, read_whole_config
+from sglang_pat.workload.models import MODEL_NAMES, MODELS, ask_hub, naming, read_whole_config
 
 _FLAG = "--attention-backend"
 
@@ -73,8 +73,9 @@ def _without_pat(words: list[str]) -> list[str]:
     return kept
 
 
-def _check_config(whole: Mapping[str, Any], tp: int) -> None:
-    """ValueError for no configuration of a class that SGLang may build on `tp` GPUs."""
+def check_config(whole: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+    """ValueError for no configuration of a class that SGLang may build on so many GPUs."""
+    tp = 1 if arguments.server_args else arguments.tp or 1  # which may divide in other ways
     check_architectures(whole)
     config = decoder_config(whole)
     check_counts(config)
@@ -96,10 +97,8 @@ def loadable(arguments: argparse.Namespace, folder: Path) -> str:
     model: str = arguments.model
     if os.path.exists(model) or model in MODEL_NAMES:
         label, config = read_whole_config(model)
-        try:
-            _check_config(config, 1 if arguments.server_args else arguments.tp or 1)
-        except ValueError as error:
-            raise ValueError(f"{label}: {error}") from None
+        with naming(label):
+            check_config(config, arguments)
         if os.path.isdir(model):
             return model
         (folder / "config.json").write_text(json.dumps(config))

@@ -6,10 +6,9 @@ The options of a server have SGLang's names. Nothing here needs SGLang.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -195,7 +194,7 @@ def read(arguments: argparse.Namespace, progress: Progress) -> GivenWorkload:
     """The workload that the options describe. ValueError for what cannot be served."""
     from sglang_pat.workload.cost import StepTime
     from sglang_pat.workload.model_reader import check_model, read_model
-    from sglang_pat.workload.models import context_length_of
+    from sglang_pat.workload.models import context_length_of, naming
     from sglang_pat.workload.server import Rules
 
     # To import SGLang takes longest: all that can be refused without it is refused before.
@@ -205,7 +204,7 @@ def read(arguments: argparse.Namespace, progress: Progress) -> GivenWorkload:
         raise ValueError(f"--chunked-prefill-size {chunk}; a page is {page} tokens")
     name, config = check_model(arguments.model)
     gpu = GPUS[arguments.gpu]
-    with _naming(name):
+    with naming(name):
         context_length = arguments.context_length or context_length_of(config)
         _check_by_rules(config, arguments)
     trace = _open(arguments)
@@ -215,7 +214,7 @@ def read(arguments: argparse.Namespace, progress: Progress) -> GivenWorkload:
         model = read_model(arguments.model, arguments.tp)
     if model.note:
         print(f"{model.note}; the rules of sglang-pat tell its layers", file=sys.stderr)
-    with _naming(name):
+    with naming(name):
         time = StepTime.of_model(config, gpu, arguments.tp, model.layers, model.weights)
         pool = _pool_tokens(time, arguments)
 
@@ -238,14 +237,6 @@ def read(arguments: argparse.Namespace, progress: Progress) -> GivenWorkload:
     trees = {"new_tree": _sglang_tree()} if arguments.tree == "sglang" else {}
     setup = Setup(time, pool, rules, page_size=page, policies=policies, **trees)
     return GivenWorkload(name, trace, requests, label, setup)
-
-
-@contextlib.contextmanager
-def _naming(model: str) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{model}: {error}") from None
 
 
 def _check_by_rules(config: Mapping[str, Any], arguments: argparse.Namespace) -> None:

@@ -37,6 +37,7 @@ from sglang_pat.support import Unsupported
 from sglang_pat.workload.models import (
     NAMED_CONFIGS,
     check_dtype,
+    naming,
     quantised_config,
     read_whole_config,
 )
@@ -77,15 +78,13 @@ def check_model(name: str) -> tuple[str, Mapping[str, Any]]:
     ValueError for what `read_model` would refuse after it has imported SGLang.
     """
     label, whole = read_whole_config(name)
-    try:
+    with naming(label):
         check_served(whole)
         config = decoder_config(quantised_config(label, whole))
         check_dtype(config)
         check_counts(config)
         if class_name(whole) not in KNOWN:
             check_known(class_name(whole), whole)
-    except ValueError as error:
-        raise ValueError(f"{label}: {error}") from None
     return label, config
 
 
@@ -100,14 +99,12 @@ def read_model(name: str, tp: int = 1) -> Model:
     """
     label, config = check_model(name)
     _, whole = read_whole_config(name)
-    try:
+    with naming(label):
         found = None if label in NAMED_CONFIGS else _of_sglang(whole, config, tp)
         if isinstance(found, tuple):
             return Model(label, config, *found)
         layers = _by_rules(config, tp, found)
         return Model(label, config, layers, read_weights(config, layers), found or "")
-    except ValueError as error:
-        raise ValueError(f"{label}: {error}") from None
 
 
 def _by_rules(config: Mapping[str, Any], tp: int, why: str | None) -> Sequence[Layer]:

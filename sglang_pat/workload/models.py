@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,6 +170,15 @@ GPUS = {
 DEFAULT_GPU = "H100"
 
 
+@contextlib.contextmanager
+def naming(model: str) -> Iterator[None]:
+    """Put the label of a model before the ValueErrors within."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{model}: {error}") from None
+
+
 def read_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
     """Return a label of a model, and the part of its `config.json` about the decoder.
 
@@ -190,7 +199,10 @@ def read_whole_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
     path = config_file(name)
     if not os.path.exists(path) and _HUB_NAME.fullmatch(str(name)):
         path = _from_hub(str(name))
-    if not os.path.isfile(path):  # unlike Path, it takes names that are too long
+    if os.path.isdir(name):
+        if not os.path.isfile(path):
+            raise ValueError(f"model {_told(name)}: no {_CONFIG} in this folder; allowed: {MODELS}")
+    elif not os.path.isfile(path):  # unlike Path, it takes names that are too long
         raise ValueError(f"model {_told(name)}; allowed: {MODELS}")
     try:
         size = path.stat().st_size

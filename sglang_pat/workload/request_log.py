@@ -232,7 +232,8 @@ def _parsed(text: str) -> object:
     if stripped.startswith("{") and stripped.endswith("}"):
         return _json(stripped)
     if stripped.startswith(("data:", "event:")):
-        lines = (line for line in stripped.splitlines() if line.startswith("data:"))
+        # Not splitlines(): a text may hold other characters that end a line.
+        lines = (line for line in re.split(r"\r?\n", stripped) if line.startswith("data:"))
         events = (_parsed(line.removeprefix("data:").strip(" ")) for line in lines)
         return [each for each in events if isinstance(each, Mapping)]
     return text

@@ -70,6 +70,10 @@ def has_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--model", "9" * 5000], "9'; allowed: llama-3.1-8b, "),
         (["--model", "qwen3-8b", "--weights"], "--weights: qwen3-8b has none; allowed: with a "),
         (["--model", "{folder}/broken"], "/broken: not a config.json: "),
+        (
+            ["--model", "{folder}/cheese.json"],
+            "/cheese.json: 'Cheese' is a class of models that neith",
+        ),
         (["--json", "{folder}/config.json"], "would overwrite the input"),
         ([], "no NVIDIA GPU that the driver reports"),
     ],
@@ -84,8 +88,10 @@ def test_wrong_input_is_one_line(
     monkeypatch.setattr(server_options, "find_gpus", list)
     has_sglang(monkeypatch)
     (config.parent / "broken").write_text("{")
+    (config.parent / "cheese.json").write_text('{"architectures": ["Cheese"]}')
     flags = [flag.format(folder=config.parent) for flag in flags]
-    assert main.main(["bench", "--model", str(config), *flags]) == 2
+    model = [] if "--model" in flags else ["--model", str(config)]
+    assert main.main(["bench", *model, *flags]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert len(error) < 6000

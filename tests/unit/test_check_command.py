@@ -240,8 +240,11 @@ def test_wrong_prompts(line: str, message: str, tmp_path: Path) -> None:
     file.write_text('{"input_ids": [1, 2]}\n' + line + "\n")
     with pytest.raises(ValueError, match=re.escape(message)):
         check_requests.read_prompts(file, tmp_path, vocab_size=99, most=5)
-    file.write_text('{"input_ids": [1, 2]}\n\n')
-    assert check_requests.read_prompts(file, tmp_path, vocab_size=99, most=5) == [[1, 2]]
+    file.write_text('\ufeff{"input_ids": [1, 2]}\n\n{"input_ids": [3], "note": "\u2028"}\n')
+    assert check_requests.read_prompts(file, tmp_path, vocab_size=99, most=5) == [[1, 2], [3]]
+    file.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="prompts: no text in UTF-8"):
+        check_requests.read_prompts(file, tmp_path, vocab_size=99, most=5)
 
 
 # --- the command ---
@@ -440,7 +443,8 @@ def test_wrong_input_is_one_line(
     (model / "config.json").write_text(json.dumps(config))
     (model / "prompts").write_text('{"input_ids": [4]}\n{"input_ids": [4]}\n')
     flags = [flag.format(folder=model) for flag in flags]
-    assert main.main(["check", "--model", str(model), *flags]) == 2
+    given = [] if "--model" in flags else ["--model", str(model)]
+    assert main.main(["check", *given, *flags]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.startswith("sglang-pat check: ")

@@ -155,6 +155,16 @@ def test_every_shape_is_the_same_workload(tmp_path: Path, name: str) -> None:
     assert not trace.errors.limited
 
 
+def test_a_stream_whose_texts_hold_other_ends_of_lines(tmp_path: Path) -> None:
+    """Servers write U+2028 as it is, at which Python's splitlines() would cut."""
+    chunk = {"choices": [{"index": 0, "delta": {"content": "a\u2028"}}]}  # four bytes
+    stream = f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n" * OUTPUT_TOKENS
+    requests, _ = read_shape(
+        tmp_path, lambda i: {"time": i, "request": chat(i), "response": stream}
+    )
+    assert {each.output_length for each in requests} == {OUTPUT_TOKENS}
+
+
 @pytest.mark.parametrize("unit", [1, 1000, 1_000_000, 1_000_000_000])
 @pytest.mark.parametrize("kind", ["number", "text", "iso"])
 def test_epochs_in_every_unit(tmp_path: Path, unit: int, kind: str) -> None:
