@@ -7,7 +7,9 @@ process.
 from __future__ import annotations
 
 import contextlib
+import random
 import signal
+import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -228,6 +230,27 @@ def running_server(
         yield Server(process, stats_file)
 
 
+def unused_ports(count: int) -> list[int]:
+    """Find ports that no connection takes before a server listens there.
+
+    SGLang 0.5.17 looks for one among the ports that the kernel gives to any connection, and listens
+    seconds later: of servers that start together, some then find theirs taken.
+    """
+    candidates = random.sample(range(20_000, 30_000), 100)
+    with contextlib.ExitStack() as stack:
+        found: list[int] = []
+        for port in candidates:
+            if len(found) == count:
+                break
+            listener = stack.enter_context(socket.socket())
+            try:
+                listener.bind(("", port))
+            except OSError:
+                continue
+            found.append(port)
+        return found
+
+
 class Start(NamedTuple):
     """Arguments of `running_server` for one of several servers."""
 
@@ -264,10 +287,15 @@ def running_servers(
     for name, start in starts.items():
         if "max_total_tokens" not in start.arguments:
             raise ValueError(f"{name}: servers that share a device need max_total_tokens")
+    ports = unused_ports(len(starts))
     with contextlib.ExitStack() as stack:
         servers: dict[str, Server] = {}
-        for name, (contender, model, arguments, environment) in starts.items():
-            options = {**arguments, "environment": environment, "name": name, "wait": False}
+        for port, (name, start) in zip(ports, starts.items(), strict=True):
+            contender, model, arguments, environment = start
+            # The groups of data parallelism need a port each, which SGLang finds itself.
+            own_port = {} if "dp_size" in arguments else {"nccl_port": port}
+            more = {"environment": environment, "name": name, "wait": False}
+            options = {**own_port, **arguments, **more}
             server = running_server(contender, model, folder, **options)
             servers[name] = stack.enter_context(server)
         # Before the end of one is waited for: each takes its time to give back the GPU's memory.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from common.models import MODELS, write_tokenizer
 from common.results import earlier, write
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.http_server import as_flags, running_process
+from sglang_pat.bench.server import unused_ports
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 LLAMA = MODELS["llama-3-8b"]
@@ -59,6 +61,13 @@ def test_a_server_has_the_variables_that_it_is_given(
     with running_process(command, {}, log, start_seconds=None, environment=environment) as server:
         assert server.process.wait() == 0
     assert log.read_text() == "by the benchmark by the shell\n"
+
+
+def test_servers_that_start_together_listen_at_other_ports() -> None:
+    ports = unused_ports(8)
+    assert len(set(ports)) == 8
+    with socket.socket() as listener:
+        listener.bind(("", ports[0]))  # nobody holds it any more
 
 
 # --- counters ---
