@@ -267,11 +267,15 @@ def compared_servers() -> str:
 
 def _compared(result: dict[str, Any]) -> Iterator[list[str]]:
     for case in result["cases"]:
+        if case["pat"] not in case["tpot_ms"]:  # its server did not start
+            continue
         scenario = result["scenarios"][case["scenario"]]
         ranks = scenario["arguments"].get("tp_size", 1)
         model = f"{MODELS[case['model']]}, {scenario['config']['num_hidden_layers']} layers"
         model += f", TP {ranks}" if ranks > 1 else ""
         model += ", fp8 KV" if "kv_cache_dtype" in scenario["arguments"] else ""
+        page_size = scenario["servers"][case["pat"]]["page_size"]
+        model += f", pages of {page_size}" if page_size > 1 else ""
         times, own = case["tpot_ms"], case.get("own_answers", {})
         for other in (each for each in times if each != case["pat"]):
             apart = ""
