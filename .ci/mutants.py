@@ -6,7 +6,6 @@ it names there, and fails if they pass.
 
 from __future__ import annotations
 
-import argparse
 import filecmp
 import os
 import shutil
@@ -19,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from sglang_pat.cli.arguments import Parser
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tests/support/mutants.toml"
@@ -69,7 +70,7 @@ def read_mutants() -> list[Mutant]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "words", nargs="*", help="only mutants with one of these in their file or description"
     )
