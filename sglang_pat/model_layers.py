@@ -216,13 +216,13 @@ def check_served(config: Mapping[str, Any]) -> None:
 
 def check_counts(config: Mapping[str, Any]) -> None:
     """ValueError for a count of a decoder that makes no sense, whatever class reads it."""
-    heads = ("num_attention_heads", "num_key_value_heads")
-    for key in (*heads, "num_hidden_layers", "hidden_size", "vocab_size"):
+    names = ("num_attention_heads", "num_key_value_heads")
+    for key in (*names, "num_hidden_layers", "hidden_size", "vocab_size"):
         if not isinstance(config.get(key), (list, type(None))):  # some classes take a list
             positive(config, key)
-    found = [config.get(key) for key in heads]
-    if all(isinstance(each, int) for each in found):
-        _check_groups(*found)
+    qo_heads, kv_heads = (config.get(key) for key in names)
+    if isinstance(qo_heads, int) and isinstance(kv_heads, int):
+        _check_groups(qo_heads, kv_heads)
 
 
 def _check_groups(qo_heads: int, kv_heads: int) -> None:
