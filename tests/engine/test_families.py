@@ -210,7 +210,7 @@ def test_chains_on_two_ranks(engines: FamilyEngines, tmp_path: Path, drafter: st
     expected = engines.run(small, None, ranks=ranks, tp_size=2, **drafts)
     found = engines.run(small, "pat", ranks=ranks, tp_size=2, **drafts)
     assert_telling(found)
-    assert found.tokens == expected.tokens == engines.alone(small).tokens
+    assert found.tokens == expected.tokens
     assert found.verify_steps == expected.verify_steps
     assert_routes(found, small)
     assert found.stats["steps_without_sharing"] == {}
