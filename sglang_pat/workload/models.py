@@ -197,12 +197,11 @@ def read_whole_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
     if str(name) in NAMED_CONFIGS:
         return str(name), NAMED_CONFIGS[str(name)]
     path = config_file(name)
+    if os.path.isdir(name) and not os.path.isfile(path):
+        raise ValueError(f"model {_told(name)}: no {_CONFIG} in this folder; allowed: {MODELS}")
     if not os.path.exists(path) and _HUB_NAME.fullmatch(str(name)):
         path = _from_hub(str(name))
-    if os.path.isdir(name):
-        if not os.path.isfile(path):
-            raise ValueError(f"model {_told(name)}: no {_CONFIG} in this folder; allowed: {MODELS}")
-    elif not os.path.isfile(path):  # unlike Path, it takes names that are too long
+    if not os.path.isfile(path):  # unlike Path, it takes names that are too long
         raise ValueError(f"model {_told(name)}; allowed: {MODELS}")
     try:
         size = path.stat().st_size

@@ -225,6 +225,17 @@ def test_a_name_on_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert asked == ["org/model/config.json", "org/model/hf_quant_config.json"]
 
 
+def test_a_folder_without_a_config_is_no_name_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "org/model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    asked = hub(monkeypatch, None, None)
+    with pytest.raises(ValueError, match=r"'org/model': no config\.json in this folder; allowed"):
+        models.read_whole_config("org/model")
+    assert asked == []
+
+
 def test_a_name_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = hub(monkeypatch, None, OSError("Name or service not known\nsecond line"))
     with pytest.raises(ValueError, match=r"no config\.json .* \(Name or service") as error:
