@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 # Before any test module imports SGLang. Does nothing where there is a driver.
 enable_cpu_engine()
-
+# Another process of tests has the other core, and threads cost more than such small steps.
+torch.set_num_threads(1)
 
 # Random cases per property. CI runs few of them; `HYPOTHESIS_PROFILE=nightly` runs many.
 settings.register_profile("default", max_examples=100, deadline=None)

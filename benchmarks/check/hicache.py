@@ -49,7 +49,7 @@ TIERS = {
     "enable_cache_report": True,
     "page_size": 16,
 }
-# Without a driver torch copies between the tiers (tests/support/sglang_without_driver.py).
+# Without a driver torch copies between the tiers (tests/support/fakes/driver.py).
 TIERS_ON_CPU = {"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first"}
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/experiments planted [--kinds NAME ...] [--runs N] [--json FILE]
 
-The kinds are those of tests/support/sglang_planted_errors.py. They are planted in a server of pat
+The kinds are those of tests/support/fakes/planted_errors.py. They are planted in a server of pat
 that runs without CUDA graphs. Another server of pat, with graphs and without errors, answers other
 requests in each run. FA3 answers the same requests and Triton scores all answers, as in the
 command. The model is the tiny trained one, in float16: what that type rounds is an eighth of what
@@ -23,8 +23,8 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-from sglang_planted_errors import FILE, KINDS
-from sglang_plugins import install_plugin
+from fakes.planted_errors import FILE, KINDS
+from fakes.plugins import install_plugin
 
 from common.fleet import SHARED_GPU, Member, fleet, report_starts, wait, watched
 from common.metadata import metadata
@@ -63,7 +63,7 @@ def requests(seed: int) -> list[Asked]:
 
 def starts(folder: Path) -> dict[str, Start]:
     """The servers. folder: of the plug-in that plants errors, and of the error's name."""
-    install_plugin(folder, "sglang_planted_errors")
+    install_plugin(folder, "fakes.planted_errors")
     (folder / "error").write_text("")
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path = os.pathsep.join([str(folder), str(SUPPORT), *filter(None, inherited)])

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.planted_errors import FILE, KINDS, STALE
+from fakes.plugins import install_plugin
 from sglang_engines import flush, run, running_engine
-from sglang_planted_errors import FILE, KINDS, STALE
-from sglang_plugins import install_plugin
 
 from sglang_pat.bench import check_requests
 from sglang_pat.bench.check_requests import Asked
@@ -74,7 +74,7 @@ def asks(engine: Any) -> Any:
 @contextmanager
 def running_engines(model: Path, folder: Path, *backends: str) -> Iterator[Engines]:
     """Start an engine for each backend. The first one is pat, the last one the other."""
-    install_plugin(folder, "sglang_planted_errors")
+    install_plugin(folder, "fakes.planted_errors")
     error = folder / "error"
     error.write_text("")
     given = {
@@ -129,7 +129,7 @@ def test_other_requests_give_no_alarm(seed: int, engines: Engines) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("error", ["", "scaled logits"])
 def test_the_command(error: str, tiny_model: Path, tmp_path: Path) -> None:
-    install_plugin(tmp_path, "sglang_planted_errors")
+    install_plugin(tmp_path, "fakes.planted_errors")
     (tmp_path / "error").write_text(error)
     folders = (str(tmp_path), str(Path(__file__).parents[1] / "support"))
     environment = {"PYTHONPATH": os.pathsep.join(folders), FILE: str(tmp_path / "error")}

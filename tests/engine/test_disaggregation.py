@@ -1,6 +1,6 @@
 """A decode server with a radix cache reads prefixes once, of KV that a prefill server has computed.
 
-The KV goes by files (`sglang_kv_files`). The prefill server has no radix cache: with one, SGLang
+The KV goes by files (`fakes.kv_files`). The prefill server has no radix cache: with one, SGLang
 records events of CUDA before it sends.
 """
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.kv_files import ARGUMENTS, tokens_kept, transfer_by_files
 from sglang.srt.server_args import ServerArgs
 from sglang_engines import (
     Expected,
@@ -27,7 +28,6 @@ from sglang_engines import (
     running_pat_engine,
     tokens,
 )
-from sglang_kv_files import ARGUMENTS, tokens_kept, transfer_by_files
 
 KEEPS_PREFIXES = {"disaggregation_decode_enable_radix_cache": True}
 # A pool that the answers outgrow together.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ from typing import Any, ClassVar
 import pytest
 from sglang.srt.managers.io_struct import (
     CloseSessionReqInput,
+    ConfigureLoggingReq,
     ContinueGenerationReqInput,
     GenerateReqInput,
     OpenSessionReqInput,
@@ -37,6 +39,9 @@ from sglang_engines import (
     start,
     tokens,
 )
+
+from sglang_pat.workload.formats import open_trace
+from sglang_pat.workload.trace import token_ids
 
 pytestmark = pytest.mark.engine
 
@@ -410,6 +415,35 @@ class TestPageSize1(_Everywhere, _Features, _Sessions):
         assert counted["steps_without_sharing"] == {}
         assert counted["kv_tokens_planned"] < 0.6 * counted["kv_tokens_query_centric"]
 
+    def test_dumps_of_requests_are_read_back_as_traces(
+        self, engine: Any, workload: Workload, tmp_path: Path
+    ) -> None:
+        """Of finished requests, and of a crash."""
+        folders = tmp_path / "dumps", tmp_path / "crash"
+        asked, manager = workload.no_sharing, engine.tokenizer_manager
+        manager.configure_logging(
+            ConfigureLoggingReq(
+                dump_requests_folder=str(folders[0]),
+                dump_requests_threshold=len(asked),
+                crash_dump_folder=str(folders[1]),
+            )
+        )
+        answers = generate(engine, asked)
+        manager.dump_requests_before_crash("host")
+        # The other dump is written by a thread that the engine's event loop starts.
+        deadline = time.monotonic() + 60
+        while not list(folders[0].glob("*.pkl")) and time.monotonic() < deadline:
+            run(engine, asyncio.sleep(0.2))
+        expected = [
+            (request.prompt, len(output))
+            for request, output in zip(asked, tokens(answers), strict=True)
+        ]
+        for folder in folders:
+            trace = open_trace(folder, strict=True)
+            assert trace.format == "sglang-dump"
+            found = [(token_ids(r.prompt).tolist(), r.output_length) for r in trace.stream]
+            assert sorted(found) == sorted(expected)
+
 
 class TestPageSize16InASmallPool(_Everywhere, _SmallPool):
     """Pages, a pool too small for what is admitted, and prompts in chunks beside decoding rows."""
@@ -537,7 +571,7 @@ class TestStreamingSessionsAndPrioritiesInASmallPool(_Everywhere, _Features, _Se
 
 @pytest.mark.nightly
 class TestInGraphs(_Everywhere, _Features, _SmallPool):
-    """Graphs of several sizes, whose steps repeat one another (`sglang_fake_cuda_graphs`)."""
+    """Graphs of several sizes, whose steps repeat one another (`fakes.cuda_graphs`)."""
 
     ARGUMENTS: ClassVar[dict[str, Any]] = {
         "has_graphs": True,
@@ -548,6 +582,25 @@ class TestInGraphs(_Everywhere, _Features, _SmallPool):
         "enable_mixed_chunk": True,
         **MANY_ADMITTED,
     }
+
+
+def test_pat_for_decode_only_and_no_radix_cache(
+    tiny_model: Path, tmp_path: Path, workload: Workload, expected: Expected
+) -> None:
+    arguments = {
+        "decode_attention_backend": "pat",
+        "disable_radix_cache": True,
+        "max_total_tokens": 8192,
+        "max_running_requests": MAX_RUNNING,
+    }
+    with running_pat_engine(tiny_model, tmp_path, backend=None, **arguments) as (engine, stats):
+        for asked in (workload.three_levels, workload.two_roots):
+            assert_same(generate(engine, asked), asked, expected)
+        counted = stats.new()
+    ((reason, steps),) = counted["steps_without_sharing"].items()
+    assert reason.startswith("no shared paths are known to ")
+    assert steps == counted["plans_built"] + counted["plans_reused"] > 0
+    assert counted["kv_tokens_planned"] == counted["kv_tokens_query_centric"]
 
 
 async def answers_together(engine: Any, asked: list[Request]) -> list[dict[str, Any]]:

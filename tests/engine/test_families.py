@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import sglang
+from fakes.driver import HICACHE_ARGUMENTS
 from family_engines import NUM_TOKENS, PREFIX, FamilyEngines, Run, family_engines, twice
 from model_families import FAMILIES, Family
-from sglang_without_driver import HICACHE_ARGUMENTS
 
 from check.cpu_ranks import environment_of_ranks
 from sglang_pat.sglang.cpu import cuda_driver_is_present

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.driver import HICACHE_ARGUMENTS, go_without_driver
 from sglang_engines import (
     Expected,
     Request,
@@ -24,7 +25,6 @@ from sglang_engines import (
     running_pat_engine,
     tokens,
 )
-from sglang_without_driver import HICACHE_ARGUMENTS, go_without_driver
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.driver import go_without_driver
 from safetensors.torch import save_file
 from sglang_engines import Request, Workload, generate, running_engine, running_pat_engine, tokens
-from sglang_without_driver import go_without_driver
 
 from common.tiny_model import TinyModel
 

@@ -1,6 +1,6 @@
 """The simulated server does what a real engine does, step by step, with the same requests.
 
-The engine records the paths of every decode step (`sglang_step_recorder.py`); the simulated server
+The engine records the paths of every decode step (`fakes/step_recorder.py`); the simulated server
 gets the same prompts, with the answers that the engine gave. More requests than run at once, in a
 pool that is too small for all: requests join and leave, prompts are cut into chunks, prefixes are
 split, evicted, and requests retracted.
@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fakes.plugins import install_plugin
+from fakes.step_recorder import FILE, WAIT_FOR, described
 from served import SlowClock
 from sglang_engines import Request, generate, running_engine
-from sglang_plugins import install_plugin
-from sglang_step_recorder import FILE, WAIT_FOR, described
 
 from common.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 from sglang_pat.offline.simulated_cache import SGLangTree, new_tree
@@ -51,7 +51,7 @@ def requests() -> list[Request]:
 
 def recorded_steps(folder: Path, model: Path, asked: list[Request], chunk: int) -> tuple[Any, Any]:
     """The engine's decode steps, and its answers."""
-    install_plugin(folder, "sglang_step_recorder")
+    install_plugin(folder, "fakes.step_recorder")
     file = folder / "steps.jsonl"
     with pytest.MonkeyPatch.context() as environment:
         environment.syspath_prepend(folder)  # which the engine's processes inherit

@@ -1,4 +1,4 @@
-"""Through HTTP: the servers that users start, with `pat` chosen by either flag."""
+"""Through HTTP: a server as users start it. `test_guide` starts one by `sglang.launch_server`."""
 
 from __future__ import annotations
 
@@ -32,14 +32,6 @@ pytestmark = pytest.mark.engine
 SHUTDOWN_SECONDS = 60
 PUBLISHED_SECONDS = 20
 DECODE_LOG_INTERVAL = 10
-
-
-@pytest.fixture
-def stats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stats:
-    """Counters of the server that the test starts."""
-    monkeypatch.setenv("SGLANG_PAT_DEBUG", "1")
-    monkeypatch.setenv("SGLANG_PAT_STATS_FILE", str(tmp_path / "stats.json"))
-    return Stats(tmp_path / "stats.json")
 
 
 def assert_answers_concurrent_clients(
@@ -149,9 +141,16 @@ def assert_steps_are_logged(log: str) -> None:
         assert int(planned[1]) + int(planned[2]) == DECODE_LOG_INTERVAL
 
 
-def test_launch_server_answers_and_ends_on_sigterm(
-    tiny_model: Path, workload: Workload, expected: Expected, stats: Stats, tmp_path: Path
+def test_sglang_serve_answers_and_ends_on_sigterm(
+    tiny_model: Path,
+    workload: Workload,
+    expected: Expected,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    stats = Stats(tmp_path / "stats.json")
+    monkeypatch.setenv("SGLANG_PAT_DEBUG", "1")
+    monkeypatch.setenv("SGLANG_PAT_STATS_FILE", str(stats.path))
     arguments = {
         "attention_backend": "pat",
         "max_total_tokens": 8192,
@@ -160,7 +159,7 @@ def test_launch_server_answers_and_ends_on_sigterm(
         "decode_log_interval": DECODE_LOG_INTERVAL,
         "log_level": "info",
     }
-    with running_server(LAUNCH_SERVER, tiny_model, tmp_path / "log", **arguments) as server:
+    with running_server(SGLANG_SERVE, tiny_model, tmp_path / "log", **arguments) as server:
         assert_answers_concurrent_clients(server, workload, expected)
         assert_survives_clients_that_leave(server, workload, expected)
         counted = stats.new()
@@ -177,24 +176,6 @@ def test_launch_server_answers_and_ends_on_sigterm(
         assert server.processes() == [], f"still running after SIGTERM:\n{server.tail()}"
         assert "Traceback" not in server.log.read_text()
         assert json.loads(stats.path.read_text())["plans_built"] > 0  # whole to the end
-
-
-def test_sglang_serve_with_pat_for_decode_only_and_no_radix_cache(
-    tiny_model: Path, workload: Workload, expected: Expected, stats: Stats, tmp_path: Path
-) -> None:
-    arguments = {
-        "decode_attention_backend": "pat",
-        "disable_radix_cache": True,
-        "max_total_tokens": 8192,
-        "max_running_requests": 8,
-    }
-    with running_server(SGLANG_SERVE, tiny_model, tmp_path / "log", **arguments) as server:
-        assert_answers_concurrent_clients(server, workload, expected)
-        assert "pat decodes without sharing KV between requests" in server.log.read_text()
-        counted = stats.new()
-    (steps,) = counted["steps_without_sharing"].values()
-    assert steps == counted["plans_built"] + counted["plans_reused"] > 0
-    assert counted["kv_tokens_planned"] == counted["kv_tokens_query_centric"]
 
 
 @pytest.mark.nightly

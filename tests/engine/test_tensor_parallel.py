@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.driver import go_without_driver
 from sglang_engines import (
     Expected,
     Stats,
@@ -18,7 +19,6 @@ from sglang_engines import (
     running_pat_engine,
     tokens,
 )
-from sglang_without_driver import go_without_driver
 
 from check.tiny_models import write_qwen3
 from common.tiny_model import TinyModel

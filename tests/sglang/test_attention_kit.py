@@ -7,9 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import sglang_cpu_kernels
-import sglang_speculation
 import torch
+from fakes import cpu_kernels, speculation
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from sglang.test.kits.attention_unittest.attention_methods.dense_attention import (
@@ -64,8 +63,8 @@ def without_kernels(server_context: SimpleNamespace, monkeypatch: pytest.MonkeyP
 def drafting(without_kernels: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let torch_native draft, and the kit go without a GPU and without compiling."""
     for name in ("forward_decode", "forward_extend"):
-        monkeypatch.setattr(TorchNativeAttnBackend, name, getattr(sglang_cpu_kernels, name))
-    for name, make in sglang_speculation.DRAFT_BACKENDS.items():
+        monkeypatch.setattr(TorchNativeAttnBackend, name, getattr(cpu_kernels, name))
+    for name, make in speculation.DRAFT_BACKENDS.items():
         monkeypatch.setattr(DraftBackendFactory, name, make)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: None)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)

@@ -7,10 +7,7 @@ from typing import Any
 import inspect_backend as inside
 import pytest
 import torch
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang_fakes import (
+from fakes.backends import (
     HEAD_DIM,
     KV_HEADS,
     QO_HEADS,
@@ -24,6 +21,9 @@ from sglang_fakes import (
     replay_view,
     runner,
 )
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.executors.cuda import PlanOverflowError
 from sglang_pat.executors.reference import dense_attention

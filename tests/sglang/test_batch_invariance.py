@@ -9,7 +9,7 @@ from typing import Any
 import inspect_backend as inside
 import pytest
 import torch
-from sglang_fakes import (
+from fakes.backends import (
     HEAD_DIM,
     KV_HEADS,
     QO_HEADS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from sglang_fakes import pat_backend, runner
+from fakes.backends import pat_backend, runner
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_fakes import KVPool, layers, runner, server_arguments
+from fakes.backends import KVPool, layers, runner, server_arguments
 
 from sglang_pat.sglang.start.layer_rules import attention_layers, layer_reason
 from sglang_pat.sglang.start.server_options import server_reason

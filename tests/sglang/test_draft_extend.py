@@ -1,25 +1,15 @@
-"""Steps in which a draft model reads what was accepted, shown to their backend as by SGLang.
-
-Without a GPU and so without graphs: torch executes the plans, in the same order of calls.
-"""
+"""Steps in which a draft model reads what was accepted (`scene`)."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import inspect_backend as inside
 import pytest
 import torch
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from sglang_draft_models import ROWS, SLOTS, DraftScene, kv_pool, told_default_layers
-from sglang_fakes import (
+from fakes.backends import (
     HEAD_DIM,
     KV_HEADS,
     QO_HEADS,
@@ -29,24 +19,28 @@ from sglang_fakes import (
     drafts_to_verify,
     layers,
     mlp_padded,
-    num_rows,
     pat_backend,
-    replay_view,
     runner,
 )
+from scene import Scene, assert_left, kv_pool
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_pat.executors.reference import ReferenceExecutor
-from sglang_pat.sglang.report import layer_report
-from sglang_pat.sglang.speculative import attach as speculative_attach
-from sglang_pat.sglang.tree import request_tracker
-from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER
+from sglang_pat.sglang.speculative import attach
 from sglang_pat.support import Unsupported
 
+pytestmark = pytest.mark.usefixtures("as_on_a_gpu")
+
 DRAFTS = 3
+# The first token is the root of two branches.
+TREE = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
 
 
-class Extending(DraftScene):
-    """With the backend of that step."""
+class Extending(Scene):
+    """With a draft model that reads what was verified."""
 
     def __init__(
         self,
@@ -56,220 +50,97 @@ class Extending(DraftScene):
         graphs_first: bool = True,
         **change: Any,
     ) -> None:
-        super().__init__(num_drafts=DRAFTS, arguments=arguments)
-        self.target = self.new_runner(token_to_kv_pool=kv_pool(1), is_draft_worker=False)
-        self.served = pat_backend(self.target)
-        inside.check_steps(self.served)
-        if graphs_first:
-            self.reserve()
-        fields = {"token_to_kv_pool": kv_pool(2), "is_draft_worker": True}
-        self.runner = self.new_runner(**(fields | change))
-        self.backend: Any = DefaultBackend() if default is None else default
-        factory = SimpleNamespace(draft_model_runner=self.runner)
-        assert (
-            speculative_attach._after_create_extend_backend(self.backend, factory) is self.backend
-        )
+        super().__init__(drafts=DRAFTS, has_graphs=graphs_first, **(arguments or {}))
+        self.extend = self.extends(default, **change)
         if not graphs_first:
-            self.reserve()
+            self.served.reserve()
 
-    def reserve(self) -> None:
-        self.served.init_cuda_graph_state(max_bs=4, max_num_tokens=4 * DRAFTS)
-
-    def slots(self, lens: list[int]) -> list[int]:
-        return [
-            int(self.table[row, length + i])
-            for row, length in zip(ROWS, lens, strict=True)
-            for i in range(DRAFTS)
-        ]
-
-    def verify(self, lens: list[int], size: int, more_rows: int = 0) -> None:
-        """Let the model verify drafts, in the graph of `size` requests; 0: without a graph.
-
-        more_rows: rows of padding.
-        """
-        more = {"spec_info": drafts_to_verify(DRAFTS)}
-        if size:
-            view = replay_view(list(ROWS), lens, self.slots(lens), size, **more)
-        else:
-            view = decode_batch(list(ROWS), lens, self.slots(lens), **more)
-        view.forward_mode = ForwardMode.TARGET_VERIFY
-        request_tracker._after_init_new(view, object, self.scheduled, self.target)
-        with REQUEST_TRACKER.running(view):
-            if more_rows:
-                view = mlp_padded(view, self.served, len(lens) * DRAFTS + more_rows, DRAFTS)
-            if size:
-                self.served.init_forward_metadata_out_graph(view)
-                self.served.init_forward_metadata_in_graph(view)
-            else:
-                self.served.init_forward_metadata(view)
-            q = torch.randn(num_rows(view, DRAFTS), QO_HEADS, HEAD_DIM)
-            self.served.forward_extend(q, None, None, self.target.model[0], view)
-
-    def view(self, lens: list[int], size: int = 0) -> Any:
-        """SGLang's view of the step behind: requests are longer by all draft tokens."""
-        ends = [length + DRAFTS for length in lens]
-        more = {
-            "spec_info": drafts_to_verify(DRAFTS),
-            "input_ids": torch.zeros(len(lens) * DRAFTS),
-        }
-        made = decode_batch(list(ROWS), ends, self.slots(lens), **more)
-        made.forward_mode = ForwardMode.DRAFT_EXTEND_V2
-        request_tracker._after_init_new(made, object, self.scheduled, self.runner)
-        if not size:
-            return made
-        # Another object, whose tensors are as large as the largest graph.
-        shown = replay_view(list(ROWS), ends, self.slots(lens), 4, **more)
-        shown.forward_mode, shown.batch_size = ForwardMode.DRAFT_EXTEND_V2, size
-        shown.spec_info = made.spec_info
-        return shown
-
-    def prepare(self, view: Any, size: int = 0) -> None:
-        if size:
-            self.backend.init_forward_metadata_out_graph(view)
-            self.backend.init_forward_metadata_in_graph(view)
-        else:
-            self.backend.init_forward_metadata(view)
-
-    def capture(self, size: int) -> None:
-        """Capture the graph of `size` requests, as far as that is seen without one."""
-        more = {"spec_info": SimpleNamespace(), "input_ids": torch.zeros(size * DRAFTS)}
-        view = decode_batch([0] * size, [1] * size, [0] * (size * DRAFTS), **more)
-        view.forward_mode = ForwardMode.DRAFT_EXTEND_V2
-        self.backend.init_forward_metadata_out_graph(view, in_capture=True)
-        self.backend.init_forward_metadata_in_graph(view)
-        self.attend(view, size * DRAFTS)
-
-    def attend(
-        self, view: Any, num_rows: int = 2 * DRAFTS, layer: int = 0, **arguments: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries, and what a layer answers."""
-        model = self.runner.model
-        q = torch.randn(num_rows, model[layer].tp_q_head_num, HEAD_DIM)
-        out = self.backend.forward_extend(q, None, None, model[layer], view, **arguments)
-        return q, out.view(q.shape)
-
-    def assert_exact(self, view: Any, lens: list[int], num_rows: int = 2 * DRAFTS) -> None:
-        for layer in range(len(self.runner.model)):
-            q, out = self.attend(view, num_rows, layer)
-            assert not out[len(lens) * DRAFTS :].any()  # padding
-            for i in range(len(lens)):
-                self.assert_request(q, out, i, lens[i], layer)
-
-    def assert_request(
-        self,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        request: int,
-        length: int,
-        layer: int = 0,
-        table: torch.Tensor | None = None,
-    ) -> None:
-        """Each token reads its request up to itself, in the draft model's KV."""
-        for j in range(DRAFTS):
-            row = request * DRAFTS + j
-            self.assert_reads(q[row], out[row], request, length + j + 1, layer, table)
-
-
-@pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, server_context: Any) -> None:
-    monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
-    inside.forget_requests()
-    monkeypatch.setattr(speculative_attach._TargetModel, "planner", None)
+    def verify(self, lens: list[int], graph: int, mask: torch.Tensor | None = None) -> None:
+        """Let the model verify drafts."""
+        self.served.attend(self.served.step(lens, graph, mask=mask))
 
 
 # Sizes of the graphs that verify and that read; 0: without one.
 PLACES = [(0, 0), (2, 0), (4, 0), (2, 2), (4, 4), (0, 2), (4, 2), (2, 4)]
 
 
+@pytest.mark.parametrize("topk", [1, 2])
 @pytest.mark.parametrize(("verified_in", "read_in"), PLACES)
-def test_each_token_reads_those_before_it(verified_in: int, read_in: int) -> None:
-    extending = Extending()
-    extending.capture(4)
-    extending.capture(2)
-    lens = [25, 31]
+def test_each_token_reads_those_before_it(verified_in: int, read_in: int, topk: int) -> None:
+    """SGLang has moved the accepted path of a tree to the front."""
+    scene = Extending(arguments={"speculative_eagle_topk": topk})
+    for graph in (4, 2):
+        scene.extend.capture(graph)
+    lens, reads = [25, 31], None if topk == 1 else TREE
+    mask = None if reads is None else reads.flatten().repeat(2)
     for accepted in ([0, 0], [1, 3], [2, 1]):
         lens = [length + more for length, more in zip(lens, accepted, strict=True)]
-        extending.verify(lens, verified_in)
-        view = extending.view(lens, read_in)
-        extending.prepare(view, read_in)
+        view = scene.served.step(lens, verified_in, mask=mask)
+        scene.served.assert_exact(view, lens, reads)
+        view = scene.extend.step(lens, read_in)
         if read_in:  # where the graph finds them
-            plans = inside.plans(extending.backend)
-            assert plans is inside.microbatch(extending.served).captured
+            plans = scene.extend.plans
+            assert plans is inside.microbatch(scene.served.backend).captured
             assert plans.num_rows == read_in * DRAFTS
-        # A graph has padding.
-        extending.assert_exact(view, lens, (read_in or 2) * DRAFTS)
+        scene.extend.assert_exact(view, lens)
+        if topk == 1:
+            scene.extend.assert_padding_is_zero(view, 2 * DRAFTS)
 
 
+@pytest.mark.parametrize("topk", [1, 2])
 @pytest.mark.parametrize("place", [(0, 0), (4, 0), (2, 2)])
-def test_the_plan_of_the_verify_step_is_used(place: tuple[int, int]) -> None:
-    extending = Extending()
+def test_the_plan_of_the_verify_step_is_used(place: tuple[int, int], topk: int) -> None:
+    scene = Extending(arguments={"speculative_eagle_topk": topk})
     for lens in ([25, 31], [26, 33]):
-        extending.verify(lens, place[0])
-        before = extending.counters
-        extending.prepare(extending.view(lens, place[1]), place[1])
-        after = extending.counters
+        scene.verify(lens, place[0], TREE.flatten().repeat(2))
+        before = scene.counters
+        scene.extend.step(lens, place[1])
         for name in ("plans_built", "plans_reused", "kv_tokens_planned"):
-            assert after[name] == before[name]
-    assert extending.counters["draft_extend"] == {"steps": 2, "rows": 2 * 2 * DRAFTS}
-    assert extending.counters["verify"] == {"steps": 2, "rows": 2 * 2 * DRAFTS}
+            assert scene.counters[name] == before[name]
+    for name in ("draft_extend", "verify"):
+        assert scene.counters[name] == {"steps": 2, "rows": 2 * 2 * DRAFTS}
 
 
 def test_a_step_that_is_planned_once_more_is_no_verify_step() -> None:
-    extending = Extending()
-    extending.verify([25, 31], 0)
-    extending.prepare(extending.view([25, 31], 2), 2)
-    assert extending.counters["verify"] == {"steps": 1, "rows": 2 * DRAFTS}
+    scene = Extending()
+    scene.verify([25, 31], 0)
+    scene.extend.step([25, 31], 2)
+    assert scene.counters["verify"] == {"steps": 1, "rows": 2 * DRAFTS}
     # The graph of the model has other rows now: its next step is planned.
-    extending.verify([26, 32], 4)
-    view = extending.view([26, 32])
-    extending.prepare(view)
-    extending.assert_exact(view, [26, 32])
+    scene.verify([26, 32], 4)
+    scene.extend.assert_exact(scene.extend.step([26, 32]), [26, 32])
 
 
 def test_tokens_are_stored_before_they_are_read() -> None:
-    extending = Extending()
-    lens = [25, 31]
-    extending.verify(lens, 0)
-    view = extending.view(lens)
-    extending.prepare(view)
+    scene, lens = Extending(), [25, 31]
+    scene.verify(lens, 0)
+    view = scene.extend.step(lens)
     k, v = (torch.randn(2 * DRAFTS, KV_HEADS, HEAD_DIM) for _ in range(2))
-    q = torch.randn(2 * DRAFTS, QO_HEADS, HEAD_DIM)
-    before = extending.target.token_to_kv_pool.keys[1].clone()
-    out = extending.backend.forward_extend(q, k, v, extending.runner.model[1], view)
-    assert torch.equal(extending.runner.token_to_kv_pool.keys[1][extending.slots(lens)], k)
-    assert torch.equal(extending.target.token_to_kv_pool.keys[1], before)
-    for i in range(2):
-        extending.assert_request(q, out.view(q.shape), i, lens[i], layer=1)
+    before = scene.target.token_to_kv_pool.keys[1].clone()
+    scene.extend.assert_exact(view, lens, layers=[1], kv=(k, v))
+    pool = scene.extend.runner.token_to_kv_pool
+    assert torch.equal(pool.keys[1][scene.extend.slots_of(lens)], k)
+    assert torch.equal(scene.target.token_to_kv_pool.keys[1], before)
 
 
 @pytest.mark.parametrize("graphs_first", [True, False])
-@pytest.mark.parametrize("size", [0, 2])
-def test_a_draft_model_has_a_geometry_of_its_own(graphs_first: bool, size: int) -> None:
-    heads = 2 * QO_HEADS
-    layer = RadixAttention(heads, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, layer_id=0)
-    extending = Extending(graphs_first=graphs_first, model=torch.nn.ModuleList([layer]))
+@pytest.mark.parametrize("graph", [0, 2])
+def test_a_draft_model_has_a_geometry_of_its_own(graphs_first: bool, graph: int) -> None:
+    layer = RadixAttention(2 * QO_HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, layer_id=0)
+    scene = Extending(graphs_first=graphs_first, model=torch.nn.ModuleList([layer]))
     for lens in ([25, 31], [27, 32]):
-        extending.verify(lens, size)
-        view = extending.view(lens, size)
-        extending.prepare(view, size)
-        extending.assert_exact(view, lens)
-    assert extending.counters["plans_built"] == 1  # they count as one
+        scene.verify(lens, graph)
+        scene.extend.assert_exact(scene.extend.step(lens, graph), lens)
+    assert scene.counters["plans_built"] == 1  # they count as one
 
 
-@pytest.mark.parametrize("size", [0, 2])
-def test_a_request_that_stopped_takes_no_one_with_it(size: int) -> None:
-    extending = Extending()
-    lens = [25, 31]
-    extending.verify(lens, size)
-    view = extending.view(lens, size)
-    extending.prepare(view, size)
-    before = extending.table.clone()
-    (plan,) = (each._plan for each in inside.attentions(inside.plans(extending.served)))
-    stopped = next(span[0] for span in plan.gather_spans.tolist() if span[1] == 0) // DRAFTS
-    extending.table[ROWS[stopped]] = SLOTS - 1  # its row is the next prompt's
-    q, out = extending.attend(view)
-    assert out.isfinite().all()
-    extending.assert_request(q, out, 1 - stopped, lens[1 - stopped], table=before)
+@pytest.mark.parametrize("graph", [0, 2])
+def test_a_request_that_stopped_takes_no_one_with_it(graph: int) -> None:
+    scene, lens = Extending(), [25, 31]
+    scene.verify(lens, graph)
+    view = scene.extend.step(lens, graph)
+    left, table = scene.stop(scene.served)
+    scene.extend.assert_exact(view, lens, requests=[left], table=table)
 
 
 @pytest.mark.parametrize(("verified_in", "read_in"), [*PLACES, ("padded", 0), ("padded", 2)])
@@ -277,41 +148,38 @@ def test_rows_that_mlp_synchronisation_adds_are_nothing(
     verified_in: int | str, read_in: int
 ) -> None:
     """SGLang prepares these steps before it pads their tokens."""
-    extending = Extending()
-    for size in (4, 2):
-        extending.capture(size)
+    scene = Extending()
+    for graph in (4, 2):
+        scene.extend.capture(graph)
     for more_rows in range(1, 8):
         lens = [25 + more_rows, 31 + 2 * more_rows]
         if verified_in == "padded":
-            extending.verify(lens, 0, more_rows)
+            padded = scene.served.padded(lens, more_rows)
+            scene.served.prepare(padded)
+            scene.served.attend(padded)
         else:
-            extending.verify(lens, int(verified_in))
-        view = extending.view(lens, read_in)
-        extending.prepare(view, read_in)
-        count = (read_in or 2) * DRAFTS + more_rows
-        padded = mlp_padded(extending.view(lens), extending.served, count, DRAFTS)
-        extending.assert_exact(padded, lens, count)
+            scene.verify(lens, int(verified_in))
+        scene.extend.step(lens, read_in)
+        rows = (read_in or 2) * DRAFTS + more_rows
+        padded = mlp_padded(scene.extend.view(lens), scene.served.backend, rows, DRAFTS)
+        scene.extend.assert_exact(padded, lens)
+        scene.extend.assert_padding_is_zero(padded, 2 * DRAFTS)
 
 
 @pytest.mark.parametrize("what", ["nobody", "others"])
 def test_requests_that_were_not_verified_are_planned_alone(what: str) -> None:
-    extending = Extending()
-    extending.verify([25, 31], 0)
-    if what == "others":
-        extending.scheduled.reqs = extending.reqs[::-1]
-    else:
-        extending.scheduled.reqs = []
-    view = extending.view([40, 22])
-    extending.prepare(view)
-    extending.assert_exact(view, [40, 22])
+    scene = Extending()
+    scene.verify([25, 31], 0)
+    scene.scheduled.reqs = scene.reqs[::-1] if what == "others" else []
+    scene.extend.assert_exact(scene.extend.step([40, 22]), [40, 22])
 
 
 def test_an_idle_rank_plans_nothing() -> None:
-    extending = Extending()
+    scene = Extending()
     view = decode_batch([], [], [], spec_info=None)
     view.forward_mode = ForwardMode.DRAFT_EXTEND_V2
-    extending.prepare(view)
-    assert extending.counters["draft_extend"] == {"steps": 0, "rows": 0}
+    scene.extend.backend.init_forward_metadata(view)
+    assert scene.counters["draft_extend"] == {"steps": 0, "rows": 0}
 
 
 # --- graphs that SGLang does not capture ---
@@ -335,14 +203,13 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     """SGLang's, of a draft model of pat's, over a default backend without graphs for it."""
     from sglang.srt.speculative import eagle_draft_extend_cuda_graph_runner as module
 
-    extending = Extending()  # with hooks on the class
+    backend = Extending().extend.backend  # with hooks on the class
     monkeypatch.setattr(module, "EAGLEDraftExtendCudaGraphRunner", Captured)
     monkeypatch.setattr(Captured, "warm_up", None)
-    monkeypatch.setattr(speculative_attach, "_captures_extends", lambda: True)
+    monkeypatch.setattr(attach, "_captures_extends", lambda: True)
     return SimpleNamespace(
         device="cuda",
-        extending=extending,
-        draft_extend_attn_backend=extending.backend,
+        draft_extend_attn_backend=backend,
         cuda_graph_runner_for_draft_extend=None,
         speculative_algorithm=SpeculativeAlgorithm.EAGLE,
     )
@@ -357,14 +224,10 @@ def test_captured_steps_return_hidden_states_where_prompts_do(
     if is_captured:  # 0.5.23 does over FA3, 0.5.17 does not
         worker.cuda_graph_runner_for_draft_extend = Captured(worker)
     worker.speculative_algorithm = SpeculativeAlgorithm[algorithm]
-    speculative_attach._after_capture(None, worker)
+    attach._after_capture(None, worker)
+    assert isinstance(worker.cuda_graph_runner_for_draft_extend, Captured)
     out = worker.cuda_graph_runner_for_draft_extend.execute(None, None)
     assert (out.next_token_logits, out.hidden_states) == (1, hidden_states)
-
-
-def test_what_is_read_is_captured_where_sglang_does_not(worker: Any) -> None:
-    speculative_attach._after_capture(None, worker)
-    assert isinstance(worker.cuda_graph_runner_for_draft_extend, Captured)
 
 
 @pytest.mark.parametrize(
@@ -373,14 +236,14 @@ def test_what_is_read_is_captured_where_sglang_does_not(worker: Any) -> None:
 def test_what_is_read_is_not_captured(
     worker: Any, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer_support, before = inside.layer_support(worker.extending.backend), None
+    layer_support, before = inside.layer_support(worker.draft_extend_attn_backend), None
     leave = lambda: layer_support.fall_back(1, Unsupported("attention", "a test"))  # noqa: E731
     if why == "captured":
         before = worker.cuda_graph_runner_for_draft_extend = object()
     elif why == "cpu":
         worker.device = "cpu"
     elif why == "off":
-        monkeypatch.setattr(speculative_attach, "_captures_extends", lambda: False)
+        monkeypatch.setattr(attach, "_captures_extends", lambda: False)
     elif why == "default":
         worker.draft_extend_attn_backend = DefaultBackend()
     elif why == "layers":
@@ -389,7 +252,7 @@ def test_what_is_read_is_not_captured(
         monkeypatch.setattr(Captured, "warm_up", leave)
     elif why == "others":  # of another kind, which have no such steps
         worker = SimpleNamespace(cuda_graph_runner_for_draft_extend=None)
-    speculative_attach._after_capture(None, worker)
+    attach._after_capture(None, worker)
     assert worker.cuda_graph_runner_for_draft_extend is before
 
 
@@ -400,8 +263,8 @@ def test_the_scheduler_may_write_before_a_replay_where_pat_alone_reads() -> None
     from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 
     mode = ForwardMode.DRAFT_EXTEND_V2
-    assert Extending().backend.shared_read_ends(mode) is SharedReadEnds.PRE_REPLAY
-    mixed = Extending(model=layers(sliding_window_size=128)).backend
+    assert Extending().extend.backend.shared_read_ends(mode) is SharedReadEnds.PRE_REPLAY
+    mixed = Extending(model=layers(sliding_window_size=128)).extend.backend
     assert mixed.shared_read_ends(mode) is SharedReadEnds.UNKNOWN  # as of SGLang's base class
 
 
@@ -409,44 +272,38 @@ def test_the_scheduler_may_write_before_a_replay_where_pat_alone_reads() -> None
 
 
 def test_prompts_are_the_default_backends() -> None:
-    extending = Extending()
-    view = decode_batch([1], [5], [7])
+    scene = Extending()
+    backend, view = scene.extend.backend, decode_batch([1], [5], [7])
     view.forward_mode = ForwardMode.EXTEND
-    extending.backend.init_forward_metadata(view)
+    backend.init_forward_metadata(view)
     q = torch.randn(1, QO_HEADS, HEAD_DIM)
-    assert extending.backend.forward_extend(q, None, None, extending.runner.model[0], view) is q
-    assert extending.backend.calls == ["out_graph", "in_graph", "extend"]
+    assert backend.forward_extend(q, None, None, scene.extend.runner.model[0], view) is q
+    assert backend.calls == ["out_graph", "in_graph", "extend"]
 
 
 def test_layers_that_pat_does_not_do_are_the_default_backends() -> None:
-    extending = Extending(model=layers(sliding_window_size=8))
-    extending.verify([25, 31], 0)
-    view = extending.view([25, 31])
-    extending.prepare(view)
-    assert extending.backend.calls == ["out_graph", "in_graph"]
-    q, out = extending.attend(view, layer=0)
-    extending.assert_request(q, out, 0, 25)
-    extending.attend(view, layer=1)
-    assert extending.backend.calls[2:] == ["extend"]
-    told = layer_report._after_get_init_info({})["pat"]["draft_extend"]
+    scene = Extending(model=layers(sliding_window_size=8))
+    scene.verify([25, 31], 0)
+    view, calls = scene.extend.step([25, 31]), scene.extend.backend.calls
+    assert calls == ["out_graph", "in_graph"]
+    scene.extend.assert_exact(view, [25, 31], layers=[0])
+    scene.extend.attend(view, layer=1)
+    assert calls[2:] == ["extend"]
+    told = inside.server_info()["draft_extend"]
     assert (told["pat_layers"], told["default_layers"]) == (1, {"sliding window 8": 1})
 
 
 @pytest.mark.parametrize("topk", [1, 2])
 def test_a_layer_that_is_passed_more_is_left_to_the_default_backend(topk: int) -> None:
-    extending = Extending(arguments={"speculative_eagle_topk": topk})
-    if topk == 1:
-        extending.verify([25, 31], 2)
-    view = extending.view([25, 31], 2)
-    extending.prepare(view, 2)
-    extending.attend(view, layer=0, rope=1)
-    assert extending.backend.calls[-3:] == ["out_graph in capture", "in_graph", "extend"]
-    told = layer_report._after_get_init_info({})["pat"]
+    scene = Extending(arguments={"speculative_eagle_topk": topk})
+    scene.verify([25, 31], 2, TREE.flatten().repeat(2))
+    view = scene.extend.step([25, 31], 2)
+    scene.extend.attend(view, rope=1)
+    assert scene.extend.backend.calls[-3:] == ["out_graph in capture", "in_graph", "extend"]
+    told = inside.server_info()
     assert told["draft_extend"]["default_layers"] == {"the argument rope": 1}
     assert told["default_layers"] == {}
-    if topk == 1:
-        q, out = extending.attend(view, layer=1)
-        extending.assert_request(q, out, 0, 25, layer=1)
+    scene.extend.assert_exact(view, [25, 31], layers=[1])
 
 
 @pytest.mark.parametrize(
@@ -461,9 +318,9 @@ def test_a_layer_that_is_passed_more_is_left_to_the_default_backend(topk: int) -
             },
             "--enable-multi-layer-eagle with states",
         ),
-        ({"default": SimpleNamespace()}, "default backend SimpleNamespace, which is closed"),
+        ({"default": SimpleNamespace()}, "SimpleNamespace, which is closed"),
         (
-            {"dtype": torch.bfloat16, "kv_cache_dtype": torch.bfloat16, "token_to_kv_pool": None},
+            {"dtype": torch.bfloat16, "kv_cache_dtype": torch.bfloat16},
             "dtype of queries and KV cache torch.bfloat16 and torch.bfloat16",
         ),
     ],
@@ -473,25 +330,21 @@ def test_draft_models_that_are_left_to_the_default_backend(
     change: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "sglang_pat")
-    if "token_to_kv_pool" in change:
+    if "dtype" in change:
         change = change | {"token_to_kv_pool": KVPool(torch.bfloat16)}
-    before = type(change.get("default", DefaultBackend()))
-    extending = Extending(**change)
-    assert type(extending.backend) is before
-    assert "draft_extend" not in extending.counters
-    assert told_default_layers("draft_extend") == reason.removeprefix("default backend ")
+    scene = Extending(**change)
+    assert type(scene.extend.backend) in (DefaultBackend, SimpleNamespace)
+    assert "draft_extend" not in scene.counters
+    assert_left("draft_extend", reason)
     assert "reading what was accepted: pat decodes nothing" in caplog.text
 
 
-def test_without_speculation_or_with_branches_no_draft_model_is_awaited() -> None:
-    pat_backend(runner())
-    extending = Extending()
+def test_without_speculation_no_draft_model_is_awaited() -> None:
+    scene = Extending()
     pat_backend(runner())  # another one, built later in the process
-    backend = DefaultBackend()
-    factory = SimpleNamespace(draft_model_runner=extending.runner)
-    assert speculative_attach._after_create_extend_backend(backend, factory) is backend
-    assert type(backend) is DefaultBackend
-    assert speculative_attach._after_create_extend_backend(None, factory) is None
+    assert type(scene.extends().backend) is DefaultBackend
+    factory = SimpleNamespace(draft_model_runner=scene.extend.runner)
+    assert attach._after_create_extend_backend(None, factory) is None
 
 
 class RefreshedInGraphs(DefaultBackend):
@@ -503,73 +356,53 @@ class RefreshedInGraphs(DefaultBackend):
         return True
 
 
-class SeveralLayers(Extending):
-    """A draft model of several layers (`--enable-multi-layer-eagle`).
+def several_layers() -> Extending:
+    """A draft model of several layers (`--enable-multi-layer-eagle`)."""
+    arguments = {"enable_multi_layer_eagle": True}
+    return Extending(arguments=arguments, default=RefreshedInGraphs())
 
-    SGLang has a runner, a pool, a backend and graphs for each, over buffers that they share.
+
+@pytest.mark.parametrize("graph", [0, 2, 4])
+def test_several_draft_layers_read_under_the_plan_of_the_verify_step(graph: int) -> None:
+    """SGLang has a runner, a pool, a backend and graphs for each, over buffers that they share.
+
+    Before it replays these it shows drafts of its own in place of the batch's.
     """
-
-    def __init__(self, count: int = 3) -> None:
-        super().__init__(arguments={"enable_multi_layer_eagle": True}, default=RefreshedInGraphs())
-        self.of_layers = [(self.runner, self.backend)]
-        for seed in range(1, count):
-            runner = self.new_runner(token_to_kv_pool=kv_pool(2 + seed), is_draft_worker=True)
-            made = RefreshedInGraphs()
-            speculative_attach._after_create_extend_backend(
-                made, SimpleNamespace(draft_model_runner=runner)
-            )
-            self.of_layers.append((runner, made))
-
-    def each(self) -> Iterator[None]:
-        """One layer after the other."""
-        for pair in self.of_layers:
-            self.runner, self.backend = pair
-            yield
-
-    def replayed(self, lens: list[int], size: int) -> Any:
-        """SGLang's view before it replays the graph of each layer.
-
-        It has drafts of its own in place of the batch's, and buffers of the largest graph.
-        """
-        shown = self.view(lens, size)
-        graphs = SimpleNamespace(_replay_spec_info=drafts_to_verify(DRAFTS))
-        speculative_attach._after_prepare(None, graphs, shown, staged=False)
-        shown.spec_info = graphs._replay_spec_info
-        shown.input_ids = torch.zeros(size * DRAFTS)
-        shown.out_cache_loc = torch.tensor(self.slots(lens) + [0] * (size - 2) * DRAFTS)
-        return shown
-
-
-@pytest.mark.parametrize("size", [0, 2, 4])
-def test_several_draft_layers_read_under_the_plan_of_the_verify_step(size: int) -> None:
-    scene = SeveralLayers()
-    for _ in scene.each():
-        if size:
-            scene.capture(size)
+    scene = several_layers()
+    each = [scene.extend] + [
+        scene.extends(RefreshedInGraphs(), token_to_kv_pool=kv_pool(seed)) for seed in (3, 4)
+    ]
+    for layer in each if graph else ():
+        layer.capture(graph)
     built = scene.counters["plans_built"]
     for step, lens in enumerate(([25, 31], [26, 33], [29, 34])):
-        scene.verify(lens, size)
-        view = scene.replayed(lens, size) if size else scene.view(lens)
-        if not size:
-            scene.of_layers[0][1].init_forward_metadata(view)  # with the batch, before its turn
-        for _ in scene.each():
-            scene.prepare(view, size)
-            scene.assert_exact(view, lens, max(size, 2) * DRAFTS)
+        scene.verify(lens, graph)
+        view = scene.extend.view(lens, graph)
+        if graph:
+            graphs = SimpleNamespace(_replay_spec_info=drafts_to_verify(DRAFTS))
+            attach._after_prepare(None, graphs, view, staged=False)
+            view.spec_info, view.input_ids = graphs._replay_spec_info, torch.zeros(graph * DRAFTS)
+        else:
+            scene.extend.prepare(view)  # with the batch, before its turn
+        for layer in each:
+            layer.prepare(view)
+            layer.assert_exact(view, lens)
         assert scene.counters["draft_extend"]["steps"] == 3 * (step + 1)
     assert scene.counters["plans_built"] == built + 1, "the verify steps' plan serves all layers"
 
 
 def test_graphs_of_several_draft_layers_are_prepared_before_each_replay() -> None:
     """Otherwise the plan that they read would be that of another step."""
-    scene = SeveralLayers()
-    assert not scene.backend.draft_extend_metadata_captured_in_graph()
-    assert not scene.backend.supports_draft_extend_metadata_staging
-    left = Extending(draft_attention_backend="fa3", default=RefreshedInGraphs()).backend
+    backend = several_layers().extend.backend
+    assert not backend.draft_extend_metadata_captured_in_graph()
+    assert not backend.supports_draft_extend_metadata_staging
+    default = RefreshedInGraphs()
+    left = Extending(draft_attention_backend="fa3", default=default).extend.backend
     assert left.draft_extend_metadata_captured_in_graph()
     assert left.supports_draft_extend_metadata_staging
 
 
 def test_no_lengths_are_asked_for_on_the_host() -> None:
-    extending = Extending()
-    assert not extending.backend.needs_cpu_seq_lens
-    assert not extending.served.needs_cpu_seq_lens
+    scene = Extending()
+    assert not scene.extend.backend.needs_cpu_seq_lens
+    assert not scene.served.backend.needs_cpu_seq_lens

@@ -15,8 +15,7 @@ from typing import Any
 import inspect_backend as inside
 import pytest
 import torch
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
-from sglang_fakes import (
+from fakes.backends import (
     HEAD_DIM,
     KV_HEADS,
     QO_HEADS,
@@ -27,6 +26,7 @@ from sglang_fakes import (
     replay_view,
     runner,
 )
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 
 from sglang_pat.executors.layer import LayerInputs
 from sglang_pat.executors.reference import ReferenceExecutor, dense_attention

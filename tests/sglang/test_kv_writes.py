@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.backends import HEAD_DIM, KV_HEADS, QO_HEADS, SLOTS, decode_batch, layers, runner
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-from sglang_fakes import HEAD_DIM, KV_HEADS, QO_HEADS, SLOTS, decode_batch, layers, runner
 
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kv_writer import UNSCALED, KvScale

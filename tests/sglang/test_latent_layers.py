@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import inspect_backend as inside
 import pytest
 import torch
-from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MLATokenToKVPool
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang_fakes import (
+from fakes.backends import (
     SLOTS,
     DefaultBackend,
     config,
@@ -22,6 +20,9 @@ from sglang_fakes import (
     runner,
     server_arguments,
 )
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MLATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat import support
 from sglang_pat.executors.jit import KernelConfig
@@ -355,75 +356,42 @@ def speculating(algorithm: str, drafts: int, **change: Any) -> Any:
 
 
 GPU = {"device": "cuda", "dtype": torch.bfloat16, "kv_cache_dtype": torch.bfloat16}
-DELEGATED: dict[str, tuple[Callable[[], Any], str]] = {
-    "heads": (
-        lambda: latent_runner(model=make_model(heads=64)),
-        "latent attention with nothing to gain: 64 heads fill a tile",
+NO_GAIN = "latent attention with nothing to gain"
+DELEGATED: dict[str, Callable[[], Any]] = {
+    f"{NO_GAIN}: 64 heads fill a tile": lambda: latent_runner(model=make_model(heads=64)),
+    f"{NO_GAIN}: 8 heads x 8 draft tokens fill a tile": lambda: speculating("EAGLE", 8),
+    "latent attention with a soft-cap": lambda: latent_runner(model=capped_model()),
+    f"{NO_GAIN}: 128 heads fill a tile": lambda: latent_runner(model=make_model(heads=128)),
+    "trees of drafts over latent attention on a GPU": lambda: speculating(
+        TREES[0], 4, **GPU, token_to_kv_pool=make_pool(torch.bfloat16)
     ),
-    "heads of drafts": (
-        lambda: speculating("EAGLE", 8),
-        "latent attention with nothing to gain: 8 heads x 8 draft tokens fill a tile",
+    "latent attention with LoRA on kv_b_proj": lambda: latent_runner(model=adapted_model()),
+    "dtype of queries and KV cache a KV cache of torch.float16": lambda: latent_runner(
+        kv_cache_dtype=torch.float16
     ),
-    "soft-cap": (
-        lambda: latent_runner(model=capped_model()),
-        "latent attention with a soft-cap",
+    "dtype of queries and KV cache mxfp8": lambda: fp8_runner(kv_cache_dtype_str="mxfp8"),
+    "KV pool OtherPool": lambda: latent_runner(token_to_kv_pool=other_pool()),
+    "KV pool MLATokenToKVPool": lambda: latent_runner(token_to_kv_pool=sparse_pool()),
+    "head_dim 128/64": lambda: latent_runner(
+        model=make_model(rank=64), token_to_kv_pool=make_pool(rank=64)
     ),
-    "too many heads": (
-        lambda: latent_runner(model=make_model(heads=128)),
-        "latent attention with nothing to gain: 128 heads fill a tile",
+    "latent attention on compute capability 10.0": lambda: latent_runner(
+        **GPU, token_to_kv_pool=make_pool(torch.bfloat16)
     ),
-    "trees on a GPU": (
-        lambda: speculating(TREES[0], 4, **GPU, token_to_kv_pool=make_pool(torch.bfloat16)),
-        "trees of drafts over latent attention on a GPU",
-    ),
-    "LoRA": (
-        lambda: latent_runner(model=adapted_model()),
-        "latent attention with LoRA on kv_b_proj",
-    ),
-    "another type of cache": (
-        lambda: latent_runner(kv_cache_dtype=torch.float16),
-        "dtype of queries and KV cache a KV cache of torch.float16",
-    ),
-    "blocks that are scaled": (
-        lambda: fp8_runner(kv_cache_dtype_str="mxfp8"),
-        "dtype of queries and KV cache mxfp8",
-    ),
-    "a pool of another class": (
-        lambda: latent_runner(token_to_kv_pool=other_pool()),
-        "KV pool OtherPool",
-    ),
-    "a pool of sparse attention": (
-        lambda: latent_runner(token_to_kv_pool=sparse_pool()),
-        "KV pool MLATokenToKVPool",
-    ),
-    "another size": (
-        lambda: latent_runner(model=make_model(rank=64), token_to_kv_pool=make_pool(rank=64)),
-        "head_dim 128/64",
-    ),
-    "a GPU without kernels": (
-        lambda: latent_runner(**GPU, token_to_kv_pool=make_pool(torch.bfloat16)),
-        "latent attention on compute capability 10.0",
-    ),
-    "sparse attention": (
-        lambda: latent_runner(
-            model_config=config(
-                hf_config=type(
-                    "Config", (), {"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048}
-                )()
-            )
-        ),
-        "sparse attention (DeepseekV32ForCausalLM)",
+    "sparse attention (DeepseekV32ForCausalLM)": lambda: latent_runner(
+        model_config=config(
+            hf_config=SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=2048)
+        )
     ),
 }
 
 
-@pytest.mark.parametrize("name", DELEGATED)
+@pytest.mark.parametrize("reason", DELEGATED)
 def test_models_that_are_left_to_the_default_backend(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_runner, reason = DELEGATED[name]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    layer_support = layers_of_runner(make_runner(), "fa3")
+    layer_support = layers_of_runner(DELEGATED[reason](), "fa3")
     assert {str(each) for each in layer_support.fallback.values()} == {reason}
     assert {each.topic for each in layer_support.fallback.values()} <= {
         row.topic for row in support.support_matrix()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -40,7 +41,7 @@ def requests(tree: Tree, *rids: str) -> list[Any]:
 
 
 def view_of(reqs: list[Any]) -> Any:
-    from sglang_fakes import decode_batch
+    from fakes.backends import decode_batch
 
     return decode_batch([*range(1, len(reqs) + 1)], [6] * len(reqs), [0] * len(reqs))
 
@@ -57,20 +58,8 @@ def test_batches_that_take_turns_find_what_they_left(tree: Tree) -> None:
     assert len(set(map(id, used))) == 2
     assert used[0] is used[2] is used[4] is used[6]
     assert used[1] is used[3] is used[5]
-    assert used[0].builder.changes == {
-        "join": 3,
-        "leave": 1,
-        "last_node_changed": 0,
-        "split": 0,
-        "mismatch": 0,
-    }
-    assert used[1].builder.changes == {
-        "join": 2,
-        "leave": 1,
-        "last_node_changed": 0,
-        "split": 0,
-        "mismatch": 0,
-    }
+    assert +Counter(used[0].builder.changes) == {"join": 3, "leave": 1}
+    assert +Counter(used[1].builder.changes) == {"join": 2, "leave": 1}
 
 
 def test_a_new_batch_takes_the_place_of_the_one_unused_the_longest(tree: Tree) -> None:

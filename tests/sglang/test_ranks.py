@@ -54,7 +54,7 @@ def check_as_rank(rank: int, folder: str) -> None:
 
 
 def test_ranks_that_plan_differently_are_noticed(tmp_path: Path) -> None:
-    mp.spawn(check_as_rank, args=(str(tmp_path),), nprocs=RANKS)
+    mp.start_processes(check_as_rank, (str(tmp_path),), nprocs=RANKS, start_method="fork")
 
 
 def test_a_rank_that_is_alone_has_nobody_to_ask() -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang_fakes import decode_batch, pat_backend, runner
+from fakes.backends import decode_batch, pat_backend, runner
 
 from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.report import reports

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,7 @@ import inspect_backend as inside
 import pytest
 import sglang
 import torch
-from sglang.srt.environ import envs
-from sglang.srt.layers.radix_attention import AttentionType
-from sglang.srt.server_args import ServerArgs
-from sglang_fakes import (
+from fakes.backends import (
     HEAD_DIM,
     KV_HEADS,
     SLOTS,
@@ -26,6 +24,9 @@ from sglang_fakes import (
     runner,
     server_arguments,
 )
+from sglang.srt.environ import envs
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.server_args import ServerArgs
 
 from sglang_pat import support
 from sglang_pat.offline.model_support import layer_table
@@ -68,188 +69,91 @@ def scaled_layers(**change: Any) -> Any:
     return layers(**(scales | change))
 
 
-# Cases of the last layer alone: the runner, the reason in the log, the refusal.
-OF_A_LAYER: dict[str, tuple[Callable[[], Any], str, str]] = {
-    "fp8 pool": (
-        lambda: runner(token_to_kv_pool=KVPool(of_last=torch.bfloat16)),
-        "KV pool KVPool of torch.bfloat16 [2, 64]",
-        "KV pool = KVPool of torch.bfloat16",
+# Cases of the last layer alone: topic and value of what pat does not support, and a runner with it.
+OF_A_LAYER: dict[tuple[str, str], Callable[[], Any]] = {
+    ("KV pool", "KVPool of torch.bfloat16 [2, 64]"): lambda: runner(
+        token_to_kv_pool=KVPool(of_last=torch.bfloat16)
     ),
-    "cross": (
-        lambda: runner(model=layers(is_cross_attention=True)),
-        "cross attention",
-        r"attention = cross attention .layer 1.; supported: causal",
+    ("attention", "cross attention"): lambda: runner(model=layers(is_cross_attention=True)),
+    ("sliding window", "128"): lambda: runner(model=layers(sliding_window_size=128)),
+    ("attention", "attention within chunks of 8192"): lambda: runner(
+        attention_chunk_size=8192, model=layers(use_irope=True)
     ),
-    "window": (
-        lambda: runner(model=layers(sliding_window_size=128)),
-        "sliding window 128",
-        r"sliding window = 128 .layer 1.; supported: none",
+    ("attention", "attention of type encoder_only"): lambda: runner(
+        model=layers(attn_type=AttentionType.ENCODER_ONLY)
     ),
-    "chunked": (
-        lambda: runner(attention_chunk_size=8192, model=layers(use_irope=True)),
-        "attention within chunks of 8192",
-        "attention within chunks of 8192 .layer 1",
+    ("head_dim", "64/32"): lambda: runner(model=layers(v_head_dim=32)),
+    ("attention", "a temperature by position"): lambda: runner(model=layers(xai_temperature_len=8)),
+    ("attention", "ALIBI positions"): lambda: runner(model=layers(pos_encoding_mode="ALIBI")),
+    ("attention", "a soft-cap by other"): lambda: runner(
+        model=layers(logit_cap=30.0, logit_capping_method="other")
     ),
-    "encoder layer": (
-        lambda: runner(model=layers(attn_type=AttentionType.ENCODER_ONLY)),
-        "attention of type encoder_only",
-        "attention of type encoder_only",
+    ("head_dim", "512"): lambda: runner(model=layers(qk_head_dim=512, v_head_dim=512)),
+    ("query heads per KV head", "5/2"): lambda: runner(model=layers(tp_q_head_num=5)),
+    ("query heads per KV head", "32"): lambda: runner(model=layers(tp_q_head_num=64)),
+    ("KV pool", "scaled by 2 numbers of torch.float32"): lambda: fp8_runner(
+        model=scaled_layers(v_scale=torch.ones(2))
     ),
-    "other v_head_dim": (
-        lambda: runner(model=layers(v_head_dim=32)),
-        "head_dim 64/32",
-        "head_dim = 64/32 .layer 1.; supported: 64, 80",
+    ("KV pool", "scaled by 1 numbers of torch.float64"): lambda: fp8_runner(
+        model=scaled_layers(v_scale=torch.ones((), dtype=torch.float64))
     ),
-    "temperature": (
-        lambda: runner(model=layers(xai_temperature_len=8)),
-        "a temperature by position",
-        "a temperature by position",
+    ("KV pool", "scaled by a number on meta"): lambda: fp8_runner(
+        model=scaled_layers(v_scale=torch.ones((), device="meta"))
     ),
-    "positions": (
-        lambda: runner(model=layers(pos_encoding_mode="ALIBI")),
-        "ALIBI positions",
-        "ALIBI positions",
+    ("KV pool", "scaled by 0.0"): lambda: fp8_runner(
+        model=scaled_layers(k_scale=torch.tensor(0.0))
     ),
-    "soft-cap": (
-        lambda: runner(model=layers(logit_cap=30.0, logit_capping_method="other")),
-        "a soft-cap by other",
-        "a soft-cap by other",
-    ),
-    "head_dim": (
-        lambda: runner(model=layers(qk_head_dim=512, v_head_dim=512)),
-        "head_dim 512",
-        "head_dim = 512 .layer 1.; supported: 64",
-    ),
-    "heads": (
-        lambda: runner(model=layers(tp_q_head_num=5)),
-        "query heads per KV head 5/2",
-        "query heads per KV head = 5/2",
-    ),
-    "group": (
-        lambda: runner(model=layers(tp_q_head_num=64)),
-        "query heads per KV head 32",
-        "query heads per KV head = 32 .layer 1.; supported: 1 to 16",
-    ),
-    "a scale per head": (
-        lambda: fp8_runner(model=scaled_layers(v_scale=torch.ones(2))),
-        "KV pool scaled by 2 numbers of torch.float32",
-        "KV pool = scaled by 2 numbers of torch.float32 .layer 1.",
-    ),
-    "a scale of another type": (
-        lambda: fp8_runner(model=scaled_layers(v_scale=torch.ones((), dtype=torch.float64))),
-        "KV pool scaled by 1 numbers of torch.float64",
-        "KV pool = scaled by 1 numbers of torch.float64 .layer 1.",
-    ),
-    "a scale elsewhere": (
-        lambda: fp8_runner(model=scaled_layers(v_scale=torch.ones((), device="meta"))),
-        "KV pool scaled by a number on meta",
-        "KV pool = scaled by a number on meta .layer 1.",
-    ),
-    "a scale of nothing": (
-        lambda: fp8_runner(model=scaled_layers(k_scale=torch.tensor(0.0))),
-        "KV pool scaled by 0.0",
-        "KV pool = scaled by 0.0 .layer 1.",
-    ),
-    "no scale at all": (
-        lambda: fp8_runner(model=scaled_layers(v_scale=float("nan"))),
-        "KV pool scaled by nan",
-        "KV pool = scaled by nan .layer 1.",
-    ),
-    "strided pool": (
-        lambda: runner(token_to_kv_pool=strided_pool()),
-        "KV pool KVPool of torch.float32 [2, 64]",
-        "KV pool = KVPool of torch.float32",
-    ),
+    ("KV pool", "scaled by nan"): lambda: fp8_runner(model=scaled_layers(v_scale=float("nan"))),
+    ("KV pool", "KVPool of torch.float32 [2, 64]"): lambda: runner(token_to_kv_pool=strided_pool()),
 }
 # Cases of the whole model.
-OF_THE_MODEL: dict[str, tuple[Callable[[], Any], str, str]] = {
-    "sparse latent attention": (
-        lambda: runner(model_config=config(hf_config=deepseek_v32())),
-        "sparse attention (DeepseekV32ForCausalLM)",
-        "attention = sparse attention .DeepseekV32",
+OF_THE_MODEL: dict[tuple[str, str], Callable[[], Any]] = {
+    ("attention", "sparse attention (DeepseekV32ForCausalLM)"): lambda: runner(
+        model_config=config(hf_config=deepseek_v32())
     ),
-    "encoder": (
-        lambda: runner(model_config=config(is_encoder_decoder=True)),
-        "an encoder-decoder model (LlamaForCausalLM)",
-        "an encoder-decoder model",
+    ("attention", "an encoder-decoder model (LlamaForCausalLM)"): lambda: runner(
+        model_config=config(is_encoder_decoder=True)
     ),
-    "sparse": (
-        lambda: runner(model_config=config(hf_config=architecture("MiniMaxM3SparseForCausalLM"))),
-        "sparse attention (MiniMaxM3SparseForCausalLM)",
-        "attention = sparse attention .MiniMaxM3",
+    ("attention", "sparse attention (MiniMaxM3SparseForCausalLM)"): lambda: runner(
+        model_config=config(hf_config=architecture("MiniMaxM3SparseForCausalLM"))
     ),
-    "wrapped": (
-        lambda: runner(model_config=config(hf_text_config=wrapping_config())),
-        "sparse attention (LlamaForCausalLM)",
-        "attention = sparse attention",
+    ("attention", "sparse attention (LlamaForCausalLM)"): lambda: runner(
+        model_config=config(hf_text_config=wrapping_config())
     ),
-    "window of the model": (
-        lambda: runner(model=windowed_model()),
-        "sliding window behind the prompt",
-        "sliding window = behind the prompt; supported: none",
+    ("sliding window", "behind the prompt"): lambda: runner(model=windowed_model()),
+    ("server options", "--dcp-size 2"): lambda: runner(server_args=server_arguments(dcp_size=2)),
+    ("speculative decoding", "--speculative-algorithm UNO"): lambda: runner(
+        server_args=server_arguments(speculative_algorithm="UNO")
     ),
-    "context parallel": (
-        lambda: runner(server_args=server_arguments(dcp_size=2)),
-        "--dcp-size 2",
-        "server options = --dcp-size 2; supported: any except",
+    ("speculative decoding", "in batch-invariant mode"): lambda: runner(
+        server_args=server_arguments(
+            speculative_algorithm="DFLASH", enable_deterministic_inference=True
+        )
     ),
-    "speculation": (
-        lambda: runner(server_args=server_arguments(speculative_algorithm="UNO")),
-        "--speculative-algorithm UNO",
-        "speculative decoding = --speculative-algorithm UNO; supported: --speculative-algorithm",
-    ),
-    "speculation in any batch": (
-        lambda: runner(
-            server_args=server_arguments(
-                speculative_algorithm="DFLASH", enable_deterministic_inference=True
-            )
-        ),
-        "in batch-invariant mode",
-        "speculative decoding = in batch-invariant mode; supported: --speculative-algorithm",
-    ),
-    "verify steps elsewhere": (
-        lambda: runner(
-            server_args=server_arguments(
-                speculative_algorithm="EAGLE", prefill_attention_backend="flashinfer"
-            )
-        ),
+    (
+        "speculative decoding",
         "--speculative-attention-mode prefill with flashinfer",
-        "speculative decoding = --speculative-attention-mode prefill with flashinfer; supported",
+    ): lambda: runner(
+        server_args=server_arguments(
+            speculative_algorithm="EAGLE", prefill_attention_backend="flashinfer"
+        )
     ),
-    "two batches": (
-        lambda: runner(server_args=server_arguments(enable_two_batch_overlap=True)),
-        "--enable-two-batch-overlap",
-        "server options = --enable-two-batch-overlap; supported",
+    ("server options", "--enable-two-batch-overlap"): lambda: runner(
+        server_args=server_arguments(enable_two_batch_overlap=True)
     ),
-    "cache of another type": (
-        lambda: runner(kv_cache_dtype=torch.bfloat16),
-        "dtype of queries and KV cache torch.float32 and torch.bfloat16",
-        "queries and KV cache = torch.float32 and torch.bfloat16 .layer 0.; supported: float1",
+    ("dtype of queries and KV cache", "torch.float32 and torch.bfloat16"): lambda: runner(
+        kv_cache_dtype=torch.bfloat16
     ),
-    "fp8 cache with scales per block": (
-        lambda: fp8_runner(kv_cache_dtype_str="mxfp8"),
-        "dtype of queries and KV cache mxfp8",
-        "queries and KV cache = mxfp8 .layer 0.; supported: float16, bfloat16, float32; of the KV",
+    ("dtype of queries and KV cache", "mxfp8"): lambda: fp8_runner(kv_cache_dtype_str="mxfp8"),
+    ("dtype of queries and KV cache", "torch.float64"): lambda: runner(
+        dtype=torch.float64, kv_cache_dtype=torch.float64, token_to_kv_pool=KVPool(torch.float64)
     ),
-    "dtype": (
-        lambda: runner(
-            dtype=torch.float64,
-            kv_cache_dtype=torch.float64,
-            token_to_kv_pool=KVPool(torch.float64),
-        ),
-        "dtype of queries and KV cache torch.float64",
-        "queries and KV cache = torch.float64 .layer 0.; supported: float16",
+    ("KV pool", "with virtual slots"): lambda: runner(
+        kv_index_translator=SimpleNamespace(is_translating=True)
     ),
-    "virtual slots": (
-        lambda: runner(kv_index_translator=SimpleNamespace(is_translating=True)),
-        "KV pool with virtual slots",
-        "KV pool = with virtual slots; supported: slots of",
-    ),
-    "another accelerator": (lambda: runner(device="npu"), "device npu", "device = npu; supported"),
-    "no attention": (
-        lambda: runner(model=torch.nn.Linear(2, 2)),
-        "no attention layer (RadixAttention) in Linear",
-        "no attention layer",
+    ("device", "npu"): lambda: runner(device="npu"),
+    ("attention", "no attention layer (RadixAttention) in Linear"): lambda: runner(
+        model=torch.nn.Linear(2, 2)
     ),
 }
 
@@ -287,39 +191,42 @@ def our_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each.getMessage() for each in caplog.records if each.name.startswith("sglang_pat.")]
 
 
-@pytest.mark.parametrize("name", OF_A_LAYER)
+@pytest.mark.parametrize("what", OF_A_LAYER, ids=": ".join)
 def test_a_layer_is_left_to_the_default_backend(
-    name: str, caplog: pytest.LogCaptureFixture
+    what: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    make_runner, reason, _ = OF_A_LAYER[name]
     with caplog.at_level(logging.INFO):
-        backend = pat_backend(make_runner())
+        backend = pat_backend(OF_A_LAYER[what]())
+    reason = support.Unsupported(*what)
     messages = our_messages(caplog)
     assert messages == [f"pat decodes 1 of 2 layers; 1 on triton: {reason}; prefill on triton"]
     assert [*inside.planner(backend).layer_support.shapes] == [0]
 
 
-@pytest.mark.parametrize("name", OF_THE_MODEL)
+@pytest.mark.parametrize("what", OF_THE_MODEL, ids=": ".join)
 def test_a_model_is_left_to_the_default_backend(
-    name: str, caplog: pytest.LogCaptureFixture
+    what: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    make_runner, reason, _ = OF_THE_MODEL[name]
     with caplog.at_level(logging.INFO):
-        backend = pat_backend(make_runner())
-    messages = our_messages(caplog)
+        backend = pat_backend(OF_THE_MODEL[what]())
     assert type(backend) is DefaultBackend
     assert backend.needs_cpu_seq_lens is False
-    (line,) = messages
+    (line,) = our_messages(caplog)
     assert line.startswith("pat decodes nothing, triton decodes all ")
-    assert line.endswith(f" layers: {reason}")
+    assert line.endswith(f" layers: {support.Unsupported(*what)}")
 
 
-@pytest.mark.parametrize("name", [*OF_A_LAYER, *OF_THE_MODEL])
-def test_in_strict_mode_it_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", [*OF_A_LAYER, *OF_THE_MODEL], ids=": ".join)
+def test_in_strict_mode_it_is_refused(
+    what: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SGLANG_PAT_STRICT", "1")
-    make_runner, _, refusal = (OF_A_LAYER | OF_THE_MODEL)[name]
-    with pytest.raises(ValueError, match=refusal):
-        pat_backend(make_runner())
+    with pytest.raises(ValueError, match=r"^pat does not support ") as refused:
+        pat_backend((OF_A_LAYER | OF_THE_MODEL)[what]())
+    head, _, supported = str(refused.value).partition("; supported: ")
+    assert re.sub(r" \(layer \d\)$", "", head) == f"pat does not support {' = '.join(what)}"
+    assert supported == support.row_of(what[0]).supported
+    assert (what in OF_A_LAYER) <= head.endswith(" (layer 1)")
 
 
 def test_in_strict_mode_a_plain_model_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -510,13 +417,6 @@ def test_a_plan_stream_that_does_not_wait_delegates(
     # These do not use it for what pat plans.
     for algorithm in ("NGRAM", "DFLASH"):
         assert early_reason(server_arguments(speculative_algorithm=algorithm)) is None
-
-
-def test_every_topic_is_one_of_the_support_table() -> None:
-    topics = {row.topic for row in support.support_matrix()}
-    for make_runner, *_ in (OF_A_LAYER | OF_THE_MODEL).values():
-        layer_support = layers_of_runner(make_runner(), "triton")
-        assert {reason.topic for reason in layer_support.fallback.values()} <= topics
 
 
 @pytest.mark.parametrize("default", support.DEFAULT_BACKENDS)

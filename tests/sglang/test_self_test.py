@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.backends import pat_backend, runner
 from sglang.srt.mem_cache import radix_cache
-from sglang_fakes import pat_backend, runner
 
 from sglang_pat.cli import doctor
 from sglang_pat.sglang.report import reports

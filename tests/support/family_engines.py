@@ -128,15 +128,14 @@ class FamilyEngines:
 
         backend: None is SGLang's default. stop_tokens: one for each prompt, which ends its answer.
         ranks: variables with which SGLang starts several ranks (`environment_of_ranks`). answers:
-        what the model answers, for drafts that are right (`sglang_draft_blocks`). environment:
+        what the model answers, for drafts that are right (`fakes.draft_blocks`). environment:
         variables of SGLang's. has_graphs: steps of pat run as in CUDA graphs
-        (`sglang_fake_cuda_graphs`); no step is checked then, since in debug mode none repeats
-        another, and every other prompt comes twice, so that KV is computed twice and freed once.
-        aborts: all prompts come once before, while others that are the same are aborted.
-        conversations: prompts
+        (`fakes.cuda_graphs`); no step is checked then, since in debug mode none repeats another,
+        and every other prompt comes twice, so that KV is computed twice and freed once. aborts: all
+        prompts come once before, while others that are the same are aborted. conversations: prompts
         begin conversations of several turns, whose answers are put together; "whole": a turn
         repeats what was said before; "session" and "streaming": SGLang's sessions keep it, the
-        second kind with its KV, and mended for drafts (`sglang_speculation`). evictions: the
+        second kind with its KV, and mended for drafts (`fakes.speculation`). evictions: the
         prompts come twice, and others between, which need the pool. arguments: of sglang.Engine.
         """
         self._count += 1
@@ -234,23 +233,23 @@ def _in_child(order: dict[str, Any]) -> None:
     try:
         os.environ.update(order["environment"])
         if order["ranks"] is not None or order["evictions"]:
-            import sglang_without_driver
+            from fakes import driver
 
-            sglang_without_driver.register()
+            driver.register()
             os.environ.update(order["ranks"] or {})
         if order["conversations"] == "streaming":
-            import sglang_speculation
+            from fakes import speculation
 
-            sglang_speculation.mend_streaming_sessions()
+            speculation.mend_streaming_sessions()
         if order["has_graphs"]:
-            import sglang_fake_cuda_graphs
+            from fakes import cuda_graphs
 
-            sglang_fake_cuda_graphs.register()
+            cuda_graphs.register()
         if order["answers"] is not None:
-            import sglang_draft_blocks
+            from fakes import draft_blocks
 
             pairs = zip(_prompts(are_twins=order["has_graphs"]), order["answers"], strict=True)
-            sglang_draft_blocks.answers += [prompt + answer for prompt, answer in pairs]
+            draft_blocks.answers += [prompt + answer for prompt, answer in pairs]
         _answer_prompts(
             FAMILIES[order["family"]],
             Path(order["folder"]),
@@ -285,16 +284,16 @@ def _import_sglang() -> None:
     os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(
         each.name for each in pkgutil.iter_modules([str(models)]) if each.name not in needed
     )
-    import sglang_speculation
+    from fakes import speculation
 
-    sglang_speculation.define_kernels()
-    import sglang_cpu_kernels
+    speculation.define_kernels()
+    from fakes import cpu_kernels
 
-    sglang_cpu_kernels.install()
-    sglang_speculation.install()
-    import sglang_draft_blocks
+    cpu_kernels.install()
+    speculation.install()
+    from fakes import draft_blocks
 
-    sglang_draft_blocks.install()
+    draft_blocks.install()
     from sglang.srt.plugins import load_plugins
 
     from common import random_weights
@@ -312,7 +311,7 @@ def _import_sglang() -> None:
 
 def _record_calls() -> None:
     """Write down who decodes each layer, or verifies drafts in it."""
-    import sglang_speculation
+    from fakes import speculation
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     from sglang_pat.sglang.layer.attention import LayerAttention
@@ -339,7 +338,7 @@ def _record_calls() -> None:
     def decode_and_note(
         self: Any, q: Any, k: Any, v: Any, layer: Any, *rest: Any, **more: Any
     ) -> Any:
-        note("default", layer, is_draft=sglang_speculation.is_draft_step(self))
+        note("default", layer, is_draft=speculation.is_draft_step(self))
         return forward_decode(self, q, k, v, layer, *rest, **more)
 
     def extend_and_note(
@@ -390,7 +389,7 @@ def _answer_prompts(
     evictions: bool,
 ) -> None:
     import sglang
-    import sglang_draft_blocks
+    from fakes import draft_blocks
 
     from sglang_pat.sglang.report.stats_file import read_stats
 
@@ -421,7 +420,7 @@ def _answer_prompts(
     if stop_tokens is not None:
         asked = [params | {"ignore_eos": False, "stop_token_ids": [each]} for each in stop_tokens]
     # SGLang 0.5.17 has none with blocks of drafts.
-    scores = {} if sglang_draft_blocks.answers else {"return_logprob": True, "top_logprobs_num": 2}
+    scores = {} if draft_blocks.answers else {"return_logprob": True, "top_logprobs_num": 2}
     if conversations is not None:
         turns = _turns(engine, prompts, {"sampling_params": params} | scores, conversations)
     else:

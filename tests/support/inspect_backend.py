@@ -1,12 +1,16 @@
-"""The private state of pat's backends, for tests: nothing else in tests/ reaches into it."""
+"""The private state and the hooks of pat's backends: the one way in which tests reach into them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from sglang_pat.sglang.report import layer_report
+from sglang_pat.sglang.speculative import attach, draft_requests
 from sglang_pat.sglang.speculative.draft_requests import DRAFT_REQUESTS
 from sglang_pat.sglang.step.debug_checks import DebugChecks, RankChecker
-from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER
+from sglang_pat.sglang.tree import request_tracker
+from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, StepRequests
 
 
 def planner(backend: Any) -> Any:
@@ -67,6 +71,28 @@ def attentions(plans: Any) -> Any:
     return plans._attentions
 
 
+def plan_of(plans: Any) -> Any:
+    """Return the plan of the only shape of layers."""
+    (attention,) = plans._attentions
+    return attention._plan
+
+
+def rerun(plans: Any) -> None:
+    """Read again what the kernels of a graph read in each replay."""
+    for attention in plans._attentions:
+        attention._executor.reuse_plan(attention._executor._step)
+
+
+def paths(owner: Any) -> Any:
+    """Return the paths of the last step's rows."""
+    return microbatch(owner).builder._forest.paths()
+
+
+def round_lengths(steps: Any) -> Any:
+    """Return the lengths that captured graphs of a draft model's round read: `[steps, rows]`."""
+    return draft_round(steps).device_rows._reserved
+
+
 def check_steps(owner: Any) -> None:
     """Check each step of a planner, as SGLANG_PAT_DEBUG=1 does."""
     _planner(owner)._checks = DebugChecks(RankChecker(None))
@@ -83,6 +109,52 @@ def log_every(owner: Any, num_steps: int) -> None:
 
 
 def forget_requests() -> None:
-    """Forget the requests of the last steps, of the served model and of draft models."""
+    """Forget the last steps and their requests, of the served model and of draft models."""
+    REQUEST_TRACKER._step = None
     REQUEST_TRACKER.last_reqs = []
     DRAFT_REQUESTS.last_reqs = []
+    attach._TargetModel.planner = None
+
+
+def awaits_draft_model() -> Any:
+    """Return the planner of the served model whose draft model SGLang builds next, if any."""
+    return attach._TargetModel.planner
+
+
+# --- the hooks, as SGLang calls them ---
+
+
+def batch_made(batch: Any, scheduled: Any, model_runner: Any) -> None:
+    """SGLang has made the forward batch of a scheduled one."""
+    request_tracker._after_init_new(batch, object, scheduled, model_runner)
+
+
+def run_forward(call: Callable[..., Any], model_runner: Any, batch: Any) -> Any:
+    """SGLang runs a model: `call(model_runner, batch)`."""
+    return request_tracker._around_forward(call, model_runner, batch)
+
+
+def load_batch(call: Callable[..., Any], graphs: Any, batch: Any) -> Any:
+    """SGLang's graph runner loads a batch: `call(graphs, batch)`."""
+    return draft_requests._around_load_batch(call, graphs, batch)
+
+
+def draft_blocks(call: Callable[..., Any], worker: Any, scheduled: Any) -> Any:
+    """A worker drafts blocks for a scheduled batch: `call(worker, scheduled)`."""
+    return draft_requests._around_blocks(call, worker, scheduled)
+
+
+def retract(req: Any) -> None:
+    """SGLang sends a request back to the queue."""
+    request_tracker._after_retraction(None, req)
+
+
+def running_step() -> StepRequests | None:
+    """Return the step that SGLang runs."""
+    return REQUEST_TRACKER._step
+
+
+def server_info() -> dict[str, Any]:
+    """Return what `/server_info` says of pat's layers."""
+    told: dict[str, Any] = layer_report._after_get_init_info({})["pat"]
+    return told

@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 import requests
 import sglang
+from fakes.cuda_graphs import act_out_graphs
+from fakes.forks import forked_processes
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang_fake_cuda_graphs import act_out_graphs
-from sglang_forks import forked_processes
 
 from check.cpu_ranks import environment_of_ranks
 from common.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
@@ -207,7 +207,7 @@ def beams(answers: Sequence[dict[str, Any]]) -> list[list[int]]:
 
 
 @contextlib.contextmanager
-def running_engine(model: Path, backend: str, **arguments: Any) -> Iterator[Any]:
+def running_engine(model: Path, backend: str | None, **arguments: Any) -> Iterator[Any]:
     """A sglang.Engine in this process and its children."""
     with forked_processes():
         engine = sglang.Engine(
@@ -226,11 +226,16 @@ def running_engine(model: Path, backend: str, **arguments: Any) -> Iterator[Any]
 
 @contextlib.contextmanager
 def running_pat_engine(
-    model: Path, folder: Path, *, has_graphs: bool = False, **arguments: Any
+    model: Path,
+    folder: Path,
+    *,
+    backend: str | None = "pat",
+    has_graphs: bool = False,
+    **arguments: Any,
 ) -> Iterator[tuple[Any, Stats]]:
     """An engine that decodes with `pat` and checks every step; what it counts goes to `folder`.
 
-    has_graphs: instead of the checks, steps run as in CUDA graphs (`sglang_fake_cuda_graphs`).
+    has_graphs: instead of the checks, steps run as in CUDA graphs (`fakes.cuda_graphs`).
     """
     stats = Stats(folder / "stats.json")
     with pytest.MonkeyPatch.context() as environment:
@@ -238,7 +243,7 @@ def running_pat_engine(
             act_out_graphs(folder, environment)
         environment.setenv("SGLANG_PAT_DEBUG", str(int(not has_graphs)))
         environment.setenv("SGLANG_PAT_STATS_FILE", str(stats.path))
-        with running_engine(model, "pat", **arguments) as engine:
+        with running_engine(model, backend, **arguments) as engine:
             yield engine, stats
 
 

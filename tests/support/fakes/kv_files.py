@@ -24,7 +24,8 @@ from sglang.srt.disaggregation.base.conn import (
     KVPoll,
     KVTransferMetric,
 )
-from sglang_plugins import install_plugin
+
+from fakes.plugins import install_plugin
 
 ARGUMENTS = {"disaggregation_transfer_backend": "nixl"}  # of both servers
 _FOLDER = "TEST_KV_FOLDER"  # not SGLANG_PAT_*: pat refuses such a variable that it does not know
@@ -32,7 +33,7 @@ _FOLDER = "TEST_KV_FOLDER"  # not SGLANG_PAT_*: pat refuses such a variable that
 
 def transfer_by_files(folder: Path, environment: pytest.MonkeyPatch) -> None:
     """Let engines that are started from now on use the plug-in; files go to `folder`."""
-    install_plugin(folder, "sglang_kv_files")
+    install_plugin(folder, "fakes.kv_files")
     environment.syspath_prepend(folder)  # which the engine's processes inherit
     environment.setenv(_FOLDER, str(folder))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from torch.nn.utils.rnn import pad_sequence
 
 from sglang_pat import PackAttention
 from sglang_pat.sglang.attach import with_pat
@@ -250,10 +252,23 @@ def dense(
     q: torch.Tensor, pool: KVPool, layer_id: int, slots: torch.Tensor, cap: float = 0.0
 ) -> torch.Tensor:
     """Attention of one query row over these slots, in float64: `[heads, head_dim]`."""
-    group = len(q) // KV_HEADS
-    keys = pool.keys[layer_id][slots].double().repeat_interleave(group, dim=1)
-    values = pool.values[layer_id][slots].double().repeat_interleave(group, dim=1)
-    logits = torch.einsum("hd,khd->hk", q.double(), keys) / math.sqrt(HEAD_DIM)
+    return dense_rows(q[None], pool, layer_id, [slots], cap)[0]
+
+
+def dense_rows(
+    q: torch.Tensor, pool: KVPool, layer_id: int, slots: Sequence[torch.Tensor], cap: float = 0.0
+) -> torch.Tensor:
+    """Attention of each query row over its slots, in float64: `[rows, heads, head_dim]`."""
+    padded = pad_sequence(list(slots), batch_first=True).long()
+    lens = torch.tensor([len(each) for each in slots])
+    is_read = torch.arange(padded.shape[1]) < lens[:, None]
+    group = q.shape[1] // KV_HEADS
+    keys, values = (
+        cache[layer_id][padded].double().repeat_interleave(group, dim=2)
+        for cache in (pool.keys, pool.values)
+    )
+    logits = torch.einsum("rhd,rkhd->rhk", q.double(), keys) / math.sqrt(HEAD_DIM)
     if cap:
         logits = cap * torch.tanh(logits / cap)
-    return torch.einsum("hk,khd->hd", logits.softmax(-1), values)
+    logits = logits.masked_fill(~is_read[:, None], -math.inf)
+    return torch.einsum("rhk,rkhd->rhd", logits.softmax(-1), values)

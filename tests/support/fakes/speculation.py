@@ -34,7 +34,7 @@ def define_kernels() -> None:
 
 
 def install() -> None:
-    """After `sglang_cpu_kernels.install()`, which lets `torch_native` verify drafts."""
+    """After `cpu_kernels.install()`, which lets `torch_native` verify drafts."""
     from sglang.srt.arg_groups import speculative_hook
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.speculative.draft_utils import DraftBackendFactory

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_plugins import install_plugin
+
+from fakes.plugins import install_plugin
 
 MAX_REQUESTS = 8
 SIZES = (1, 2, 4, 6, 8)  # of graphs
@@ -25,7 +26,7 @@ STAYS = 0.7  # how often a step goes on as the one before it
 
 def act_out_graphs(folder: Path, environment: pytest.MonkeyPatch) -> None:
     """Let engines that are started from now on use the plug-in."""
-    install_plugin(folder, "sglang_fake_cuda_graphs")
+    install_plugin(folder, "fakes.cuda_graphs")
     environment.syspath_prepend(folder)  # which the engine's processes inherit
 
 

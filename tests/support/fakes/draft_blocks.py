@@ -17,7 +17,7 @@ answers: list[list[int]] = []
 
 
 def install() -> None:
-    """After `sglang_speculation.install()`."""
+    """After `speculation.install()`."""
     from sglang.srt import server_args
     from sglang.srt.arg_groups import speculative_hook
     from sglang.srt.mem_cache import memory_pool

@@ -59,7 +59,7 @@ def forked_processes() -> Iterator[None]:
 
     before = multiprocessing.get_start_method(allow_none=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
         multiprocessing.set_forkserver_preload([__name__ + "_imports"])
         forkserver.ensure_running()
     with pytest.MonkeyPatch.context() as patch:

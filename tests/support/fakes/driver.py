@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_plugins import install_plugin
 
+from fakes.plugins import install_plugin
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 HICACHE_ARGUMENTS = {"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first"}
@@ -31,7 +31,7 @@ def go_without_driver(folder: Path, environment: pytest.MonkeyPatch) -> None:
     """
     if cuda_driver_is_present():
         pytest.skip("runs only where there is no CUDA driver")
-    install_plugin(folder, "sglang_without_driver")
+    install_plugin(folder, "fakes.driver")
     environment.syspath_prepend(folder)  # which the engine's processes inherit
 
 

@@ -1,7 +1,6 @@
-"""Imports of the fork server of `sglang_forks`, once for all processes of engines."""
+"""Imports of the fork server of `fakes.forks`, once for all processes of engines."""
 
-from sglang_forks import pass_on_sigquit
-
+from fakes.forks import pass_on_sigquit
 from sglang_pat.sglang.cpu import enable_cpu_engine
 
 pass_on_sigquit()

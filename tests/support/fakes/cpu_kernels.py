@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sglang_speculation import is_draft_step
+
+from fakes.speculation import is_draft_step
 
 
 def install() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def install_plugin(folder: Path, module: str) -> None:
-    """Write the package metadata with which SGLang finds `register()` of a module of this folder.
+    """Write the package metadata with which SGLang finds `register()` of a module.
 
     Parameters
     ----------
@@ -14,7 +14,7 @@ def install_plugin(folder: Path, module: str) -> None:
         Must be on `sys.path` of the processes of the engine. Each plug-in makes a folder of its own
         there.
     module : str
-        A module beside this one, whose folder is on the path too.
+        Below tests/support, which is on the path too.
     """
     metadata = folder / f"{module}-1.dist-info"
     metadata.mkdir(parents=True)
