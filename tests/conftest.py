@@ -29,9 +29,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start engines run in one process, those of a group of their own in another.
+    """Tests that start engines run in one process, but for those of a group of their own.
 
-    Each needs most of the machine. The groups are chosen so that two processes end together.
+    Each needs most of the machine. Groups are dealt out first, the largest before the others, and
+    single tests last: so two processes end together.
     """
     for item in items:
         if item.get_closest_marker("engine") and not item.get_closest_marker("xdist_group"):

@@ -20,7 +20,7 @@ from model_families import FAMILIES, Family
 from check.cpu_ranks import environment_of_ranks
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("families")]
 
 # Float32 sums in another order differ by about 1e-6.
 CLEAR_CUT = 5e-5
