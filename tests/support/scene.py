@@ -46,6 +46,8 @@ WIDTH, SLOTS = 300, 900  # tokens of a request, and slots of a pool; the last 20
 PREFIX, PREFIX_SLOTS = list(range(1, 21)), list(range(100, 120))
 ROWS = (1, 2)
 GRAPH = 4  # requests of the largest graph
+# The forward of the last step. Not of a scene: one that is collected late would end another's.
+_RUNNING = ExitStack()
 
 
 def kv_pool(seed: int) -> KVPool:
@@ -109,6 +111,7 @@ class Scene:
         has_graphs: bool = True,
         **arguments: Any,
     ) -> None:
+        self.leave()
         inside.forget_requests()
         self.table = torch.zeros(4, WIDTH, dtype=torch.int32)
         for row in ROWS:
@@ -126,7 +129,7 @@ class Scene:
         self.rows = ROWS
         self.reqs = [tree.request(f"request {row}", PREFIX, 20, row) for row in ROWS]
         self.scheduled = SimpleNamespace(reqs=self.reqs, tree_cache=tree.cache)
-        self.is_checked, self.plans_ahead, self._running = is_checked, False, ExitStack()
+        self.is_checked, self.plans_ahead = is_checked, False
         self.target = self.new_runner(token_to_kv_pool=kv_pool(2), is_draft_worker=False)
         self.served = self.new_served(drafts)
         if has_graphs:
@@ -213,11 +216,11 @@ class Scene:
         self.leave()
         inside.batch_made(view, self.scheduled, model_runner)
         if model_runner is self.target and not self.plans_ahead:
-            self._running.enter_context(REQUEST_TRACKER.running(view))
+            _RUNNING.enter_context(REQUEST_TRACKER.running(view))
 
     def leave(self) -> None:
         """End the forward of the last step."""
-        self._running.close()
+        _RUNNING.close()
 
 
 class Steps:
