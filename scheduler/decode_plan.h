@@ -5,9 +5,9 @@
 #include <span>
 #include <vector>
 
+#include "kv_split/split.h"
 #include "packing.h"
 #include "plan_format.h"
-#include "split.h"
 
 namespace pat {
 

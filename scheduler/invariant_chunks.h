@@ -12,11 +12,11 @@
 
 #include "chunk_grid.h"
 #include "cost_model.h"
+#include "kv_split/split.h"
+#include "kv_split/split_rule.h"
+#include "kv_split/ticket_rule.h"
 #include "packing.h"
 #include "prefix_forest.h"
-#include "split.h"
-#include "split_rule.h"
-#include "ticket_rule.h"
 #include "tile_selection.h"
 
 namespace pat {

@@ -10,7 +10,7 @@
 #include "cost_model.h"
 #include "decode_plan.h"
 #include "invariant_chunks.h"
-#include "kv_split.h"
+#include "kv_split/kv_split.h"
 #include "packing.h"
 #include "prefix_forest.h"
 #include "tile_selection.h"

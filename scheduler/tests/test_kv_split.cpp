@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "batches.h"
-#include "kv_split.h"
+#include "kv_split/kv_split.h"
 #include "runner.h"
 
 namespace pat::testing {

@@ -1,4 +1,4 @@
-#include "split_writer.h"
+#include "kv_split/split_writer.h"
 
 #include <algorithm>
 

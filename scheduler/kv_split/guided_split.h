@@ -4,12 +4,12 @@
 #include <cstdint>
 #include <vector>
 
+#include "kv_split/split_rule.h"
+#include "kv_split/split_writer.h"
+#include "kv_split/ticket_rule.h"
+#include "kv_split/tile_cuts.h"
+#include "kv_split/tile_list.h"
 #include "packing.h"
-#include "split_rule.h"
-#include "split_writer.h"
-#include "ticket_rule.h"
-#include "tile_cuts.h"
-#include "tile_list.h"
 
 namespace pat {
 

@@ -1,4 +1,4 @@
-#include "tile_list.h"
+#include "kv_split/tile_list.h"
 
 #include <algorithm>
 

@@ -5,11 +5,11 @@
 #include <span>
 #include <vector>
 
+#include "kv_split/split.h"
+#include "kv_split/split_rule.h"
+#include "kv_split/tile_cuts.h"
+#include "kv_split/tile_list.h"
 #include "packing.h"
-#include "split.h"
-#include "split_rule.h"
-#include "tile_cuts.h"
-#include "tile_list.h"
 
 namespace pat {
 

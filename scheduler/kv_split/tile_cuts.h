@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
+#include "kv_split/split_rule.h"
+#include "kv_split/tile_list.h"
 #include "packing.h"
-#include "split_rule.h"
-#include "tile_list.h"
 
 namespace pat {
 

@@ -1,4 +1,4 @@
-#include "even_split.h"
+#include "kv_split/even_split.h"
 
 #include <algorithm>
 #include <array>
@@ -6,7 +6,7 @@
 #include <limits>
 #include <numeric>
 
-#include "tile_cuts.h"
+#include "kv_split/tile_cuts.h"
 
 namespace pat {
 

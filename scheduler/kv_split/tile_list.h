@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "kv_split/split_rule.h"
 #include "packing.h"
-#include "split_rule.h"
 
 namespace pat {
 

@@ -1,4 +1,4 @@
-#include "split_time.h"
+#include "kv_split/split_time.h"
 
 #include <algorithm>
 #include <limits>

@@ -1,4 +1,4 @@
-#include "kv_split.h"
+#include "kv_split/kv_split.h"
 
 #include <algorithm>
 

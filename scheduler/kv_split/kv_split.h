@@ -6,14 +6,14 @@
 #include <vector>
 
 #include "cost_model.h"
-#include "even_split.h"
-#include "guided_split.h"
+#include "kv_split/even_split.h"
+#include "kv_split/guided_split.h"
+#include "kv_split/split.h"
+#include "kv_split/split_rule.h"
+#include "kv_split/split_time.h"
+#include "kv_split/split_writer.h"
+#include "kv_split/tile_list.h"
 #include "packing.h"
-#include "split.h"
-#include "split_rule.h"
-#include "split_time.h"
-#include "split_writer.h"
-#include "tile_list.h"
 #include "tile_selection.h"
 
 namespace pat {

@@ -1,9 +1,9 @@
-#include "guided_split.h"
+#include "kv_split/guided_split.h"
 
 #include <algorithm>
 #include <span>
 
-#include "split.h"
+#include "kv_split/split.h"
 
 namespace pat {
 

@@ -1,4 +1,4 @@
-#include "split.h"
+#include "kv_split/split.h"
 
 #include <algorithm>
 #include <functional>

@@ -5,12 +5,12 @@
 #include <span>
 #include <vector>
 
+#include "kv_split/split.h"
+#include "kv_split/split_rule.h"
+#include "kv_split/split_time.h"
+#include "kv_split/split_writer.h"
+#include "kv_split/tile_list.h"
 #include "packing.h"
-#include "split.h"
-#include "split_rule.h"
-#include "split_time.h"
-#include "split_writer.h"
-#include "tile_list.h"
 
 namespace pat {
 

@@ -1,4 +1,4 @@
-#include "split_rule.h"
+#include "kv_split/split_rule.h"
 
 namespace pat {
 

@@ -1,10 +1,10 @@
-#include "tile_cuts.h"
+#include "kv_split/tile_cuts.h"
 
 #include <algorithm>
 #include <limits>
 #include <vector>
 
-#include "split.h"
+#include "kv_split/split.h"
 
 namespace pat {
 
