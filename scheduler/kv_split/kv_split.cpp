@@ -65,7 +65,7 @@ void KvSplitter::split(const Packing& packing, SplitTask task, Split& out) {
     }
     if (has_long_range) list_.make(packing, rule, false);
   }
-  even_.split(rule, task, packing, list_, is_little, out);
+  stream_k_.split(rule, task, packing, list_, is_little, out);
 }
 
 double KvSplitter::tail(const Split& split) const {

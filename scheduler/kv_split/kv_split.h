@@ -6,12 +6,12 @@
 #include <vector>
 
 #include "cost_model.h"
-#include "kv_split/even_split.h"
-#include "kv_split/guided_split.h"
+#include "kv_split/guided_self_scheduling.h"
 #include "kv_split/split.h"
 #include "kv_split/split_rule.h"
 #include "kv_split/split_time.h"
 #include "kv_split/split_writer.h"
+#include "kv_split/stream_k_split.h"
 #include "kv_split/tile_list.h"
 #include "packing.h"
 #include "tile_selection.h"
@@ -32,8 +32,8 @@ class KvSplitter {
   // multiple of kCutGranularity.
   KvSplitter(const SplitConfig& config, const CostModel& cost, const TileSelection& tiles);
 
-  // A little work is split evenly (EvenSplit); of more, each tile is a ticket if that is even enough, or tickets shrink
-  // with what is left (GuidedSplit).
+  // A little work is split evenly (StreamKSplit); of more, each tile is a ticket if that is even enough, or tickets shrink
+  // with what is left (GuidedSelfScheduling).
   //
   // A cut lies between two segments where that leaves a ticket nearly as full, else within one. Requests that both
   // sides are for get a partial from each. Between two requests there is another way: the second side reads what they
@@ -58,8 +58,8 @@ class KvSplitter {
   std::vector<ItemCost> item_costs_;
   TileList list_;
   SplitTime time_;
-  EvenSplit even_;
-  GuidedSplit guided_;
+  StreamKSplit stream_k_;
+  GuidedSelfScheduling guided_;
   SplitWriter writer_;
 };
 

@@ -1,4 +1,4 @@
-#include "kv_split/even_split.h"
+#include "kv_split/stream_k_split.h"
 
 #include <algorithm>
 #include <array>
@@ -24,9 +24,9 @@ constexpr int64_t kOrderPart = 8;
 
 }  // namespace
 
-EvenSplit::Dealt EvenSplit::deal(const SplitRule& rule, const Packing& packing,
-                                 std::span<const Tile> tiles, int64_t budget, bool aligned,
-                                 Choice& choice) {
+StreamKSplit::Dealt StreamKSplit::deal(const SplitRule& rule, const Packing& packing,
+                                       std::span<const Tile> tiles, int64_t budget, bool aligned,
+                                       Choice& choice) {
   const TileCuts cuts(packing, rule);
   choice.clear();
   Dealt dealt{.load = 0, .uncut = 0, .largest = 0, .fits = false};
@@ -81,7 +81,7 @@ EvenSplit::Dealt EvenSplit::deal(const SplitRule& rule, const Packing& packing,
   return dealt;
 }
 
-void EvenSplit::choose(const SplitRule& rule, const Packing& packing, const TileList& list) {
+void StreamKSplit::choose(const SplitRule& rule, const Packing& packing, const TileList& list) {
   const std::vector<Tile>& tiles = list.tiles();
   const int64_t workers = rule.num_workers;
   const int64_t total = list.total_cost();
@@ -128,8 +128,9 @@ void EvenSplit::choose(const SplitRule& rule, const Packing& packing, const Tile
   }
 }
 
-SplitTime::Expected EvenSplit::try_rule(const SplitRule& rule, const SplitTask& task,
-                                        const Packing& packing, const TileList& list, Split& out) {
+SplitTime::Expected StreamKSplit::try_rule(const SplitRule& rule, const SplitTask& task,
+                                           const Packing& packing, const TileList& list,
+                                           Split& out) {
   choose(rule, packing, list);
   trial_split_.clear();
   trial_split_.tickets.assign(choice_.num_tickets, {});
@@ -140,8 +141,8 @@ SplitTime::Expected EvenSplit::try_rule(const SplitRule& rule, const SplitTask& 
   return expected;
 }
 
-void EvenSplit::split(const SplitRule& usual, const SplitTask& task, const Packing& packing,
-                      const TileList& list, bool is_little, Split& out) {
+void StreamKSplit::split(const SplitRule& usual, const SplitTask& task, const Packing& packing,
+                         const TileList& list, bool is_little, Split& out) {
   out.clear();
   out.time = std::numeric_limits<int64_t>::max();
   const auto time_of = [&](int64_t slowest, int64_t total) {
@@ -172,7 +173,7 @@ void EvenSplit::split(const SplitRule& usual, const SplitTask& task, const Packi
   if (is_little) order_tickets(out);
 }
 
-void EvenSplit::order_tickets(Split& split) {
+void StreamKSplit::order_tickets(Split& split) {
   split.list_ticket_costs(ticket_costs_);
   const int64_t largest = std::ranges::max(ticket_costs_);
   order_.resize(ticket_costs_.size());

@@ -17,7 +17,7 @@ namespace pat {
 // foresee. Tickets of shared packs, whose KV mostly comes out of the L2, are drawn among those of private ones, which
 // wait for device memory: each uses what the other leaves. KV that several tiles read, and that is too long for the L2,
 // is dealt out chunk by chunk, each chunk to all of these tiles: they read it together, and device memory once.
-class GuidedSplit {
+class GuidedSelfScheduling {
  public:
   // Each tile is a ticket. False, with no particular choice, if workers would end too far apart.
   bool choose_whole_tiles(const SplitRule& rule, const TileList& list);

@@ -20,7 +20,7 @@ namespace pat {
 //
 // A few such splits are made. The one that is expected to end first, merge included, is taken. They differ in how short
 // pieces may be, and in whether cuts between requests read again whatever that costs, so that nothing is merged.
-class EvenSplit {
+class StreamKSplit {
  public:
   // is_little: pieces may be shorter than the rule's, and larger tickets are drawn first, as CTAs begin one after the
   // other.

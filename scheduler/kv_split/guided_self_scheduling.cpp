@@ -1,4 +1,4 @@
-#include "kv_split/guided_split.h"
+#include "kv_split/guided_self_scheduling.h"
 
 #include <algorithm>
 #include <span>
@@ -161,7 +161,7 @@ int64_t Stream::take_ticket(int64_t budget, int32_t ticket) {
 
 }  // namespace
 
-bool GuidedSplit::choose_whole_tiles(const SplitRule& rule, const TileList& list) {
+bool GuidedSelfScheduling::choose_whole_tiles(const SplitRule& rule, const TileList& list) {
   const std::vector<Tile>& tiles = list.tiles();
   const auto most = static_cast<size_t>(kMostUncutTiles * rule.num_workers);
   if (list.num_shared() < tiles.size() || tiles.size() > most) return false;
@@ -175,7 +175,8 @@ bool GuidedSplit::choose_whole_tiles(const SplitRule& rule, const TileList& list
   return tail_of(ticket_costs_, rule.num_workers) <= kWorstUncutTail;
 }
 
-bool GuidedSplit::choose(const SplitRule& rule, const Packing& packing, const TileList& list) {
+bool GuidedSelfScheduling::choose(const SplitRule& rule, const Packing& packing,
+                                  const TileList& list) {
   ticket_costs_.clear();
   const int64_t total = list.total_cost();
   Stream shared(rule, packing, list, 0, list.num_shared(), shared_);
