@@ -13,7 +13,7 @@
 #include "chunk_grid.h"
 #include "cost_model.h"
 #include "kv_split/split.h"
-#include "kv_split/split_rule.h"
+#include "kv_split/split_context.h"
 #include "kv_split/ticket_rule.h"
 #include "packing.h"
 #include "prefix_forest.h"

@@ -24,13 +24,13 @@ constexpr int64_t kLongestChunk = 4096;
 // Part of the list of tiles, and how far its pieces have been dealt out.
 class Stream {
  public:
-  Stream(const SplitRule& rule, const Packing& packing, const TileList& list, size_t begin,
+  Stream(const SplitContext& context, const Packing& packing, const TileList& list, size_t begin,
          size_t end, Choice& choice)
       : progress{.total = list.total_cost(begin, end), .done = 0},
-        rule_(rule),
+        context_(context),
         packing_(packing),
         tiles_(list.tiles()),
-        cutter_(packing, rule),
+        cut_finder_(packing, context),
         choice_(choice),
         tile_(begin),
         end_(end) {
@@ -55,9 +55,9 @@ class Stream {
   }
   // Least length that a cut of a tile should leave on both sides, in tokens.
   int64_t shortest_piece(int32_t num_requests) const {
-    const int64_t rows = int64_t{num_requests} * rule_.tiles.group_size();
-    const int64_t partials = rows * rule_.costs->packing.partial_row / kCostUnit;
-    return std::max<int64_t>(rule_.least_piece, kPiecePerCut * partials);
+    const int64_t rows = int64_t{num_requests} * context_.tiles.group_size();
+    const int64_t partials = rows * context_.costs->packing.partial_row / kCostUnit;
+    return std::max<int64_t>(context_.least_piece, kPiecePerCut * partials);
   }
   void count(const Cut& cut) {
     progress.done += cut.cost;
@@ -68,10 +68,10 @@ class Stream {
   // Takes a chunk of a tile whose KV is dealt out in chunks.
   int64_t take_chunk(int64_t budget, int64_t cuts_left, int32_t ticket);
 
-  const SplitRule& rule_;
+  const SplitContext& context_;
   const Packing& packing_;
   const std::vector<Tile>& tiles_;
-  TileCuts cutter_;
+  CutFinder cut_finder_;
   Choice& choice_;
   size_t tile_;
   size_t end_;
@@ -96,7 +96,7 @@ int64_t Stream::take_chunk(int64_t budget, int64_t cuts_left, int32_t ticket) {
     chunk_begin_ = chunk_end_;
     const int64_t left = length - chunk_begin_;
     const auto readers = static_cast<int64_t>(readers_end_ - readers_begin_);
-    const ItemCost& item = rule_.item_costs[tile.num_requests];
+    const ItemCost& item = context_.item_costs[tile.num_requests];
     int64_t chunk = std::min((budget - item.fixed) / item.token, kLongestChunk);
     chunk = std::max({chunk, shortest_piece(tile.num_requests), left / (cuts_left / readers + 1)});
     const int64_t chunks = std::max<int64_t>(left / chunk, 1);  // equal ones, if none shrinks
@@ -108,9 +108,9 @@ int64_t Stream::take_chunk(int64_t budget, int64_t cuts_left, int32_t ticket) {
   part.begin.offset = part.begin.base_offset = chunk_begin_;
   part.begin.dealt = chunk_begin_;
   if (chunk_end_ == length) {
-    cutter_.take_rest(tile, part.begin, part.cut);
+    cut_finder_.take_rest(tile, part.begin, part.cut);
   } else {
-    cutter_.cut_range(tile, part.begin, chunk_end_, part.cut);
+    cut_finder_.cut_range(tile, part.begin, chunk_end_, part.cut);
   }
   choice_.take(tile_, ticket, part);
   count(part.cut);
@@ -132,13 +132,13 @@ int64_t Stream::take_ticket(int64_t budget, int32_t ticket) {
     if (tile.is_chunked) break;  // not the first piece
     const Position& at = part_.begin;
     Cut& cut = part_.cut;
-    cutter_.take_rest(tile, at, cut);
+    cut_finder_.take_rest(tile, at, cut);
     if (cut.cost > room) {
       if (room < budget) break;  // not the first piece: the next ticket has more room
       if (cut.cost > budget + budget / 2) {
         const int32_t num_requests = tile.num_requests - at.first;
         const int64_t shortest = shortest_piece(num_requests);
-        cutter_.force(tile, at, std::max(budget, rule_.cost(num_requests, shortest)), cut);
+        cut_finder_.force(tile, at, std::max(budget, context_.cost(num_requests, shortest)), cut);
       }
     }
     // The rest of a tile need not be for all of its requests.
@@ -161,9 +161,9 @@ int64_t Stream::take_ticket(int64_t budget, int32_t ticket) {
 
 }  // namespace
 
-bool GuidedSelfScheduling::choose_whole_tiles(const SplitRule& rule, const TileList& list) {
+bool GuidedSelfScheduling::choose_whole_tiles(const SplitContext& context, const TileList& list) {
   const std::vector<Tile>& tiles = list.tiles();
-  const auto most = static_cast<size_t>(kMostUncutTiles * rule.num_workers);
+  const auto most = static_cast<size_t>(kMostUncutTiles * context.num_workers);
   if (list.num_shared() < tiles.size() || tiles.size() > most) return false;
   shared_.clear();
   alone_.clear();
@@ -172,19 +172,19 @@ bool GuidedSelfScheduling::choose_whole_tiles(const SplitRule& rule, const TileL
     shared_.take(i, static_cast<int32_t>(i));
     ticket_costs_.push_back(tiles[i].whole);
   }
-  return tail_of(ticket_costs_, rule.num_workers) <= kWorstUncutTail;
+  return tail_of(ticket_costs_, context.num_workers) <= kWorstUncutTail;
 }
 
-bool GuidedSelfScheduling::choose(const SplitRule& rule, const Packing& packing,
+bool GuidedSelfScheduling::choose(const SplitContext& context, const Packing& packing,
                                   const TileList& list) {
   ticket_costs_.clear();
   const int64_t total = list.total_cost();
-  Stream shared(rule, packing, list, 0, list.num_shared(), shared_);
-  Stream alone(rule, packing, list, list.num_shared(), list.tiles().size(), alone_);
+  Stream shared(context, packing, list, 0, list.num_shared(), shared_);
+  Stream alone(context, packing, list, list.num_shared(), list.tiles().size(), alone_);
   // Losses of the parted tiles count too.
   alone.cuts = list.num_parted();
   alone.cut_requests = list.parted_requests();
-  const int64_t most_cuts = max_cut_requests(rule.num_workers, rule.tiles);
+  const int64_t most_cuts = max_cut_requests(context.num_workers, context.tiles);
   const int64_t most_cut_requests = most_cuts + packing.spare_requests;
   while (!shared.is_empty() || !alone.is_empty()) {
     const int64_t left = std::max<int64_t>(total - shared.progress.done - alone.progress.done, 0);
@@ -194,18 +194,18 @@ bool GuidedSelfScheduling::choose(const SplitRule& rule, const Packing& packing,
     const int64_t cuts_left =
         std::max<int64_t>(std::min(most_cuts - shared.cuts - alone.cuts,
                                    (most_cut_requests - shared.cut_requests - alone.cut_requests) /
-                                       rule.tiles.requests_per_tile()),
+                                       context.tiles.requests_per_tile()),
                           0) *
         3 / 4;
     Stream& from = is_shared ? shared : alone;
-    const int64_t budget = ticket_budget(left, rule.num_workers);
+    const int64_t budget = ticket_budget(left, context.num_workers);
     ticket_costs_.push_back(from.take(budget, cuts_left, num_tickets()));
     if (shared.cuts + alone.cuts > most_cuts ||
         shared.cut_requests + alone.cut_requests > most_cut_requests) {
       return false;
     }
   }
-  return tail_of(ticket_costs_, rule.num_workers) <= kWorstGuidedTail;
+  return tail_of(ticket_costs_, context.num_workers) <= kWorstGuidedTail;
 }
 
 }  // namespace pat

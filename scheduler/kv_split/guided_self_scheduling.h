@@ -4,10 +4,10 @@
 #include <cstdint>
 #include <vector>
 
-#include "kv_split/split_rule.h"
+#include "kv_split/cut_finder.h"
+#include "kv_split/split_context.h"
 #include "kv_split/split_writer.h"
 #include "kv_split/ticket_rule.h"
-#include "kv_split/tile_cuts.h"
 #include "kv_split/tile_list.h"
 #include "packing.h"
 
@@ -20,10 +20,10 @@ namespace pat {
 class GuidedSelfScheduling {
  public:
   // Each tile is a ticket. False, with no particular choice, if workers would end too far apart.
-  bool choose_whole_tiles(const SplitRule& rule, const TileList& list);
+  bool choose_whole_tiles(const SplitContext& context, const TileList& list);
   // False, with no particular choice, if workers would end too far apart, or that takes more cuts than an even split
   // might: a few tiles of many requests with very long KV. So the partials of a batch have a bound.
-  bool choose(const SplitRule& rule, const Packing& packing, const TileList& list);
+  bool choose(const SplitContext& context, const Packing& packing, const TileList& list);
 
   // Choices made; the tickets of both are numbered together.
   const Choice& shared() const { return shared_; }

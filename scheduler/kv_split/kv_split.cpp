@@ -44,28 +44,28 @@ void KvSplitter::split(const Packing& packing, SplitTask task, Split& out) {
   const bool is_little = num_tokens < kPiecesEach * config_.num_workers * config_.min_piece_tokens;
   const bool has_long_range = std::ranges::any_of(
       packing.spans, [](const GatherSpan& span) { return span.num_tokens >= kLongRange; });
-  const SplitRule rule{.num_workers = config_.num_workers,
-                       .tiles = tiles_,
-                       .costs = &cost_,
-                       .item_costs = item_costs_.data(),
-                       .counts_stages = is_little || (any_shared && !has_long_range),
-                       .least_piece = config_.min_piece_tokens};
-  list_.make(packing, rule, false);
+  const SplitContext context{.num_workers = config_.num_workers,
+                             .tiles = tiles_,
+                             .costs = &cost_,
+                             .item_costs = item_costs_.data(),
+                             .counts_stages = is_little || (any_shared && !has_long_range),
+                             .least_piece = config_.min_piece_tokens};
+  list_.make(packing, context, false);
   const int64_t total = list_.total_cost();
-  if (total == 0 || time_.takes_too_long(rule, task, packing, list_.tiles())) return;
+  if (total == 0 || time_model_.takes_too_long(context, task, packing, list_.tiles())) return;
   const int64_t one_each = list_.num_shared() > 0 ? kOneTicketEach : kOneTicketEachUnshared;
   if (total > kCostUnit * one_each * config_.num_workers) {
-    if (has_long_range) list_.make(packing, rule, true);
-    if ((!has_long_range && guided_.choose_whole_tiles(rule, list_)) ||
-        guided_.choose(rule, packing, list_)) {
+    if (has_long_range) list_.make(packing, context, true);
+    if ((!has_long_range && guided_.choose_whole_tiles(context, list_)) ||
+        guided_.choose(context, packing, list_)) {
       out.tickets.assign(guided_.num_tickets(), {});
-      writer_.add(packing, rule, list_.tiles(), guided_.shared(), out);
-      writer_.add(packing, rule, list_.tiles(), guided_.alone(), out);
+      writer_.add(packing, context, list_.tiles(), guided_.shared(), out);
+      writer_.add(packing, context, list_.tiles(), guided_.alone(), out);
       return;
     }
-    if (has_long_range) list_.make(packing, rule, false);
+    if (has_long_range) list_.make(packing, context, false);
   }
-  stream_k_.split(rule, task, packing, list_, is_little, out);
+  stream_k_.split(context, task, packing, list_, is_little, out);
 }
 
 double KvSplitter::tail(const Split& split) const {

@@ -8,8 +8,8 @@
 #include "cost_model.h"
 #include "kv_split/guided_self_scheduling.h"
 #include "kv_split/split.h"
-#include "kv_split/split_rule.h"
-#include "kv_split/split_time.h"
+#include "kv_split/split_context.h"
+#include "kv_split/split_time_model.h"
 #include "kv_split/split_writer.h"
 #include "kv_split/stream_k_split.h"
 #include "kv_split/tile_list.h"
@@ -57,7 +57,7 @@ class KvSplitter {
   TileSelection tiles_;
   std::vector<ItemCost> item_costs_;
   TileList list_;
-  SplitTime time_;
+  SplitTimeModel time_model_;
   StreamKSplit stream_k_;
   GuidedSelfScheduling guided_;
   SplitWriter writer_;

@@ -25,7 +25,7 @@ void add_whole(const Packing& packing, const Tile& tile, Split& out) {
 
 }  // namespace
 
-void SplitWriter::add_part(const Packing& packing, const SplitRule& rule, const Tile& tile,
+void SplitWriter::add_part(const Packing& packing, const SplitContext& context, const Tile& tile,
                            const Part& part, Split& out) {
   const auto& [at, cut] = part;
   const auto segment_begin = static_cast<int32_t>(out.segments.size());
@@ -42,7 +42,7 @@ void SplitWriter::add_part(const Packing& packing, const SplitRule& rule, const 
     segment.first = std::max(segment.first, at.first);
     segment.end = std::min(segment.end, cut.last);
     num_tokens += to - from;
-    load += rule.load_of(to - from);
+    load += context.load_of(to - from);
     out.segments.push_back(segment);
   };
   for (int32_t s = at.base; s < at.segment; ++s) {
@@ -79,17 +79,17 @@ void SplitWriter::add_part(const Packing& packing, const SplitRule& rule, const 
     segment.first = place_[segment.first - at.first];
     segment.end = place_[segment.end - at.first];
   }
-  out.pieces.push_back({.tile = rule.tiles.select(num_requests),
+  out.pieces.push_back({.tile = context.tiles.select(num_requests),
                         .request_begin = request_begin,
                         .num_requests = num_requests,
                         .segment_begin = segment_begin,
                         .num_segments = static_cast<int32_t>(out.segments.size()) - segment_begin,
                         .num_tokens = num_tokens,
-                        .cost = rule.cost(num_requests, load)});
+                        .cost = context.cost(num_requests, load)});
 }
 
-void SplitWriter::add(const Packing& packing, const SplitRule& rule, std::span<const Tile> tiles,
-                      const Choice& choice, Split& out) {
+void SplitWriter::add(const Packing& packing, const SplitContext& context,
+                      std::span<const Tile> tiles, const Choice& choice, Split& out) {
   for (const Choice::Share& share : choice.shares) {
     const auto index = static_cast<int32_t>(out.pieces.size());
     Ticket& ticket = out.tickets[share.ticket];
@@ -102,7 +102,7 @@ void SplitWriter::add(const Packing& packing, const SplitRule& rule, std::span<c
     } else {
       const Part& part = choice.parts[share.part];
       ticket.rest_comes_last |= is_first && part.begin.dealt > 0;
-      add_part(packing, rule, tile, part, out);
+      add_part(packing, context, tile, part, out);
     }
   }
 }

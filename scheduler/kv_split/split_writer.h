@@ -5,9 +5,9 @@
 #include <span>
 #include <vector>
 
+#include "kv_split/cut_finder.h"
 #include "kv_split/split.h"
-#include "kv_split/split_rule.h"
-#include "kv_split/tile_cuts.h"
+#include "kv_split/split_context.h"
 #include "kv_split/tile_list.h"
 #include "packing.h"
 
@@ -40,12 +40,12 @@ struct Choice {
 class SplitWriter {
  public:
   // Appends the choice's pieces to `out`, which has the tickets already.
-  void add(const Packing& packing, const SplitRule& rule, std::span<const Tile> tiles,
+  void add(const Packing& packing, const SplitContext& context, std::span<const Tile> tiles,
            const Choice& choice, Split& out);
 
  private:
-  void add_part(const Packing& packing, const SplitRule& rule, const Tile& tile, const Part& part,
-                Split& out);
+  void add_part(const Packing& packing, const SplitContext& context, const Tile& tile,
+                const Part& part, Split& out);
 
   std::vector<int32_t> place_;  // per request of a tile: its place in the piece
 };

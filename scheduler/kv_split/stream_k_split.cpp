@@ -6,7 +6,7 @@
 #include <limits>
 #include <numeric>
 
-#include "kv_split/tile_cuts.h"
+#include "kv_split/cut_finder.h"
 
 namespace pat {
 
@@ -24,10 +24,10 @@ constexpr int64_t kOrderPart = 8;
 
 }  // namespace
 
-StreamKSplit::Dealt StreamKSplit::deal(const SplitRule& rule, const Packing& packing,
+StreamKSplit::Dealt StreamKSplit::deal(const SplitContext& context, const Packing& packing,
                                        std::span<const Tile> tiles, int64_t budget, bool aligned,
                                        Choice& choice) {
-  const TileCuts cuts(packing, rule);
+  const CutFinder cut_finder(packing, context);
   choice.clear();
   Dealt dealt{.load = 0, .uncut = 0, .largest = 0, .fits = false};
   int32_t ticket = 0;
@@ -36,7 +36,7 @@ StreamKSplit::Dealt StreamKSplit::deal(const SplitRule& rule, const Packing& pac
     const Tile& tile = tiles[i];
     if (aligned && tile.is_read_again && room < budget && tile.whole > room) {
       dealt.largest = std::max(dealt.largest, budget - room);
-      if (++ticket == rule.num_workers) return dealt;
+      if (++ticket == context.num_workers) return dealt;
       room = budget;
     }
     if (tile.whole <= room) {  // most tiles: this loop runs once per step of the search
@@ -50,13 +50,13 @@ StreamKSplit::Dealt StreamKSplit::deal(const SplitRule& rule, const Packing& pac
     for (;;) {
       const Position& at = part.begin;
       Cut& cut = part.cut;
-      cuts.take_rest(tile, at, cut);
+      cut_finder.take_rest(tile, at, cut);
       bool fits = true;
       if (cut.cost > room) {
         if (room == budget) {
-          cuts.force(tile, at, budget, cut);
+          cut_finder.force(tile, at, budget, cut);
         } else {
-          fits = cuts.find(tile, at, room, budget, cut);
+          fits = cut_finder.find(tile, at, room, budget, cut);
         }
       }
       if (fits) {
@@ -71,7 +71,7 @@ StreamKSplit::Dealt StreamKSplit::deal(const SplitRule& rule, const Packing& pac
         part.begin = cut.next;  // and on with the next ticket: one cut for each at most
       }
       dealt.largest = std::max(dealt.largest, budget - room);
-      if (++ticket == rule.num_workers) return dealt;
+      if (++ticket == context.num_workers) return dealt;
       room = budget;
     }
   }
@@ -81,16 +81,17 @@ StreamKSplit::Dealt StreamKSplit::deal(const SplitRule& rule, const Packing& pac
   return dealt;
 }
 
-void StreamKSplit::choose(const SplitRule& rule, const Packing& packing, const TileList& list) {
+void StreamKSplit::choose(const SplitContext& context, const Packing& packing,
+                          const TileList& list) {
   const std::vector<Tile>& tiles = list.tiles();
-  const int64_t workers = rule.num_workers;
+  const int64_t workers = context.num_workers;
   const int64_t total = list.total_cost();
   int64_t load = 0;
   int64_t low = (total + workers - 1) / workers;
   for (const Tile& tile : tiles) {
     load += tile.load;
-    const bool is_cut = tile.num_tokens >= 2 * rule.least_piece;
-    low = std::max(low, is_cut ? rule.cost(tile.num_requests, rule.least_piece) : tile.whole);
+    const bool is_cut = tile.num_tokens >= 2 * context.least_piece;
+    low = std::max(low, is_cut ? context.cost(tile.num_requests, context.least_piece) : tile.whole);
   }
   bool aligned = false;
   // So close to the smallest budget: what is aligned, and then comes out of the L2, seldom keeps others waiting.
@@ -98,17 +99,17 @@ void StreamKSplit::choose(const SplitRule& rule, const Packing& packing, const T
     return std::max(kCostUnit * int64_t{kCutGranularity} / 4, budget / (aligned ? 32 : 64));
   };
   int64_t budget = low;
-  Dealt dealt = deal(rule, packing, tiles, budget, false, choice_);
+  Dealt dealt = deal(context, packing, tiles, budget, false, choice_);
   while (!dealt.fits) {
     low = budget;
     // Load that no cut can shorten; or as much more for each ticket as takes what was not dealt out.
     const int64_t missing = (load - dealt.load) * (total / load) / workers;
     budget = std::max(low + step(low), dealt.uncut > 0 ? dealt.uncut : low + missing);
-    dealt = deal(rule, packing, tiles, budget, false, choice_);
+    dealt = deal(context, packing, tiles, budget, false, choice_);
   }
   if (std::ranges::any_of(tiles, &Tile::is_read_again)) {
     const int64_t most = dealt.largest + dealt.largest / kAlignedPart;
-    const Dealt found = deal(rule, packing, tiles, most, true, trial_);
+    const Dealt found = deal(context, packing, tiles, most, true, trial_);
     aligned = found.fits;
     if (aligned) {
       std::swap(choice_, trial_);
@@ -118,7 +119,7 @@ void StreamKSplit::choose(const SplitRule& rule, const Packing& packing, const T
   int64_t largest = dealt.largest;
   while (largest - low > step(low)) {
     budget = low + (largest - low) / 2;
-    const Dealt found = deal(rule, packing, tiles, budget, aligned, trial_);
+    const Dealt found = deal(context, packing, tiles, budget, aligned, trial_);
     if (found.fits) {
       std::swap(choice_, trial_);
       largest = found.largest;
@@ -128,20 +129,20 @@ void StreamKSplit::choose(const SplitRule& rule, const Packing& packing, const T
   }
 }
 
-SplitTime::Expected StreamKSplit::try_rule(const SplitRule& rule, const SplitTask& task,
-                                           const Packing& packing, const TileList& list,
-                                           Split& out) {
-  choose(rule, packing, list);
+SplitTimeModel::Expected StreamKSplit::try_context(const SplitContext& context,
+                                                   const SplitTask& task, const Packing& packing,
+                                                   const TileList& list, Split& out) {
+  choose(context, packing, list);
   trial_split_.clear();
   trial_split_.tickets.assign(choice_.num_tickets, {});
-  writer_.add(packing, rule, list.tiles(), choice_, trial_split_);
-  const SplitTime::Expected expected = time_.expect(rule, task, trial_split_);
+  writer_.add(packing, context, list.tiles(), choice_, trial_split_);
+  const SplitTimeModel::Expected expected = time_model_.expect(context, task, trial_split_);
   trial_split_.time = expected.time;
   if (trial_split_.time < out.time) std::swap(out, trial_split_);
   return expected;
 }
 
-void StreamKSplit::split(const SplitRule& usual, const SplitTask& task, const Packing& packing,
+void StreamKSplit::split(const SplitContext& usual, const SplitTask& task, const Packing& packing,
                          const TileList& list, bool is_little, Split& out) {
   out.clear();
   out.time = std::numeric_limits<int64_t>::max();
@@ -152,17 +153,17 @@ void StreamKSplit::split(const SplitRule& usual, const SplitTask& task, const Pa
       static_cast<int32_t>(packing.requests.size()) <= task.num_requests && list.num_shared() > 0;
   int64_t longest = 0;
   for (const int64_t part : kShorterPieces) {
-    SplitRule rule = usual;
+    SplitContext context = usual;
     if (is_little) {
       const int64_t least = usual.least_piece / part / kCutGranularity * kCutGranularity;
-      rule.least_piece = std::max<int64_t>(least, kCutGranularity);
+      context.least_piece = std::max<int64_t>(least, kCutGranularity);
     }
-    const SplitTime::Expected expected = try_rule(rule, task, packing, list, out);
+    const SplitTimeModel::Expected expected = try_context(context, task, packing, list, out);
     if (expected.has_partials && may_read_again) {
-      if (longest == 0) longest = time_.longest_request(rule, packing, list.tiles());
+      if (longest == 0) longest = time_model_.longest_request(context, packing, list.tiles());
       if (time_of(longest, expected.total) < out.time) {
-        rule.may_merge = false;
-        try_rule(rule, task, packing, list, out);
+        context.may_merge = false;
+        try_context(context, task, packing, list, out);
       }
     }
     // Shorter pieces can even out what CTAs do.

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "kv_split/split.h"
-#include "kv_split/split_rule.h"
-#include "kv_split/split_time.h"
+#include "kv_split/split_context.h"
+#include "kv_split/split_time_model.h"
 #include "kv_split/split_writer.h"
 #include "kv_split/tile_list.h"
 #include "packing.h"
@@ -22,9 +22,9 @@ namespace pat {
 // pieces may be, and in whether cuts between requests read again whatever that costs, so that nothing is merged.
 class StreamKSplit {
  public:
-  // is_little: pieces may be shorter than the rule's, and larger tickets are drawn first, as CTAs begin one after the
+  // is_little: pieces may be shorter than the context's, and larger tickets are drawn first, as CTAs begin one after the
   // other.
-  void split(const SplitRule& rule, const SplitTask& task, const Packing& packing,
+  void split(const SplitContext& context, const SplitTask& task, const Packing& packing,
              const TileList& list, bool is_little, Split& out);
 
  private:
@@ -37,16 +37,16 @@ class StreamKSplit {
   };
   // Deals the tiles out to tickets that cost `budget` at most, as far as there are workers and no piece is too long.
   // aligned: a tile with a long range that others read as well begins a ticket, unless it fits into one as a whole.
-  static Dealt deal(const SplitRule& rule, const Packing& packing, std::span<const Tile> tiles,
-                    int64_t budget, bool aligned, Choice& choice);
+  static Dealt deal(const SplitContext& context, const Packing& packing,
+                    std::span<const Tile> tiles, int64_t budget, bool aligned, Choice& choice);
   // Fills choice_.
-  void choose(const SplitRule& rule, const Packing& packing, const TileList& list);
-  // `out` becomes the split of the rule, if that is expected to end earlier.
-  SplitTime::Expected try_rule(const SplitRule& rule, const SplitTask& task, const Packing& packing,
-                               const TileList& list, Split& out);
+  void choose(const SplitContext& context, const Packing& packing, const TileList& list);
+  // `out` becomes the split of the context, if that is expected to end earlier.
+  SplitTimeModel::Expected try_context(const SplitContext& context, const SplitTask& task,
+                                       const Packing& packing, const TileList& list, Split& out);
   void order_tickets(Split& split);
 
-  SplitTime time_;
+  SplitTimeModel time_model_;
   SplitWriter writer_;
   Choice choice_;
   Choice trial_;

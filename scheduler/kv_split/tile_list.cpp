@@ -12,17 +12,17 @@ constexpr int32_t kAlignedRange = 512;
 
 }  // namespace
 
-void TileList::make(const Packing& packing, const SplitRule& rule, bool parted) {
+void TileList::make(const Packing& packing, const SplitContext& context, bool parted) {
   tiles_.clear();
   num_shared_ = 0;
   num_parted_ = parted_requests_ = 0;
-  const int32_t most = rule.tiles.requests_per_tile();
+  const int32_t most = context.tiles.requests_per_tile();
   for (const Pack& pack : packing.packs) {
     int64_t num_tokens = 0;
     int64_t load = 0;
     for (const Segment& segment : packing.segments_of(pack)) {
       num_tokens += segment.num_tokens();
-      load += rule.load_of(segment.num_tokens());
+      load += context.load_of(segment.num_tokens());
     }
     const bool is_shared = !packing.segments[pack.segment_begin].is_private();
     for (int32_t done = 0; done < pack.num_requests; done += most) {
@@ -31,18 +31,18 @@ void TileList::make(const Packing& packing, const SplitRule& rule, bool parted) 
                         .num_requests = num_requests,
                         .segment_begin = pack.segment_begin,
                         .segment_end = pack.segment_begin + pack.num_segments,
-                        .tile = rule.tiles.select(num_requests),
+                        .tile = context.tiles.select(num_requests),
                         .is_shared = is_shared,
                         .is_read_again = false,
                         .is_chunked = false,
                         .is_rest = false,
                         .num_tokens = num_tokens,
                         .load = load,
-                        .whole = rule.cost(num_requests, load)});
+                        .whole = context.cost(num_requests, load)});
     }
   }
   mark_common_ranges(packing, parted ? kLongRange : kAlignedRange);
-  if (parted) part_long_ranges(packing, rule);
+  if (parted) part_long_ranges(packing, context);
   // Stable: a request's packs stay in their order.
   const auto is_shared = [](const Tile& tile) { return tile.is_shared; };
   const auto privates = std::is_partitioned(tiles_.begin(), tiles_.end(), is_shared)
@@ -75,7 +75,7 @@ void TileList::mark_common_ranges(const Packing& packing, int32_t least_tokens) 
   }
 }
 
-void TileList::part_long_ranges(const Packing& packing, const SplitRule& rule) {
+void TileList::part_long_ranges(const Packing& packing, const SplitContext& context) {
   const size_t num_tiles = tiles_.size();
   for (size_t i = 0; i < num_tiles; ++i) {
     if (!tiles_[i].is_read_again) continue;
@@ -85,12 +85,12 @@ void TileList::part_long_ranges(const Packing& packing, const SplitRule& rule) {
     Tile& range = tiles_[i];
     range.segment_end = range.segment_begin + 1;
     range.num_tokens = packing.segments[range.segment_begin].num_tokens();
-    range.load = rule.load_of(range.num_tokens);
-    range.whole = rule.cost(range.num_requests, range.load);
+    range.load = context.load_of(range.num_tokens);
+    range.whole = context.cost(range.num_requests, range.load);
     ++rest.segment_begin;
     rest.num_tokens -= range.num_tokens;
     rest.load -= range.load;
-    rest.whole = rule.cost(rest.num_requests, rest.load);
+    rest.whole = context.cost(rest.num_requests, rest.load);
     rest.is_shared = rest.is_read_again = rest.is_chunked = false;
     rest.is_rest = true;
     ++num_parted_;

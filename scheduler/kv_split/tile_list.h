@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "kv_split/split_rule.h"
+#include "kv_split/split_context.h"
 #include "packing.h"
 
 namespace pat {
@@ -28,11 +28,11 @@ struct Tile {
   int64_t whole;  // cost uncut
 };
 
-// Loads and costs are those of the rule that the list is made with.
+// Loads and costs are those of the context that the list is made with.
 class TileList {
  public:
   // parted: each long range that other tiles read as well becomes a tile of its own.
-  void make(const Packing& packing, const SplitRule& rule, bool parted);
+  void make(const Packing& packing, const SplitContext& context, bool parted);
 
   // Tiles of the shared packs, then of the private ones.
   const std::vector<Tile>& tiles() const { return tiles_; }
@@ -49,7 +49,7 @@ class TileList {
  private:
   // Marks tiles that begin with a range of so many tokens which other tiles read as well.
   void mark_common_ranges(const Packing& packing, int32_t least_tokens);
-  void part_long_ranges(const Packing& packing, const SplitRule& rule);
+  void part_long_ranges(const Packing& packing, const SplitContext& context);
 
   std::vector<Tile> tiles_;
   size_t num_shared_ = 0;

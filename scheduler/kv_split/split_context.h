@@ -1,4 +1,4 @@
-// Rules of splitting: the costs of work items, and how short pieces may be.
+// Context of a split: the costs of work items, and how short pieces may be.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ std::vector<ItemCost> item_costs_of(const CostModel& cost, const TileSelection& 
 // Constant while tiles are dealt out; who tries another one makes a copy.
 //
 // A load is what a CTA takes for KV, in tokens; a cost is that of a work item, in 1 / kCostUnit tokens.
-struct SplitRule {
+struct SplitContext {
   // A CTA takes whole stages of a segment's KV, and as long as for so many more tokens to begin with it.
   static constexpr int64_t kStageTokens = 32;
   static constexpr int64_t kSegment = 4;

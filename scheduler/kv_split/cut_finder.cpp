@@ -1,4 +1,4 @@
-#include "kv_split/tile_cuts.h"
+#include "kv_split/cut_finder.h"
 
 #include <algorithm>
 #include <limits>
@@ -21,8 +21,8 @@ constexpr int64_t kLittleAgain = 160;
 
 }  // namespace
 
-void TileCuts::cut_at(const Tile& tile, const Position& at, int32_t segment, int32_t offset,
-                      int64_t taken, int64_t most_again, Cut& cut) const {
+void CutFinder::cut_at(const Tile& tile, const Position& at, int32_t segment, int32_t offset,
+                       int64_t taken, int64_t most_again, Cut& cut) const {
   const std::vector<Segment>& segments = packing_.segments;
   const int32_t first = std::max(segments[segment].first, at.first);
   const int32_t both_requests = tile.num_requests - first;
@@ -40,13 +40,13 @@ void TileCuts::cut_at(const Tile& tile, const Position& at, int32_t segment, int
     int32_t num_segments = 0;
     for (int32_t s = at.base; s < segment && num_segments <= kMaxSegmentsPerCut; ++s) {
       if (segments[s].end <= first) continue;
-      again += rule_.load_of(segments[s].num_tokens() - (s == at.base ? at.base_offset : 0));
+      again += context_.load_of(segments[s].num_tokens() - (s == at.base ? at.base_offset : 0));
       ++num_segments;
     }
-    const int64_t partials = int64_t{2} * both_requests * rule_.tiles.group_size();
-    const PackingCosts& costs = rule_.costs->packing;
+    const int64_t partials = int64_t{2} * both_requests * context_.tiles.group_size();
+    const PackingCosts& costs = context_.costs->packing;
     if (num_segments <= kMaxSegmentsPerCut && again <= most_again &&
-        (!rule_.may_merge ||
+        (!context_.may_merge ||
          static_cast<double>(again * costs.reread_token) <=
              kPriceOfMerging * static_cast<double>(partials * costs.partial_row))) {
       cut.next.base = at.base;
@@ -55,16 +55,17 @@ void TileCuts::cut_at(const Tile& tile, const Position& at, int32_t segment, int
       cut.last = first;
     }
   }
-  cut.cost = rule_.cost(cut.last - at.first, taken + (offset > 0 ? rule_.load_of_segment() : 0));
+  cut.cost =
+      context_.cost(cut.last - at.first, taken + (offset > 0 ? context_.load_of_segment() : 0));
 }
 
-bool TileCuts::find(const Tile& tile, const Position& at, int64_t room, int64_t budget,
-                    bool is_forced, Cut& cut) const {
-  const int64_t most_again = rule_.may_merge
+bool CutFinder::find(const Tile& tile, const Position& at, int64_t room, int64_t budget,
+                     bool is_forced, Cut& cut) const {
+  const int64_t most_again = context_.may_merge
                                  ? std::max(budget / kCostUnit / kAgainPart, kLittleAgain)
                                  : std::numeric_limits<int64_t>::max();
-  const int64_t shortest = rule_.least_piece;
-  const ItemCost& item = rule_.item_costs[tile.num_requests - at.first];
+  const int64_t shortest = context_.least_piece;
+  const ItemCost& item = context_.item_costs[tile.num_requests - at.first];
   const int64_t for_tokens = room - item.fixed;
   const int64_t fit = for_tokens < 0 ? -1 : for_tokens / item.token;
   const int64_t left = tile.load - at.dealt + at.again;
@@ -74,7 +75,7 @@ bool TileCuts::find(const Tile& tile, const Position& at, int64_t room, int64_t 
   for (int32_t s = at.segment; s < tile.segment_end; ++s) {
     const int32_t begin = s == at.segment ? at.offset : 0;
     const int64_t length = packing_.segments[s].num_tokens() - begin;
-    const int64_t load = rule_.load_of(length);
+    const int64_t load = context_.load_of(length);
     if (taken - at.again >= shortest && left - taken >= shortest) {
       if (taken <= fit) {
         border = s;
@@ -91,7 +92,7 @@ bool TileCuts::find(const Tile& tile, const Position& at, int64_t room, int64_t 
         return true;
       }
       const int64_t most = (length - shortest) / kCutGranularity * kCutGranularity;
-      int64_t inside = std::min(std::max<int64_t>(fit - taken - rule_.load_of_segment(), 0) /
+      int64_t inside = std::min(std::max<int64_t>(fit - taken - context_.load_of_segment(), 0) /
                                     kCutGranularity * kCutGranularity,
                                 most);
       if (inside < shortest && is_forced && border < 0 && most >= shortest) inside = shortest;

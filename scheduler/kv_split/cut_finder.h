@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "kv_split/split_rule.h"
+#include "kv_split/split_context.h"
 #include "kv_split/tile_list.h"
 #include "packing.h"
 
@@ -45,15 +45,16 @@ struct Part {  // of a tile
 };
 
 // Cuts are written in place: they are made a few hundred times for a plan.
-class TileCuts {
+class CutFinder {
  public:
-  TileCuts(const Packing& packing, const SplitRule& rule) : packing_(packing), rule_(rule) {}
+  CutFinder(const Packing& packing, const SplitContext& context)
+      : packing_(packing), context_(context) {}
 
   void take_rest(const Tile& tile, const Position& at, Cut& cut) const {
     cut.next.segment = tile.segment_end;
     cut.next.offset = 0;
     cut.next.dealt = tile.load;
-    cut.cost = rule_.cost(tile.num_requests - at.first, tile.load - at.dealt + at.again);
+    cut.cost = context_.cost(tile.num_requests - at.first, tile.load - at.dealt + at.again);
     cut.last = tile.num_requests;
     cut.both_requests = 0;
     cut.is_end = true;
@@ -80,7 +81,7 @@ class TileCuts {
               int64_t most_again, Cut& cut) const;
 
   const Packing& packing_;
-  const SplitRule& rule_;
+  const SplitContext& context_;
 };
 
 }  // namespace pat

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "kv_split/split.h"
-#include "kv_split/split_rule.h"
+#include "kv_split/split_context.h"
 #include "kv_split/tile_list.h"
 #include "packing.h"
 
@@ -16,7 +16,7 @@ namespace pat {
 // longest one, total: of all.
 int64_t time_of_chains(const SplitTask& task, int32_t num_workers, int64_t slowest, int64_t total);
 
-class SplitTime {
+class SplitTimeModel {
  public:
   struct Expected {
     int64_t time;
@@ -24,13 +24,13 @@ class SplitTime {
     int64_t total;
     bool has_partials;
   };
-  Expected expect(const SplitRule& rule, const SplitTask& task, const Split& split);
+  Expected expect(const SplitContext& context, const SplitTask& task, const Split& split);
 
   // The chain of the request that has the longest one: no split that merges nothing has a shorter one.
-  int64_t longest_request(const SplitRule& rule, const Packing& packing,
+  int64_t longest_request(const SplitContext& context, const Packing& packing,
                           std::span<const Tile> tiles);
   // True if each split of the tiles takes as long as the task's time to beat, or longer.
-  bool takes_too_long(const SplitRule& rule, const SplitTask& task, const Packing& packing,
+  bool takes_too_long(const SplitContext& context, const SplitTask& task, const Packing& packing,
                       std::span<const Tile> tiles);
 
  private:

@@ -1,4 +1,4 @@
-#include "kv_split/split_rule.h"
+#include "kv_split/split_context.h"
 
 namespace pat {
 

@@ -1,4 +1,4 @@
-#include "kv_split/split_time.h"
+#include "kv_split/split_time_model.h"
 
 #include <algorithm>
 #include <limits>
@@ -32,15 +32,16 @@ constexpr int64_t kRowOfMany = 51;
 // A warp of the merge takes so many partials of a row at once; more cost more.
 constexpr int64_t kPartialsAtOnce = 12;
 
-int64_t chain(const SplitRule& rule, int64_t load, int64_t num_segments, int64_t num_requests) {
-  return load + (kSegmentInChain - rule.load_of_segment()) * num_segments +
-         kRowInChain * num_requests * rule.tiles.group_size();
+int64_t chain(const SplitContext& context, int64_t load, int64_t num_segments,
+              int64_t num_requests) {
+  return load + (kSegmentInChain - context.load_of_segment()) * num_segments +
+         kRowInChain * num_requests * context.tiles.group_size();
 }
 
 // Time of merging rows that have few partials each.
-int64_t time_of_merge(const SplitRule& rule, int64_t partials) {
+int64_t time_of_merge(const SplitContext& context, int64_t partials) {
   return 100 * kMerging +
-         kPartialRowPercent * partials * rule.tiles.group_size() / rule.num_workers;
+         kPartialRowPercent * partials * context.tiles.group_size() / context.num_workers;
 }
 
 }  // namespace
@@ -54,14 +55,14 @@ int64_t time_of_chains(const SplitTask& task, int32_t num_workers, int64_t slowe
   return chains + 100 * kSharingNothing + kRereadPercent * reread / num_workers;
 }
 
-int64_t SplitTime::longest_request(const SplitRule& rule, const Packing& packing,
-                                   std::span<const Tile> tiles) {
+int64_t SplitTimeModel::longest_request(const SplitContext& context, const Packing& packing,
+                                        std::span<const Tile> tiles) {
   int64_t longest = 0;
   for (const Tile& tile : tiles) {
     chains_.assign(tile.num_requests + 1, 0);
     for (int32_t s = tile.segment_begin; s < tile.segment_end; ++s) {
       const Segment& segment = packing.segments[s];
-      const int64_t own = chain(rule, rule.load_of(segment.num_tokens()), 1, 0);
+      const int64_t own = chain(context, context.load_of(segment.num_tokens()), 1, 0);
       chains_[segment.first] += own;
       chains_[std::min(segment.end, tile.num_requests)] -= own;
     }
@@ -71,25 +72,25 @@ int64_t SplitTime::longest_request(const SplitRule& rule, const Packing& packing
   return longest;
 }
 
-bool SplitTime::takes_too_long(const SplitRule& rule, const SplitTask& task, const Packing& packing,
-                               std::span<const Tile> tiles) {
+bool SplitTimeModel::takes_too_long(const SplitContext& context, const SplitTask& task,
+                                    const Packing& packing, std::span<const Tile> tiles) {
   if (task.time_to_beat == std::numeric_limits<int64_t>::max()) return false;
   int64_t total = 0;
   for (const Tile& tile : tiles) {
-    total += chain(rule, tile.load, tile.segment_end - tile.segment_begin, tile.num_requests);
+    total += chain(context, tile.load, tile.segment_end - tile.segment_begin, tile.num_requests);
   }
   // No split has a smaller sum of chains, and the slowest is at least their mean. Either it merges nothing, or at least
   // two partials.
-  const int64_t mean = total / rule.num_workers;
-  const int64_t least = time_of_chains(task, rule.num_workers, mean, total);
+  const int64_t mean = total / context.num_workers;
+  const int64_t least = time_of_chains(task, context.num_workers, mean, total);
   if (least >= task.time_to_beat) return true;
-  if (least + time_of_merge(rule, 2) < task.time_to_beat) return false;
-  const int64_t slowest = std::max(mean, longest_request(rule, packing, tiles));
-  return time_of_chains(task, rule.num_workers, slowest, total) >= task.time_to_beat;
+  if (least + time_of_merge(context, 2) < task.time_to_beat) return false;
+  const int64_t slowest = std::max(mean, longest_request(context, packing, tiles));
+  return time_of_chains(task, context.num_workers, slowest, total) >= task.time_to_beat;
 }
 
-SplitTime::Expected SplitTime::expect(const SplitRule& rule, const SplitTask& task,
-                                      const Split& split) {
+SplitTimeModel::Expected SplitTimeModel::expect(const SplitContext& context, const SplitTask& task,
+                                                const Split& split) {
   Expected expected{.time = 0, .slowest = 0, .total = 0, .has_partials = false};
   for (const Ticket& ticket : split.tickets) {
     int64_t own = 0;
@@ -97,14 +98,14 @@ SplitTime::Expected SplitTime::expect(const SplitRule& rule, const SplitTask& ta
       const Piece& piece = split.pieces[p];
       int64_t load = 0;
       for (int32_t s = piece.segment_begin; s < piece.segment_begin + piece.num_segments; ++s) {
-        load += rule.load_of(split.segments[s].num_tokens());
+        load += context.load_of(split.segments[s].num_tokens());
       }
-      own += chain(rule, load, piece.num_segments, piece.num_requests);
+      own += chain(context, load, piece.num_segments, piece.num_requests);
     }
     expected.slowest = std::max(expected.slowest, own);
     expected.total += own;
   }
-  expected.time = time_of_chains(task, rule.num_workers, expected.slowest, expected.total);
+  expected.time = time_of_chains(task, context.num_workers, expected.slowest, expected.total);
   num_partials_.assign(task.num_requests, 0);
   for (const int32_t request : split.requests) ++num_partials_[request];
   int64_t partials = 0;
@@ -114,10 +115,10 @@ SplitTime::Expected SplitTime::expect(const SplitRule& rule, const SplitTask& ta
     of_many += own > kPartialsAtOnce;
   }
   expected.has_partials = partials > 0;
-  if (partials > 0) expected.time += time_of_merge(rule, partials);
+  if (partials > 0) expected.time += time_of_merge(context, partials);
   if (of_many > 0) {
-    const int64_t group = rule.tiles.group_size();
-    expected.time += 100 * (kMergingMany + kRowOfMany * of_many * group / rule.num_workers);
+    const int64_t group = context.tiles.group_size();
+    expected.time += 100 * (kMergingMany + kRowOfMany * of_many * group / context.num_workers);
   }
   return expected;
 }
