@@ -403,7 +403,7 @@ PYBIND11_MODULE(_scheduler, m) {
                                         .num_workers = num_workers,
                                         .max_block_q = max_block_q,
                                         .policy = pat::policy_from_name(policy),
-                                        .min_piece_tokens = min_piece_tokens,
+                                        .min_item_tokens = min_piece_tokens,
                                         .growth_tokens = growth_tokens,
                                         .cost = cost,
                                         .batch_invariant = batch_invariant,

@@ -55,14 +55,14 @@ void DecodePlan::assemble(int32_t num_requests, int32_t group_size, const Packin
 void DecodePlan::count_partials(int32_t num_requests, const Split& split) {
   num_partials_.assign(num_requests, 0);
   kv_tokens_.planned = 0;
-  for (const Piece& piece : split.pieces) kv_tokens_.planned += piece.num_tokens;
+  for (const Split::WorkItem& item : split.work_items) kv_tokens_.planned += item.num_tokens;
   checked_int32(static_cast<int64_t>(split.requests.size()),
                 "item requests");  // hence the partials, which are fewer
   for (const int32_t request : split.requests) ++num_partials_[request];
 }
 
-// Partials of a request are dense and in the order of its pieces, so that merging reads one range, in a fixed
-// order. A request with one piece needs none: its output is stored directly.
+// Partials of a request are dense and in the order of its items, so that merging reads one range, in a fixed
+// order. A request with one item needs none: its output is stored directly.
 int32_t DecodePlan::assign_partials(const Split& split) {
   sections_.merges.clear();
   next_partial_.resize(num_partials_.size());
@@ -93,24 +93,24 @@ void DecodePlan::list_work_items(const Packing& packing, const Split& split) {
   segments.clear();
   items.clear();
   sections_.ticket_begin.assign(1, {});
-  const auto add = [&](const Piece& piece) {
-    items.push_back({.tile = piece.tile,
-                     .num_requests = piece.num_requests,
-                     .request_begin = piece.request_begin,
+  const auto add = [&](const Split::WorkItem& item) {
+    items.push_back({.tile = item.tile,
+                     .num_requests = item.num_requests,
+                     .request_begin = item.request_begin,
                      .segment_begin = static_cast<int32_t>(segments.size()),
-                     .num_segments = piece.num_segments,
+                     .num_segments = item.num_segments,
                      .reserved = {}});
-    for (int32_t s = 0; s < piece.num_segments; ++s) {
-      const Segment& segment = split.segments[piece.segment_begin + s];
+    for (int32_t s = 0; s < item.num_segments; ++s) {
+      const Segment& segment = split.segments[item.segment_begin + s];
       segments.push_back(
-          kv_segment(packing, segment, split.requests[piece.request_begin + segment.first]));
+          kv_segment(packing, segment, split.requests[item.request_begin + segment.first]));
     }
   };
   for (const Ticket& ticket : split.tickets) {
-    for (int32_t p = ticket.piece_begin + ticket.rest_comes_last; p < ticket.piece_end; ++p) {
-      add(split.pieces[p]);
+    for (int32_t p = ticket.item_begin + ticket.rest_comes_last; p < ticket.item_end; ++p) {
+      add(split.work_items[p]);
     }
-    if (ticket.rest_comes_last) add(split.pieces[ticket.piece_begin]);
+    if (ticket.rest_comes_last) add(split.work_items[ticket.item_begin]);
     sections_.ticket_begin.push_back({.work_item = static_cast<int32_t>(items.size()),
                                       .kv_segment = static_cast<int32_t>(segments.size())});
   }

@@ -1,4 +1,4 @@
-// Stage 4: packs and pieces -> the plan of plan_format.h.
+// Stage 4: packs and items -> the plan of plan_format.h.
 #pragma once
 
 #include <cstdint>
@@ -56,7 +56,7 @@ class DecodePlan {
 
   // Fills num_partials_, and counts the tokens that are read.
   void count_partials(int32_t num_requests, const Split& split);
-  // Fills merges and item_requests, the latter in the order of the pieces. Returns the number of partials.
+  // Fills merges and item_requests, the latter in the order of the items. Returns the number of partials.
   int32_t assign_partials(const Split& split);
   // Fills work_items, kv_segments and tickets, in the order in which they are drawn.
   void list_work_items(const Packing& packing, const Split& split);

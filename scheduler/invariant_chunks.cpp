@@ -33,7 +33,7 @@ void InvariantChunks::plan(const PrefixForest& forest, std::span<const int32_t> 
     choose_runs(chunk, std::max(longest, kLongestChunks * chunk_tokens));
     int32_t first = 0;
     for (const int32_t end : run_ends_) {
-      add_piece(forest, seq_lens, chunk, first, end, packing, split);
+      add_item(forest, seq_lens, chunk, first, end, packing, split);
       first = end;
     }
     begin += chunk_tokens;
@@ -111,16 +111,16 @@ void InvariantChunks::choose_runs(int32_t begin, int64_t longest) {
   std::reverse(run_ends_.begin(), run_ends_.end());
 }
 
-void InvariantChunks::add_piece(const PrefixForest& forest, std::span<const int32_t> seq_lens,
-                                int32_t begin, int32_t first, int32_t end, Packing& packing,
-                                Split& split) {
-  Piece piece{.tile = tiles_.select(end - first),
-              .request_begin = static_cast<int32_t>(split.requests.size()),
-              .num_requests = end - first,
-              .segment_begin = static_cast<int32_t>(split.segments.size()),
-              .num_segments = 0,
-              .num_tokens = 0,
-              .cost = 0};
+void InvariantChunks::add_item(const PrefixForest& forest, std::span<const int32_t> seq_lens,
+                               int32_t begin, int32_t first, int32_t end, Packing& packing,
+                               Split& split) {
+  Split::WorkItem item{.tile = tiles_.select(end - first),
+                       .request_begin = static_cast<int32_t>(split.requests.size()),
+                       .num_requests = end - first,
+                       .segment_begin = static_cast<int32_t>(split.segments.size()),
+                       .num_segments = 0,
+                       .num_tokens = 0,
+                       .cost = 0};
   const auto add = [&](int32_t span, int32_t kv_begin, int32_t kv_end, int32_t i, int32_t last,
                        bool is_open, bool is_read_once) {
     split.segments.push_back({.span = span,
@@ -130,13 +130,13 @@ void InvariantChunks::add_piece(const PrefixForest& forest, std::span<const int3
                               .end = last - first + 1,
                               .is_open = is_open,
                               .is_read_once = is_read_once});
-    ++piece.num_segments;
-    piece.num_tokens += kv_end - kv_begin;
+    ++item.num_segments;
+    item.num_tokens += kv_end - kv_begin;
   };
   for (int32_t i = first; i < end; ++i) {
     const Holder& holder = holders_[i];
     split.requests.push_back(holder.request);
-    // KV that no request of the piece before this one has, from its beginning on: first what most others have too.
+    // KV that no request of the item before this one has, from its beginning on: first what most others have too.
     int32_t next = i == first ? begin : holder.shared_end;
     reaches_.clear();
     Reach reach{.last = i, .end = holder.end, .node = std::numeric_limits<int32_t>::max()};
@@ -162,13 +162,13 @@ void InvariantChunks::add_piece(const PrefixForest& forest, std::span<const int3
           next >= forest.private_begin(holder.request));
     }
   }
-  const ItemCost& item = item_costs_[piece.num_requests];
-  piece.cost = item.fixed + std::max<int64_t>(piece.num_tokens * item.token, cost_.split.shortest);
-  packing.packs.push_back({.request_begin = piece.request_begin,
-                           .num_requests = piece.num_requests,
+  const ItemCost& cost = item_costs_[item.num_requests];
+  item.cost = cost.fixed + std::max<int64_t>(item.num_tokens * cost.token, cost_.split.shortest);
+  packing.packs.push_back({.request_begin = item.request_begin,
+                           .num_requests = item.num_requests,
                            .segment_begin = 0,
                            .num_segments = 0});
-  split.pieces.push_back(piece);
+  split.work_items.push_back(item);
 }
 
 int32_t InvariantChunks::span_of(const PrefixForest& forest, int32_t node, int32_t kv_begin,
@@ -185,17 +185,17 @@ int32_t InvariantChunks::span_of(const PrefixForest& forest, int32_t node, int32
 
 void InvariantChunks::deal_tickets(Split& split) const {
   const auto private_begin =
-      std::stable_partition(split.pieces.begin(), split.pieces.end(),
-                            [](const Piece& piece) { return piece.num_requests > 1; });
+      std::stable_partition(split.work_items.begin(), split.work_items.end(),
+                            [](const Split::WorkItem& item) { return item.num_requests > 1; });
   const auto stream = [&](auto begin, auto end) {
-    Stream made{.next = static_cast<int32_t>(begin - split.pieces.begin()),
-                .end = static_cast<int32_t>(end - split.pieces.begin()),
+    Stream made{.next = static_cast<int32_t>(begin - split.work_items.begin()),
+                .end = static_cast<int32_t>(end - split.work_items.begin()),
                 .progress = {.total = 0, .done = 0}};
-    for (auto piece = begin; piece != end; ++piece) made.progress.total += piece->cost;
+    for (auto item = begin; item != end; ++item) made.progress.total += item->cost;
     return made;
   };
-  Stream shared = stream(split.pieces.begin(), private_begin);
-  Stream alone = stream(private_begin, split.pieces.end());
+  Stream shared = stream(split.work_items.begin(), private_begin);
+  Stream alone = stream(private_begin, split.work_items.end());
   const int64_t total = shared.progress.total + alone.progress.total;
   while (!shared.is_empty() || !alone.is_empty()) {
     const int64_t left = total - shared.progress.done - alone.progress.done;
@@ -203,15 +203,15 @@ void InvariantChunks::deal_tickets(Split& split) const {
     const bool is_shared =
         alone.is_empty() || (!shared.is_empty() && shared_is_next(shared.progress, alone.progress));
     Stream& from = is_shared ? shared : alone;
-    Ticket ticket{.piece_begin = from.next, .piece_end = from.next};
+    Ticket ticket{.item_begin = from.next, .item_end = from.next};
     for (int64_t room = budget; !from.is_empty();) {
-      const int64_t next = split.pieces[from.next].cost;
-      if (next > room && from.next > ticket.piece_begin) break;
+      const int64_t next = split.work_items[from.next].cost;
+      if (next > room && from.next > ticket.item_begin) break;
       room -= next;
       from.progress.done += next;
       ++from.next;
     }
-    ticket.piece_end = from.next;
+    ticket.item_end = from.next;
     split.tickets.push_back(ticket);
   }
 }

@@ -49,7 +49,7 @@ class InvariantChunks {
     int32_t shared_end;
   };
   struct Stream {
-    int32_t next;  // piece
+    int32_t next;  // item
     int32_t end;
     TicketProgress progress;
 
@@ -62,12 +62,12 @@ class InvariantChunks {
   bool enter_chunk(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t begin);
   // Fills run_ends_. longest: tokens of an item of several requests, at most.
   void choose_runs(int32_t begin, int64_t longest);
-  // Adds a piece of the holders [first, end).
-  void add_piece(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t begin,
-                 int32_t first, int32_t end, Packing& packing, Split& split);
+  // Adds a item of the holders [first, end).
+  void add_item(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t begin,
+                int32_t first, int32_t end, Packing& packing, Split& split);
   int32_t span_of(const PrefixForest& forest, int32_t node, int32_t kv_begin, int32_t kv_end,
                   int32_t request, Packing& packing);
-  // Tickets that shrink with what is left. Those of shared pieces are drawn among the private ones, as KvSplitter has
+  // Tickets that shrink with what is left. Those of shared items are drawn among the private ones, as KvSplitter has
   // it.
   void deal_tickets(Split& split) const;
 

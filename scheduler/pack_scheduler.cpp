@@ -35,7 +35,7 @@ PackScheduler::PackScheduler(const SchedulerConfig& config)
     : config_(config),
       tiles_(tiles_of(config.latent), config.group_size, config.max_block_q, config.one_tile),
       packer_(config.policy, config.cost.packing, tiles_),
-      splitter_({.num_workers = config.num_workers, .min_piece_tokens = config.min_piece_tokens},
+      splitter_({.num_workers = config.num_workers, .min_item_tokens = config.min_item_tokens},
                 config.cost, tiles_),
       chunks_(config.num_workers, config.cost, tiles_),
       narrow_(narrow_of(config)),
@@ -55,9 +55,9 @@ std::optional<PackScheduler::Narrow> PackScheduler::narrow_of(const SchedulerCon
   const TileSelection tiles(table, config.group_size, narrow);
   return Narrow{.tiles = tiles,
                 .packer = Packer(Policy::kMemory, config.cost.packing, tiles),
-                .splitter = KvSplitter({.num_workers = config.num_workers,
-                                        .min_piece_tokens = config.min_piece_tokens},
-                                       config.cost, tiles)};
+                .splitter = KvSplitter(
+                    {.num_workers = config.num_workers, .min_item_tokens = config.min_item_tokens},
+                    config.cost, tiles)};
 }
 
 void PackScheduler::try_other_packings(const PrefixForest& forest,
@@ -137,11 +137,11 @@ void PackScheduler::plan(PrefixForest& forest, std::span<const int32_t> seq_lens
     next_.lengths.push_back({.planned = seq_len, .longest = seq_len});
   }
   const Split& split = next_.split;
-  for (const Piece& piece : split.pieces) {
+  for (const Split::WorkItem& item : split.work_items) {
     for (const Segment& segment :
-         std::span(split.segments).subspan(piece.segment_begin, piece.num_segments)) {
+         std::span(split.segments).subspan(item.segment_begin, item.num_segments)) {
       if (!segment.is_open) continue;
-      LengthRange& range = next_.lengths[split.requests[piece.request_begin + segment.first]];
+      LengthRange& range = next_.lengths[split.requests[item.request_begin + segment.first]];
       int64_t longest = int64_t{range.planned} + config_.growth_tokens;
       if (config_.batch_invariant) {
         longest = std::min(longest, ChunkGrid::last_length(range.planned));

@@ -22,11 +22,11 @@ struct SchedulerConfig {
   int32_t num_workers;  // CTAs per KV head
   int32_t max_block_q;  // largest tile of the device
   Policy policy;
-  int32_t min_piece_tokens;  // shortest piece that a cut makes
+  int32_t min_item_tokens;  // shortest item that a cut makes
   // A plan serves until a request is more than this longer than when it was planned.
   int32_t growth_tokens;
   CostModel cost;
-  // Each request's result depends on its own KV alone; policy and min_piece_tokens have no effect then.
+  // Each request's result depends on its own KV alone; policy and min_item_tokens have no effect then.
   bool batch_invariant = false;
   bool one_tile = false;  // all work items are executed in the largest body
   // Policy::kMemory: a small step has other packs where it is expected to end earlier with them.

@@ -53,9 +53,9 @@ bool Packer::merging_moves_less(const Edge& edge) const {
   // Each row of the child has one partial less; two less if its output is then stored directly.
   const int64_t saved_partials =
       int64_t{edge.child_requests} * tiles_.group_size() * (edge.leaves_single_partial ? 2 : 1);
-  const int64_t saved_pieces = tiles_.num_tiles(edge.parent_requests) - staying_tiles;
+  const int64_t saved_items = tiles_.num_tiles(edge.parent_requests) - staying_tiles;
   return added_passes * edge.parent_tokens * kCostUnit <=
-         saved_partials * raised_price_ + saved_pieces * cost_.item;
+         saved_partials * raised_price_ + saved_items * cost_.item;
 }
 
 bool Packer::merging_computes_less(const Edge& edge) const {

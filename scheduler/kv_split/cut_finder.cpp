@@ -35,7 +35,7 @@ void CutFinder::cut_at(const Tile& tile, const Position& at, int32_t segment, in
   cut.both_requests = both_requests;
   cut.is_end = false;
   if (offset == 0 && segments[segment - 1].first < first && first > at.first) {
-    // Between two requests: the next piece may read what they share again.
+    // Between two requests: the next item may read what they share again.
     int64_t again = 0;
     int32_t num_segments = 0;
     for (int32_t s = at.base; s < segment && num_segments <= kMaxSegmentsPerCut; ++s) {
@@ -64,7 +64,7 @@ bool CutFinder::find(const Tile& tile, const Position& at, int64_t room, int64_t
   const int64_t most_again = context_.may_merge
                                  ? std::max(budget / kCostUnit / kAgainPart, kLittleAgain)
                                  : std::numeric_limits<int64_t>::max();
-  const int64_t shortest = context_.least_piece;
+  const int64_t shortest = context_.min_item_tokens;
   const ItemCost& item = context_.item_costs[tile.num_requests - at.first];
   const int64_t for_tokens = room - item.fixed;
   const int64_t fit = for_tokens < 0 ? -1 : for_tokens / item.token;

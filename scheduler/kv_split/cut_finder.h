@@ -9,16 +9,16 @@
 
 namespace pat {
 
-// Progress in dealing out the pieces of a tile.
+// Progress in dealing out the items of a tile.
 struct Position {
   int32_t segment;  // into Packing::segments
   int32_t offset;   // tokens of it that are dealt out
   int32_t first;    // requests before this one are done
-  // Segments from here on that the next piece reads again, as far as they concern the requests from `first` on.
+  // Segments from here on that the next item reads again, as far as they concern the requests from `first` on.
   int32_t base;
   int32_t base_offset;
   int64_t dealt;  // load, what is read again not counted
-  int64_t again;  // load that the next piece reads again
+  int64_t again;  // load that the next item reads again
 
   static Position begin_of(const Tile& tile) {
     return {.segment = tile.segment_begin,
@@ -33,8 +33,8 @@ struct Position {
 
 struct Cut {
   Position next;
-  int64_t cost;           // of the piece before the cut
-  int32_t last;           // requests before this one belong to the piece
+  int64_t cost;           // of the item before the cut
+  int32_t last;           // requests before this one belong to the item
   int32_t both_requests;  // requests that the cut concerns
   bool is_end;            // there is nothing behind it
 };
@@ -59,12 +59,12 @@ class CutFinder {
     cut.both_requests = 0;
     cut.is_end = true;
   }
-  // The best cut with which the piece from `at` on costs `room` at most, of a ticket that may cost `budget`. False if
+  // The best cut with which the item from `at` on costs `room` at most, of a ticket that may cost `budget`. False if
   // there is none.
   bool find(const Tile& tile, const Position& at, int64_t room, int64_t budget, Cut& cut) const {
     return find(tile, at, room, budget, false, cut);
   }
-  // The same for a ticket's first piece, which may cost more than `budget` if no cut makes a shorter one.
+  // The same for a ticket's first item, which may cost more than `budget` if no cut makes a shorter one.
   void force(const Tile& tile, const Position& at, int64_t budget, Cut& cut) const {
     find(tile, at, budget, budget, true, cut);
   }
@@ -76,7 +76,7 @@ class CutFinder {
  private:
   bool find(const Tile& tile, const Position& at, int64_t room, int64_t budget, bool is_forced,
             Cut& cut) const;
-  // most_again: so many tokens the piece behind the cut may read again, rather than that the cut makes partials.
+  // most_again: so many tokens the item behind the cut may read again, rather than that the cut makes partials.
   void cut_at(const Tile& tile, const Position& at, int32_t segment, int32_t offset, int64_t taken,
               int64_t most_again, Cut& cut) const;
 

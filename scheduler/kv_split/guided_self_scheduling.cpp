@@ -9,9 +9,9 @@ namespace pat {
 
 namespace {
 
-// A guided ticket may exceed its budget by half before a tile is cut; and a piece is worth this many times the
+// A guided ticket may exceed its budget by half before a tile is cut; and a item is worth this many times the
 // partials that cutting it off costs.
-constexpr int64_t kPiecePerCut = 32;
+constexpr int64_t kItemPerCut = 32;
 // With whole tiles, workers may end this far apart: cuts even that out, and cost their partials.
 constexpr double kWorstUncutTail = 1.05;
 constexpr int64_t kMostUncutTiles = 8;  // for each worker; of more, guided tickets need no cuts
@@ -21,7 +21,7 @@ constexpr double kWorstGuidedTail = 1.12;
 // A chunk is no longer than this: tiles that begin it apart still meet in the L2.
 constexpr int64_t kLongestChunk = 4096;
 
-// Part of the list of tiles, and how far its pieces have been dealt out.
+// Part of the list of tiles, and how far its items have been dealt out.
 class Stream {
  public:
   Stream(const SplitContext& context, const Packing& packing, const TileList& list, size_t begin,
@@ -54,10 +54,10 @@ class Stream {
     if (!is_empty()) part_.begin = Position::begin_of(tiles_[tile_]);
   }
   // Least length that a cut of a tile should leave on both sides, in tokens.
-  int64_t shortest_piece(int32_t num_requests) const {
+  int64_t shortest_item(int32_t num_requests) const {
     const int64_t rows = int64_t{num_requests} * context_.tiles.group_size();
     const int64_t partials = rows * context_.costs->packing.partial_row / kCostUnit;
-    return std::max<int64_t>(context_.least_piece, kPiecePerCut * partials);
+    return std::max<int64_t>(context_.min_item_tokens, kItemPerCut * partials);
   }
   void count(const Cut& cut) {
     progress.done += cut.cost;
@@ -98,7 +98,7 @@ int64_t Stream::take_chunk(int64_t budget, int64_t cuts_left, int32_t ticket) {
     const auto readers = static_cast<int64_t>(readers_end_ - readers_begin_);
     const ItemCost& item = context_.item_costs[tile.num_requests];
     int64_t chunk = std::min((budget - item.fixed) / item.token, kLongestChunk);
-    chunk = std::max({chunk, shortest_piece(tile.num_requests), left / (cuts_left / readers + 1)});
+    chunk = std::max({chunk, shortest_item(tile.num_requests), left / (cuts_left / readers + 1)});
     const int64_t chunks = std::max<int64_t>(left / chunk, 1);  // equal ones, if none shrinks
     chunk = chunks == 1 ? left : left / chunks / kCutGranularity * kCutGranularity;
     chunk_end_ = chunk_begin_ + static_cast<int32_t>(chunk);
@@ -129,15 +129,15 @@ int64_t Stream::take_ticket(int64_t budget, int32_t ticket) {
   int64_t room = budget;
   while (!is_empty()) {
     const Tile& tile = tiles_[tile_];
-    if (tile.is_chunked) break;  // not the first piece
+    if (tile.is_chunked) break;  // not the first item
     const Position& at = part_.begin;
     Cut& cut = part_.cut;
     cut_finder_.take_rest(tile, at, cut);
     if (cut.cost > room) {
-      if (room < budget) break;  // not the first piece: the next ticket has more room
+      if (room < budget) break;  // not the first item: the next ticket has more room
       if (cut.cost > budget + budget / 2) {
         const int32_t num_requests = tile.num_requests - at.first;
-        const int64_t shortest = shortest_piece(num_requests);
+        const int64_t shortest = shortest_item(num_requests);
         cut_finder_.force(tile, at, std::max(budget, context_.cost(num_requests, shortest)), cut);
       }
     }

@@ -14,8 +14,8 @@ namespace {
 constexpr int64_t kOneTicketEach = 1300;
 // Where nothing is shared, all tickets wait for device memory alone, and end together up to more work.
 constexpr int64_t kOneTicketEachUnshared = 5000;
-// Workers that have less to do than so many of the usual pieces may get shorter ones.
-constexpr int64_t kPiecesEach = 4;
+// Workers that have less to do than so many of the usual items may get shorter ones.
+constexpr int64_t kItemsEach = 4;
 
 }  // namespace
 
@@ -24,9 +24,9 @@ KvSplitter::KvSplitter(const SplitConfig& config, const CostModel& cost, const T
   PAT_CHECK(config.num_workers >= 1 && config.num_workers <= kMaxWorkers,
             "num_workers must be 1 to ", kMaxWorkers, ", got ", config.num_workers);
   PAT_CHECK(
-      config.min_piece_tokens >= kCutGranularity && config.min_piece_tokens % kCutGranularity == 0,
+      config.min_item_tokens >= kCutGranularity && config.min_item_tokens % kCutGranularity == 0,
       "min_piece_tokens must be a positive multiple of ", kCutGranularity, ", got ",
-      config.min_piece_tokens);
+      config.min_item_tokens);
 }
 
 void KvSplitter::split(const Packing& packing, SplitTask task, Split& out) {
@@ -41,7 +41,7 @@ void KvSplitter::split(const Packing& packing, SplitTask task, Split& out) {
   }
   task.num_read = num_tokens;
   task.shares_nothing = !any_shared;
-  const bool is_little = num_tokens < kPiecesEach * config_.num_workers * config_.min_piece_tokens;
+  const bool is_little = num_tokens < kItemsEach * config_.num_workers * config_.min_item_tokens;
   const bool has_long_range = std::ranges::any_of(
       packing.spans, [](const GatherSpan& span) { return span.num_tokens >= kLongRange; });
   const SplitContext context{.num_workers = config_.num_workers,
@@ -49,7 +49,7 @@ void KvSplitter::split(const Packing& packing, SplitTask task, Split& out) {
                              .costs = &cost_,
                              .item_costs = item_costs_.data(),
                              .counts_stages = is_little || (any_shared && !has_long_range),
-                             .least_piece = config_.min_piece_tokens};
+                             .min_item_tokens = config_.min_item_tokens};
   list_.make(packing, context, false);
   const int64_t total = list_.total_cost();
   if (total == 0 || time_model_.takes_too_long(context, task, packing, list_.tiles())) return;

@@ -1,4 +1,4 @@
-// Stage 3: packs -> work items. Packs are cut into tiles by requests and into pieces by KV, and bundled into tickets
+// Stage 3: packs -> work items. Packs are cut into tiles by requests and into items by KV, and bundled into tickets
 // that the CTAs draw, so that all finish together.
 #pragma once
 
@@ -20,15 +20,15 @@ namespace pat {
 
 struct SplitConfig {
   int32_t num_workers;  // CTAs per KV head
-  // No cut makes a piece shorter than this, nor a part of a segment, as long as that leaves four pieces for each
+  // No cut makes a item shorter than this, nor a part of a segment, as long as that leaves four items for each
   // worker, else than a quarter of it; a multiple of kCutGranularity, which is the least in any case.
-  int32_t min_piece_tokens;
+  int32_t min_item_tokens;
 };
 inline constexpr int32_t kMaxWorkers = 1 << 16;
 
 class KvSplitter {
  public:
-  // Throws std::invalid_argument if num_workers is not 1 to kMaxWorkers, or min_piece_tokens is not a positive
+  // Throws std::invalid_argument if num_workers is not 1 to kMaxWorkers, or min_item_tokens is not a positive
   // multiple of kCutGranularity.
   KvSplitter(const SplitConfig& config, const CostModel& cost, const TileSelection& tiles);
 

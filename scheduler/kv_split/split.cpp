@@ -7,7 +7,7 @@
 namespace pat {
 
 void Split::clear() {
-  pieces.clear();
+  work_items.clear();
   requests.clear();
   segments.clear();
   tickets.clear();
@@ -18,7 +18,7 @@ void Split::list_ticket_costs(std::vector<int64_t>& costs) const {
   costs.clear();
   for (const Ticket& ticket : tickets) {
     int64_t& cost = costs.emplace_back(0);
-    for (int32_t p = ticket.piece_begin; p < ticket.piece_end; ++p) cost += pieces[p].cost;
+    for (int32_t p = ticket.item_begin; p < ticket.item_end; ++p) cost += work_items[p].cost;
   }
 }
 

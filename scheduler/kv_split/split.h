@@ -15,33 +15,33 @@ inline constexpr int32_t kCutGranularity = 64;
 // Most segments that a cut adds.
 inline constexpr int32_t kMaxSegmentsPerCut = 8;
 
-// A CTA's unit of work: some requests of a pack, and KV ranges for intervals of them. It has those requests
-// that one of its ranges is for, and no others.
-struct Piece {
-  int32_t tile;           // index into the tile table
-  int32_t request_begin;  // into Split::requests
-  int32_t num_requests;
-  int32_t segment_begin;  // into Split::segments; their intervals are of the piece's requests
-  int32_t num_segments;
-  int64_t num_tokens;
-  int64_t cost;
-};
-
-// A run of pieces that one CTA executes in a row.
+// A run of items that one CTA executes in a row.
 struct Ticket {
-  int32_t piece_begin = 0;
-  int32_t piece_end = 0;
-  // The first piece is what another ticket has left of a tile. It is executed last: so tickets begin with the
+  int32_t item_begin = 0;
+  int32_t item_end = 0;
+  // The first item is what another ticket has left of a tile. It is executed last: so tickets begin with the
   // beginnings of tiles, and read what these share at the same time.
   bool rest_comes_last = false;
 };
 
 struct Split {
-  // In the order of the packs: a request's pieces ascend in position.
-  std::vector<Piece> pieces;
+  // A CTA's unit of work: some requests of a pack, and KV ranges for intervals of them. It has the requests that its
+  // ranges are for, and no others. In a plan it is the WorkItem of plan_format.h.
+  struct WorkItem {
+    int32_t tile;           // index into the tile table
+    int32_t request_begin;  // into Split::requests
+    int32_t num_requests;
+    int32_t segment_begin;  // into Split::segments; their intervals are of the item's requests
+    int32_t num_segments;
+    int64_t num_tokens;
+    int64_t cost;
+  };
+
+  // In the order of the packs: a request's items ascend in position.
+  std::vector<WorkItem> work_items;
   std::vector<int32_t> requests;
   std::vector<Segment> segments;
-  // In the order in which they are drawn; each piece is in one of them.
+  // In the order in which they are drawn; each item is in one of them.
   std::vector<Ticket> tickets;
   // Expected time, to be compared with other splits of the same batch. 0 of much work, and of what
   // was not split.

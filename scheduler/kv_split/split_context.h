@@ -1,4 +1,4 @@
-// Context of a split: the costs of work items, and how short pieces may be.
+// Context of a split: the costs of work items, and how short items may be.
 #pragma once
 
 #include <algorithm>
@@ -34,8 +34,8 @@ struct SplitContext {
   // True if loads are whole stages and segments. Where there is much to do, and nothing is shared or a long range, that
   // makes no difference.
   bool counts_stages;
-  int64_t least_piece;    // tokens; no cut makes a shorter one
-  bool may_merge = true;  // false: cuts between requests read again whatever that costs
+  int64_t min_item_tokens;  // tokens; no cut makes a shorter one
+  bool may_merge = true;    // false: cuts between requests read again whatever that costs
 
   int64_t load_of(int64_t num_tokens) const {
     if (!counts_stages || num_tokens <= 0) return num_tokens;

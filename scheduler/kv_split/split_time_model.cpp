@@ -94,13 +94,13 @@ SplitTimeModel::Expected SplitTimeModel::expect(const SplitContext& context, con
   Expected expected{.time = 0, .slowest = 0, .total = 0, .has_partials = false};
   for (const Ticket& ticket : split.tickets) {
     int64_t own = 0;
-    for (int32_t p = ticket.piece_begin; p < ticket.piece_end; ++p) {
-      const Piece& piece = split.pieces[p];
+    for (int32_t p = ticket.item_begin; p < ticket.item_end; ++p) {
+      const Split::WorkItem& item = split.work_items[p];
       int64_t load = 0;
-      for (int32_t s = piece.segment_begin; s < piece.segment_begin + piece.num_segments; ++s) {
+      for (int32_t s = item.segment_begin; s < item.segment_begin + item.num_segments; ++s) {
         load += context.load_of(split.segments[s].num_tokens());
       }
-      own += chain(context, load, piece.num_segments, piece.num_requests);
+      own += chain(context, load, item.num_segments, item.num_requests);
     }
     expected.slowest = std::max(expected.slowest, own);
     expected.total += own;

@@ -8,13 +8,13 @@ namespace {
 
 // Each request of a pack is in one of its segments.
 void add_whole(const Packing& packing, const Tile& tile, Split& out) {
-  out.pieces.push_back({.tile = tile.tile,
-                        .request_begin = static_cast<int32_t>(out.requests.size()),
-                        .num_requests = tile.num_requests,
-                        .segment_begin = static_cast<int32_t>(out.segments.size()),
-                        .num_segments = tile.segment_end - tile.segment_begin,
-                        .num_tokens = tile.num_tokens,
-                        .cost = tile.whole});
+  out.work_items.push_back({.tile = tile.tile,
+                            .request_begin = static_cast<int32_t>(out.requests.size()),
+                            .num_requests = tile.num_requests,
+                            .segment_begin = static_cast<int32_t>(out.segments.size()),
+                            .num_segments = tile.segment_end - tile.segment_begin,
+                            .num_tokens = tile.num_tokens,
+                            .cost = tile.whole});
   const auto requests = packing.requests.begin() + tile.request_begin;
   out.requests.insert(out.requests.end(), requests, requests + tile.num_requests);
   for (int32_t s = tile.segment_begin; s < tile.segment_end; ++s) {
@@ -35,7 +35,7 @@ void SplitWriter::add_part(const Packing& packing, const SplitContext& context, 
   const auto add_segment = [&](int32_t s, int32_t from, int32_t to) {
     Segment segment = packing.segments[s];
     segment.is_open &= to == segment.num_tokens();
-    // Else another piece reads it for the other requests.
+    // Else another item reads it for the other requests.
     segment.is_read_once &= at.first <= segment.first && segment.end <= cut.last;
     segment.kv_end = segment.kv_begin + to;
     segment.kv_begin += from;
@@ -79,23 +79,24 @@ void SplitWriter::add_part(const Packing& packing, const SplitContext& context, 
     segment.first = place_[segment.first - at.first];
     segment.end = place_[segment.end - at.first];
   }
-  out.pieces.push_back({.tile = context.tiles.select(num_requests),
-                        .request_begin = request_begin,
-                        .num_requests = num_requests,
-                        .segment_begin = segment_begin,
-                        .num_segments = static_cast<int32_t>(out.segments.size()) - segment_begin,
-                        .num_tokens = num_tokens,
-                        .cost = context.cost(num_requests, load)});
+  out.work_items.push_back(
+      {.tile = context.tiles.select(num_requests),
+       .request_begin = request_begin,
+       .num_requests = num_requests,
+       .segment_begin = segment_begin,
+       .num_segments = static_cast<int32_t>(out.segments.size()) - segment_begin,
+       .num_tokens = num_tokens,
+       .cost = context.cost(num_requests, load)});
 }
 
 void SplitWriter::add(const Packing& packing, const SplitContext& context,
                       std::span<const Tile> tiles, const Choice& choice, Split& out) {
   for (const Choice::Share& share : choice.shares) {
-    const auto index = static_cast<int32_t>(out.pieces.size());
+    const auto index = static_cast<int32_t>(out.work_items.size());
     Ticket& ticket = out.tickets[share.ticket];
-    const bool is_first = ticket.piece_end == 0;
-    if (is_first) ticket.piece_begin = index;
-    ticket.piece_end = index + 1;
+    const bool is_first = ticket.item_end == 0;
+    if (is_first) ticket.item_begin = index;
+    ticket.item_end = index + 1;
     const Tile& tile = tiles[share.tile];
     if (share.part < 0) {
       add_whole(packing, tile, out);

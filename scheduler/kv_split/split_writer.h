@@ -39,7 +39,7 @@ struct Choice {
 
 class SplitWriter {
  public:
-  // Appends the choice's pieces to `out`, which has the tickets already.
+  // Appends the choice's items to `out`, which has the tickets already.
   void add(const Packing& packing, const SplitContext& context, std::span<const Tile> tiles,
            const Choice& choice, Split& out);
 
@@ -47,7 +47,7 @@ class SplitWriter {
   void add_part(const Packing& packing, const SplitContext& context, const Tile& tile,
                 const Part& part, Split& out);
 
-  std::vector<int32_t> place_;  // per request of a tile: its place in the piece
+  std::vector<int32_t> place_;  // per request of a tile: its place in the item
 };
 
 }  // namespace pat

@@ -12,9 +12,9 @@ namespace pat {
 
 namespace {
 
-// Workers that have little to do may get shorter pieces, so that more of them have one, and end sooner: a half or a
+// Workers that have little to do may get shorter items, so that more of them have one, and end sooner: a half or a
 // quarter of the usual.
-constexpr std::array<int64_t, 2> kShorterPieces = {2, 4};
+constexpr std::array<int64_t, 2> kShorterItems = {2, 4};
 // They are tried where what CTAs could even out is this part of the time.
 constexpr int64_t kUnevenPart = 12;
 // It may cost this part of a ticket to cut tiles that read the same KV at the same places.
@@ -90,8 +90,9 @@ void StreamKSplit::choose(const SplitContext& context, const Packing& packing,
   int64_t low = (total + workers - 1) / workers;
   for (const Tile& tile : tiles) {
     load += tile.load;
-    const bool is_cut = tile.num_tokens >= 2 * context.least_piece;
-    low = std::max(low, is_cut ? context.cost(tile.num_requests, context.least_piece) : tile.whole);
+    const bool is_cut = tile.num_tokens >= 2 * context.min_item_tokens;
+    low = std::max(low,
+                   is_cut ? context.cost(tile.num_requests, context.min_item_tokens) : tile.whole);
   }
   bool aligned = false;
   // So close to the smallest budget: what is aligned, and then comes out of the L2, seldom keeps others waiting.
@@ -152,11 +153,11 @@ void StreamKSplit::split(const SplitContext& usual, const SplitTask& task, const
   const bool may_read_again =
       static_cast<int32_t>(packing.requests.size()) <= task.num_requests && list.num_shared() > 0;
   int64_t longest = 0;
-  for (const int64_t part : kShorterPieces) {
+  for (const int64_t part : kShorterItems) {
     SplitContext context = usual;
     if (is_little) {
-      const int64_t least = usual.least_piece / part / kCutGranularity * kCutGranularity;
-      context.least_piece = std::max<int64_t>(least, kCutGranularity);
+      const int64_t least = usual.min_item_tokens / part / kCutGranularity * kCutGranularity;
+      context.min_item_tokens = std::max<int64_t>(least, kCutGranularity);
     }
     const SplitTimeModel::Expected expected = try_context(context, task, packing, list, out);
     if (expected.has_partials && may_read_again) {
@@ -166,7 +167,7 @@ void StreamKSplit::split(const SplitContext& usual, const SplitTask& task, const
         try_context(context, task, packing, list, out);
       }
     }
-    // Shorter pieces can even out what CTAs do.
+    // Shorter items can even out what CTAs do.
     const int64_t even = time_of(expected.total / usual.num_workers, expected.total);
     const int64_t uneven = time_of(expected.slowest, expected.total) - even;
     if (!is_little || uneven < expected.time / kUnevenPart) break;

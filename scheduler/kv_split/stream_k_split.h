@@ -19,10 +19,10 @@ namespace pat {
 // same KV are cut at the same places, if that costs little: they then read it at the same time, and device memory once.
 //
 // A few such splits are made. The one that is expected to end first, merge included, is taken. They differ in how short
-// pieces may be, and in whether cuts between requests read again whatever that costs, so that nothing is merged.
+// items may be, and in whether cuts between requests read again whatever that costs, so that nothing is merged.
 class StreamKSplit {
  public:
-  // is_little: pieces may be shorter than the context's, and larger tickets are drawn first, as CTAs begin one after the
+  // is_little: items may be shorter than the context's, and larger tickets are drawn first, as CTAs begin one after the
   // other.
   void split(const SplitContext& context, const SplitTask& task, const Packing& packing,
              const TileList& list, bool is_little, Split& out);
@@ -31,11 +31,11 @@ class StreamKSplit {
   struct Dealt {
     int64_t load;  // so far; what is read again not counted
     int64_t
-        uncut;  // cost of a piece that exceeds the budget, and that no cut can shorten; 0 without
+        uncut;  // cost of a item that exceeds the budget, and that no cut can shorten; 0 without
     int64_t largest;  // cost of the largest ticket
     bool fits;        // all tiles are dealt out
   };
-  // Deals the tiles out to tickets that cost `budget` at most, as far as there are workers and no piece is too long.
+  // Deals the tiles out to tickets that cost `budget` at most, as far as there are workers and no item is too long.
   // aligned: a tile with a long range that others read as well begins a ticket, unless it fits into one as a whole.
   static Dealt deal(const SplitContext& context, const Packing& packing,
                     std::span<const Tile> tiles, int64_t budget, bool aligned, Choice& choice);

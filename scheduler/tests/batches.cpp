@@ -124,7 +124,7 @@ SchedulerConfig config(int32_t group_size, int32_t num_workers, Policy policy) {
           .num_workers = num_workers,
           .max_block_q = kTiles.largest_block_q(),
           .policy = policy,
-          .min_piece_tokens = 128,
+          .min_item_tokens = 128,
           .growth_tokens = 256,
           .cost = {}};
 }
@@ -139,7 +139,7 @@ SchedulerConfig random_config(Random& random, bool latent) {
     made.max_block_q = tiles[draw(random, 0, tiles.num_tiles - 1)].block_q;
   } while (made.max_block_q < made.group_size);
   made.policy = static_cast<Policy>(draw(random, 0, 4));
-  made.min_piece_tokens = static_cast<int32_t>(kCutGranularity * draw(random, 1, 4));
+  made.min_item_tokens = static_cast<int32_t>(kCutGranularity * draw(random, 1, 4));
   return made;
 }
 

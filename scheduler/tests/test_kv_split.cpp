@@ -30,7 +30,7 @@ Made split(const Batch& batch, const SchedulerConfig& config) {
   }
   const TileSelection tiles(tiles_of(config.latent), config.group_size, config.max_block_q);
   Packer(config.policy, config.cost.packing, tiles).pack(forest, batch.seq_lens, made.packing);
-  KvSplitter({config.num_workers, config.min_piece_tokens}, config.cost, tiles)
+  KvSplitter({config.num_workers, config.min_item_tokens}, config.cost, tiles)
       .split(made.packing,
              {.num_requests = static_cast<int32_t>(batch.seq_lens.size()),
               .num_unique = made.num_unique},
@@ -38,7 +38,7 @@ Made split(const Batch& batch, const SchedulerConfig& config) {
   return made;
 }
 
-// True if a segment of a piece is one of the packing that no cut has shortened.
+// True if a segment of a item is one of the packing that no cut has shortened.
 bool is_whole(const Packing& packing, const Segment& segment) {
   return std::ranges::any_of(packing.segments, [&](const Segment& other) {
     return other.span == segment.span && other.kv_begin == segment.kv_begin &&
@@ -59,50 +59,50 @@ void check_split(const Made& made, const SchedulerConfig& config) {
   const TileSelection tiles(tiles_of(config.latent), config.group_size, config.max_block_q);
   const Packing& packing = made.packing;
   const Split& split = made.split;
-  // No piece is shorter than the usual length, or than a quarter of it if a worker has fewer than four.
+  // No item is shorter than the usual length, or than a quarter of it if a worker has fewer than four.
   int64_t packed_tokens = 0;
   for (const Pack& pack : packing.packs) {
     for (const Segment& segment : packing.segments_of(pack)) {
       packed_tokens += int64_t{segment.num_tokens()} * tiles.num_tiles(pack.num_requests);
     }
   }
-  const bool is_enough = packed_tokens >= int64_t{4} * config.min_piece_tokens * config.num_workers;
-  const int32_t quarter = config.min_piece_tokens / 4 / kCutGranularity * kCutGranularity;
-  const int32_t shortest = is_enough ? config.min_piece_tokens : std::max(quarter, kCutGranularity);
+  const bool is_enough = packed_tokens >= int64_t{4} * config.min_item_tokens * config.num_workers;
+  const int32_t quarter = config.min_item_tokens / 4 / kCutGranularity * kCutGranularity;
+  const int32_t shortest = is_enough ? config.min_item_tokens : std::max(quarter, kCutGranularity);
   int64_t taken_requests = 0;
-  for (const Piece& piece : split.pieces) {
-    CHECK(piece.num_requests > 0 && piece.num_segments > 0);
-    CHECK(piece.num_requests <= tiles.requests_per_tile());
-    taken_requests += piece.num_requests;
-    std::vector<char> touched(piece.num_requests, 0);
+  for (const Split::WorkItem& item : split.work_items) {
+    CHECK(item.num_requests > 0 && item.num_segments > 0);
+    CHECK(item.num_requests <= tiles.requests_per_tile());
+    taken_requests += item.num_requests;
+    std::vector<char> touched(item.num_requests, 0);
     int64_t tokens = 0;
-    for (int32_t s = piece.segment_begin; s < piece.segment_begin + piece.num_segments; ++s) {
+    for (int32_t s = item.segment_begin; s < item.segment_begin + item.num_segments; ++s) {
       const Segment& segment = split.segments[s];
-      CHECK(segment.first >= 0 && segment.first < segment.end && segment.end <= piece.num_requests);
+      CHECK(segment.first >= 0 && segment.first < segment.end && segment.end <= item.num_requests);
       std::fill(touched.begin() + segment.first, touched.begin() + segment.end, 1);
       tokens += segment.num_tokens();
       // A part of a segment is not short.
       CHECK(segment.num_tokens() >= shortest || is_whole(packing, segment));
     }
-    CHECK_EQ(tokens, piece.num_tokens);
-    CHECK(std::ranges::count(touched, 1) == piece.num_requests);
+    CHECK_EQ(tokens, item.num_tokens);
+    CHECK(std::ranges::count(touched, 1) == item.num_requests);
   }
   const int64_t packed = static_cast<int64_t>(packing.requests.size());
   const int64_t most_cut = max_cut_requests(config.num_workers, tiles);
   CHECK(taken_requests - packed <= most_cut + packing.spare_requests);
-  int64_t num_cuts = static_cast<int64_t>(split.pieces.size());
+  int64_t num_cuts = static_cast<int64_t>(split.work_items.size());
   for (const Pack& pack : packing.packs) num_cuts -= tiles.num_tiles(pack.num_requests);
   CHECK(static_cast<int64_t>(split.segments.size()) <=
         num_uncut_segments(packing, tiles) + kMaxSegmentsPerCut * num_cuts);
-  size_t num_pieces = 0;
+  size_t num_items = 0;
   for (const Ticket& ticket : split.tickets) {
-    CHECK(ticket.piece_begin < ticket.piece_end);
-    num_pieces += ticket.piece_end - ticket.piece_begin;
+    CHECK(ticket.item_begin < ticket.item_end);
+    num_items += ticket.item_end - ticket.item_begin;
   }
-  CHECK_EQ(num_pieces, split.pieces.size());
+  CHECK_EQ(num_items, split.work_items.size());
 }
 
-TEST(kv_split_cuts_no_piece_short_and_not_too_often) {
+TEST(kv_split_cuts_no_item_short_and_not_too_often) {
   Random random(20);
   for (int round = 0; round < 1500; ++round) {
     const SchedulerConfig made = random_config(random);
@@ -112,29 +112,29 @@ TEST(kv_split_cuts_no_piece_short_and_not_too_often) {
   }
 }
 
-// Shorter pieces than usual, as long as no row of many has more partials than a warp merges at once.
+// Shorter items than usual, as long as no row of many has more partials than a warp merges at once.
 TEST(kv_split_gives_idle_workers_something_to_do) {
-  const auto longest_piece = [](const Batch& batch, int32_t num_workers) {
+  const auto longest_item = [](const Batch& batch, int32_t num_workers) {
     int64_t longest = 0;
     SchedulerConfig made = config(8, num_workers);
-    made.min_piece_tokens = 256;
-    for (const Piece& piece : split(batch, made).split.pieces) {
-      longest = std::max(longest, piece.num_tokens);
+    made.min_item_tokens = 256;
+    for (const Split::WorkItem& item : split(batch, made).split.work_items) {
+      longest = std::max(longest, item.num_tokens);
     }
     return longest;
   };
   const Batch few = make_batch({{-1, 4096}}, std::vector<std::pair<int, int32_t>>(8, {0, 416}));
-  CHECK(longest_piece(few, 264) <= 128);
-  CHECK(longest_piece(few, 16) >= 448);
+  CHECK(longest_item(few, 264) <= 128);
+  CHECK(longest_item(few, 16) >= 448);
   const Batch many = make_batch({{-1, 2048}}, std::vector<std::pair<int, int32_t>>(64, {0, 128}));
-  CHECK(longest_piece(many, 132) >= 256);
+  CHECK(longest_item(many, 132) >= 256);
 }
 
 TEST(kv_split_leaves_tiles_whole_that_end_together) {
   const SchedulerConfig made = config(8, 33);
   const Batch batch = make_batch({{-1, 2048}}, std::vector<std::pair<int, int32_t>>(1024, {0, 32}));
   const Made result = split(batch, made);
-  CHECK_EQ(result.split.pieces.size(), result.packing.packs.size());
+  CHECK_EQ(result.split.work_items.size(), result.packing.packs.size());
   CHECK_EQ(result.split.tickets.size(), result.packing.packs.size());
 }
 
@@ -167,10 +167,10 @@ TEST(kv_split_deals_out_a_long_shared_range_chunk_by_chunk) {
     // Begin of the shared KV of each ticket. All 16 tiles take a chunk before any takes the next.
     std::vector<int32_t> begins;
     for (const Ticket& ticket : result.split.tickets) {
-      const Piece& piece = result.split.pieces[ticket.piece_begin];
-      const Segment& segment = result.split.segments[piece.segment_begin];
+      const Split::WorkItem& item = result.split.work_items[ticket.item_begin];
+      const Segment& segment = result.split.segments[item.segment_begin];
       if (segment.is_private()) continue;
-      CHECK_EQ(ticket.piece_end, ticket.piece_begin + 1);
+      CHECK_EQ(ticket.item_end, ticket.item_begin + 1);
       begins.push_back(segment.kv_begin);
     }
     CHECK(std::ranges::is_sorted(begins));
@@ -178,8 +178,8 @@ TEST(kv_split_deals_out_a_long_shared_range_chunk_by_chunk) {
     for (size_t i = 0; i < begins.size(); ++i) CHECK_EQ(begins[i], begins[i / 16 * 16]);
     // Tails are drawn among them.
     const auto is_tail = [&](const Ticket& ticket) {
-      const Piece& piece = result.split.pieces[ticket.piece_begin];
-      return result.split.segments[piece.segment_begin].is_private();
+      const Split::WorkItem& item = result.split.work_items[ticket.item_begin];
+      return result.split.segments[item.segment_begin].is_private();
     };
     CHECK(std::ranges::count_if(std::span(result.split.tickets).first(20), is_tail) > 0);
   }
@@ -214,8 +214,8 @@ TEST(kv_split_cuts_tiles_of_a_long_shared_range_at_the_same_places) {
     check_split(result, made);
     CHECK(result.split.tickets.size() <= 33);
     std::vector<int32_t> begins;  // of the shared range, one for each tile that reads on from there
-    for (const Piece& piece : result.split.pieces) {
-      const Segment& segment = result.split.segments[piece.segment_begin];
+    for (const Split::WorkItem& item : result.split.work_items) {
+      const Segment& segment = result.split.segments[item.segment_begin];
       if (!segment.is_private()) begins.push_back(segment.kv_begin);
     }
     const auto tiles = static_cast<size_t>(std::ranges::count(begins, 0));
@@ -226,12 +226,12 @@ TEST(kv_split_cuts_tiles_of_a_long_shared_range_at_the_same_places) {
   }
 }
 
-// Shorter pieces are worth their partials only where what CTAs do is uneven without them.
-TEST(kv_split_takes_the_pieces_that_are_expected_to_end_first) {
+// Shorter items are worth their partials only where what CTAs do is uneven without them.
+TEST(kv_split_takes_the_items_that_are_expected_to_end_first) {
   const auto shortest_cut = [](const Batch& batch) {
     SchedulerConfig made = config(4, 264);
     made.max_block_q = 64;
-    made.min_piece_tokens = 256;
+    made.min_item_tokens = 256;
     const Made result = split(batch, made);
     check_split(result, made);
     int32_t shortest = INT32_MAX;
@@ -262,10 +262,10 @@ TEST(kv_split_gives_up_where_another_split_is_as_good) {
   const Made usual = split(batch, made);
   CHECK(usual.split.time > 0);
   const TileSelection tiles(tiles_of(made.latent), made.group_size, made.max_block_q);
-  KvSplitter splitter({made.num_workers, made.min_piece_tokens}, made.cost, tiles);
+  KvSplitter splitter({made.num_workers, made.min_item_tokens}, made.cost, tiles);
   Split other;
   splitter.split(usual.packing, {40, usual.num_unique, usual.split.time / 2}, other);
-  CHECK(other.tickets.empty() && other.pieces.empty());
+  CHECK(other.tickets.empty() && other.work_items.empty());
   CHECK_EQ(other.time, 0);
   splitter.split(usual.packing, {40, usual.num_unique, 2 * usual.split.time}, other);
   CHECK_EQ(other.time, usual.split.time);
@@ -284,10 +284,10 @@ TEST(kv_split_counts_whole_stages_and_segments) {
   int64_t least = INT32_MAX;
   for (const Ticket& ticket : result.split.tickets) {
     int64_t stages = 0;
-    for (int32_t p = ticket.piece_begin; p < ticket.piece_end; ++p) {
-      const Piece& piece = result.split.pieces[p];
-      for (int32_t s = 0; s < piece.num_segments; ++s) {
-        stages += (result.split.segments[piece.segment_begin + s].num_tokens() + 31) / 32;
+    for (int32_t p = ticket.item_begin; p < ticket.item_end; ++p) {
+      const Split::WorkItem& item = result.split.work_items[p];
+      for (int32_t s = 0; s < item.num_segments; ++s) {
+        stages += (result.split.segments[item.segment_begin + s].num_tokens() + 31) / 32;
       }
     }
     most = std::max(most, stages);
@@ -310,8 +310,8 @@ TEST(kv_split_draws_large_tickets_of_a_small_step_first) {
     const std::vector<Ticket>& tickets = result.split.tickets;
     const auto cost = [&](const Ticket& ticket) {
       int64_t sum = 0;
-      for (int32_t p = ticket.piece_begin; p < ticket.piece_end; ++p) {
-        sum += result.split.pieces[p].cost;
+      for (int32_t p = ticket.item_begin; p < ticket.item_end; ++p) {
+        sum += result.split.work_items[p].cost;
       }
       return sum;
     };
@@ -323,7 +323,7 @@ TEST(kv_split_draws_large_tickets_of_a_small_step_first) {
       CHECK(eighths <= before);
       num_uneven += eighths < before;
       if (eighths < before) continue;
-      CHECK(tickets[t].piece_begin > tickets[t - 1].piece_begin);
+      CHECK(tickets[t].item_begin > tickets[t - 1].item_begin);
       ++num_in_order;
     }
   }
@@ -339,10 +339,10 @@ TEST(kv_split_begins_tiles_that_share_kv_at_the_same_time) {
   check_split(result, made);
   size_t num_begins = 0;
   for (const Ticket& ticket : result.split.tickets) {
-    for (int32_t p = ticket.piece_begin; p < ticket.piece_end; ++p) {
-      const Segment& segment = result.split.segments[result.split.pieces[p].segment_begin];
+    for (int32_t p = ticket.item_begin; p < ticket.item_end; ++p) {
+      const Segment& segment = result.split.segments[result.split.work_items[p].segment_begin];
       if (segment.is_private() || segment.kv_begin > 0) continue;
-      CHECK_EQ(p, ticket.piece_begin);
+      CHECK_EQ(p, ticket.item_begin);
       ++num_begins;
     }
   }
@@ -353,7 +353,7 @@ TEST(kv_split_reads_little_again_where_tickets_are_short) {
   // A worker's share is 386 tokens. Partials of 7 requests would cost as much as reading 590 again.
   SchedulerConfig made = config(8, 264);
   made.max_block_q = 64;
-  made.min_piece_tokens = 256;
+  made.min_item_tokens = 256;
   std::vector<std::pair<int32_t, int32_t>> nodes(60, {-1, 500});
   std::vector<std::pair<int, int32_t>> requests;
   for (int32_t node = 0; node < 60; ++node) {
@@ -361,14 +361,14 @@ TEST(kv_split_reads_little_again_where_tickets_are_short) {
   }
   const Made result = split(make_batch(nodes, requests), made);
   check_split(result, made);
-  for (const Piece& piece : result.split.pieces) CHECK(piece.num_tokens <= 600);
+  for (const Split::WorkItem& item : result.split.work_items) CHECK(item.num_tokens <= 600);
 }
 
 TEST(kv_split_reads_more_again_where_nothing_is_merged_then) {
   // With little read again, 33 workers make 96 partials; without any, each has 124 tokens more.
   SchedulerConfig made = config(4, 33);
   made.max_block_q = 64;
-  made.min_piece_tokens = 256;
+  made.min_item_tokens = 256;
   const std::vector<std::pair<int, int32_t>> requests(256, {0, 32});
   const Made result = split(make_batch({{-1, 256}}, requests), made);
   check_split(result, made);
@@ -386,28 +386,28 @@ TEST(kv_split_reads_few_segments_again) {
   const Made result = split(make_batch(nodes, requests), made);
   check_split(result, made);
   CHECK_EQ(result.packing.packs.size(), size_t{1});
-  const auto shared_of = [&](const Piece& piece) {
+  const auto shared_of = [&](const Split::WorkItem& item) {
     std::vector<int32_t> spans;
-    for (int32_t s = 0; s < piece.num_segments; ++s) {
-      const Segment& segment = result.split.segments[piece.segment_begin + s];
+    for (int32_t s = 0; s < item.num_segments; ++s) {
+      const Segment& segment = result.split.segments[item.segment_begin + s];
       if (!segment.is_private()) spans.push_back(segment.span);
     }
     return spans;
   };
-  CHECK_EQ(result.split.pieces.size(), size_t{4});
-  for (size_t p = 1; p < result.split.pieces.size(); ++p) {
-    const std::vector<int32_t> before = shared_of(result.split.pieces[p - 1]);
+  CHECK_EQ(result.split.work_items.size(), size_t{4});
+  for (size_t p = 1; p < result.split.work_items.size(); ++p) {
+    const std::vector<int32_t> before = shared_of(result.split.work_items[p - 1]);
     const auto is_read_again = [&](int32_t span) { return std::ranges::count(before, span) > 0; };
-    CHECK(std::ranges::count_if(shared_of(result.split.pieces[p]), is_read_again) <=
+    CHECK(std::ranges::count_if(shared_of(result.split.work_items[p]), is_read_again) <=
           kMaxSegmentsPerCut);
   }
 }
 
 TEST(kv_split_takes_the_longest_and_largest_input) {
   for (const int32_t cost : {0, 1, kLargestCost}) {
-    for (const int32_t piece : {64, 1 << 20, INT32_MAX / 64 * 64}) {
+    for (const int32_t item_tokens : {64, 1 << 20, INT32_MAX / 64 * 64}) {
       SchedulerConfig made = config(16, 3);
-      made.min_piece_tokens = piece;
+      made.min_item_tokens = item_tokens;
       CostModel::visit(made.cost, [&](const std::string&, int32_t& value, int32_t least) {
         value = std::max(cost, least);
       });

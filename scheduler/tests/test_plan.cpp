@@ -91,7 +91,7 @@ TEST(plan_bounds_grow_with_the_requests) {
 TEST(plans_of_small_steps_may_have_narrow_tiles) {
   const auto tiles_by_body = [](SchedulerConfig made, const std::vector<int>& levels,
                                 int32_t tokens) {
-    made.min_piece_tokens = 256;
+    made.min_item_tokens = 256;
     const Batch batch = balanced_batch(levels, tokens);
     PackScheduler scheduler(made);
     plan(scheduler, batch);

@@ -11,7 +11,7 @@ from sglang_pat import DecodeBatch, DecodePlan, PathNode, PrefixPaths
 from sglang_pat._scheduler import TILE_TABLE, CostModel, PackScheduler
 from sglang_pat.plan import copy_plan
 
-# Around the sizes at which something changes: tiles, cut granularity, shortest piece.
+# Around the sizes at which something changes: tiles, cut granularity, shortest work item.
 LENGTHS = st.one_of(
     st.integers(1, 5), st.integers(60, 68), st.integers(120, 140), st.integers(200, 2500)
 )
