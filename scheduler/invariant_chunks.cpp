@@ -8,7 +8,7 @@ namespace pat {
 namespace {
 
 // An item of several requests is no longer than so many of a worker's shares, or chunks. Shorter ones, which could be
-// dealt out more evenly, would read more of what is shared again.
+// assigned more evenly, would read more of what is shared again.
 constexpr int64_t kLongestShares = 2;
 constexpr int64_t kLongestChunks = 2;
 
@@ -39,7 +39,7 @@ void InvariantChunks::plan(const PrefixForest& forest, std::span<const int32_t> 
     begin += chunk_tokens;
   }
   packing.requests = split.requests;
-  deal_tickets(split);
+  assign_tickets(split);
 }
 
 void InvariantChunks::list_requests(const PrefixForest& forest) {
@@ -183,7 +183,7 @@ int32_t InvariantChunks::span_of(const PrefixForest& forest, int32_t node, int32
   return known.span;
 }
 
-void InvariantChunks::deal_tickets(Split& split) const {
+void InvariantChunks::assign_tickets(Split& split) const {
   const auto private_begin =
       std::stable_partition(split.work_items.begin(), split.work_items.end(),
                             [](const Split::WorkItem& item) { return item.num_requests > 1; });

@@ -69,7 +69,7 @@ class InvariantChunks {
                   int32_t request, Packing& packing);
   // Tickets that shrink with what is left. Those of shared items are drawn among the private ones, as KvSplitter has
   // it.
-  void deal_tickets(Split& split) const;
+  void assign_tickets(Split& split) const;
 
   int32_t num_workers_;
   CostModel cost_;

@@ -29,7 +29,7 @@ void CutFinder::cut_at(const Tile& tile, const Position& at, int32_t segment, in
   cut.next.segment = cut.next.base = segment;
   cut.next.offset = cut.next.base_offset = offset;
   cut.next.first = first;
-  cut.next.dealt = at.dealt + taken - at.again;
+  cut.next.assigned = at.assigned + taken - at.again;
   cut.next.again = 0;
   cut.last = tile.num_requests;
   cut.both_requests = both_requests;
@@ -68,7 +68,7 @@ bool CutFinder::find(const Tile& tile, const Position& at, int64_t room, int64_t
   const ItemCost& item = context_.item_costs[tile.num_requests - at.first];
   const int64_t for_tokens = room - item.fixed;
   const int64_t fit = for_tokens < 0 ? -1 : for_tokens / item.token;
-  const int64_t left = tile.load - at.dealt + at.again;
+  const int64_t left = tile.load - at.assigned + at.again;
   int64_t taken = at.again;
   int32_t border = -1;  // the last segment before which a cut fits
   int64_t border_taken = 0;

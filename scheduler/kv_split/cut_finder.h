@@ -9,16 +9,16 @@
 
 namespace pat {
 
-// Progress in dealing out the items of a tile.
+// Progress in assigning the items of a tile.
 struct Position {
   int32_t segment;  // into Packing::segments
-  int32_t offset;   // tokens of it that are dealt out
+  int32_t offset;   // tokens of it that are assigned
   int32_t first;    // requests before this one are done
   // Segments from here on that the next item reads again, as far as they concern the requests from `first` on.
   int32_t base;
   int32_t base_offset;
-  int64_t dealt;  // load, what is read again not counted
-  int64_t again;  // load that the next item reads again
+  int64_t assigned;  // load, what is read again not counted
+  int64_t again;     // load that the next item reads again
 
   static Position begin_of(const Tile& tile) {
     return {.segment = tile.segment_begin,
@@ -26,7 +26,7 @@ struct Position {
             .first = 0,
             .base = tile.segment_begin,
             .base_offset = 0,
-            .dealt = 0,
+            .assigned = 0,
             .again = 0};
   }
 };
@@ -39,7 +39,7 @@ struct Cut {
   bool is_end;            // there is nothing behind it
 };
 
-struct Part {  // of a tile
+struct TilePart {  // of a tile
   Position begin;
   Cut cut;
 };
@@ -53,8 +53,8 @@ class CutFinder {
   void take_rest(const Tile& tile, const Position& at, Cut& cut) const {
     cut.next.segment = tile.segment_end;
     cut.next.offset = 0;
-    cut.next.dealt = tile.load;
-    cut.cost = context_.cost(tile.num_requests - at.first, tile.load - at.dealt + at.again);
+    cut.next.assigned = tile.load;
+    cut.cost = context_.cost(tile.num_requests - at.first, tile.load - at.assigned + at.again);
     cut.last = tile.num_requests;
     cut.both_requests = 0;
     cut.is_end = true;

@@ -21,28 +21,28 @@ constexpr double kWorstGuidedTail = 1.12;
 // A chunk is no longer than this: tiles that begin it apart still meet in the L2.
 constexpr int64_t kLongestChunk = 4096;
 
-// Part of the list of tiles, and how far its items have been dealt out.
+// Part of the list of tiles, and how far its items have been assigned.
 class Stream {
  public:
   Stream(const SplitContext& context, const Packing& packing, const TileList& list, size_t begin,
-         size_t end, Choice& choice)
+         size_t end, Assignment& assignment)
       : progress{.total = list.total_cost(begin, end), .done = 0},
         context_(context),
         packing_(packing),
         tiles_(list.tiles()),
         cut_finder_(packing, context),
-        choice_(choice),
+        assignment_(assignment),
         tile_(begin),
         end_(end) {
-    choice_.clear();
+    assignment_.clear();
     begin_tile();
   }
 
   bool is_empty() const { return tile_ == end_; }
   // Both return the ticket's cost. cuts_left: for chunks.
-  int64_t take(int64_t budget, int64_t cuts_left, int32_t ticket) {
-    return tiles_[tile_].is_chunked ? take_chunk(budget, cuts_left, ticket)
-                                    : take_ticket(budget, ticket);
+  int64_t assign(int64_t budget, int64_t cuts_left, int32_t ticket) {
+    return tiles_[tile_].is_chunked ? assign_chunk(budget, cuts_left, ticket)
+                                    : assign_ticket(budget, ticket);
   }
 
   TicketProgress progress;
@@ -64,18 +64,18 @@ class Stream {
     cuts += !cut.is_end;
     cut_requests += cut.both_requests;
   }
-  int64_t take_ticket(int64_t budget, int32_t ticket);
-  // Takes a chunk of a tile whose KV is dealt out in chunks.
-  int64_t take_chunk(int64_t budget, int64_t cuts_left, int32_t ticket);
+  int64_t assign_ticket(int64_t budget, int32_t ticket);
+  // Takes a chunk of a tile whose KV is assigned in chunks.
+  int64_t assign_chunk(int64_t budget, int64_t cuts_left, int32_t ticket);
 
   const SplitContext& context_;
   const Packing& packing_;
   const std::vector<Tile>& tiles_;
   CutFinder cut_finder_;
-  Choice& choice_;
+  Assignment& assignment_;
   size_t tile_;
   size_t end_;
-  Part part_;  // the next one; the cut is not found yet
+  TilePart part_;  // the next one; the cut is not found yet
   // The tiles that read the present chunk, which is a part of their first segment. None: chunk_end_ is 0.
   size_t readers_begin_ = 0;
   size_t readers_end_ = 0;
@@ -83,7 +83,7 @@ class Stream {
   int32_t chunk_end_ = 0;
 };
 
-int64_t Stream::take_chunk(int64_t budget, int64_t cuts_left, int32_t ticket) {
+int64_t Stream::assign_chunk(int64_t budget, int64_t cuts_left, int32_t ticket) {
   const Tile& tile = tiles_[tile_];
   const auto length = static_cast<int32_t>(tile.num_tokens);
   if (chunk_end_ == 0) {
@@ -103,16 +103,16 @@ int64_t Stream::take_chunk(int64_t budget, int64_t cuts_left, int32_t ticket) {
     chunk = chunks == 1 ? left : left / chunks / kCutGranularity * kCutGranularity;
     chunk_end_ = chunk_begin_ + static_cast<int32_t>(chunk);
   }
-  Part part;
+  TilePart part;
   part.begin = Position::begin_of(tile);
   part.begin.offset = part.begin.base_offset = chunk_begin_;
-  part.begin.dealt = chunk_begin_;
+  part.begin.assigned = chunk_begin_;
   if (chunk_end_ == length) {
     cut_finder_.take_rest(tile, part.begin, part.cut);
   } else {
     cut_finder_.cut_range(tile, part.begin, chunk_end_, part.cut);
   }
-  choice_.take(tile_, ticket, part);
+  assignment_.add(tile_, ticket, part);
   count(part.cut);
   if (++tile_ == readers_end_) {
     if (part.cut.is_end) {
@@ -125,7 +125,7 @@ int64_t Stream::take_chunk(int64_t budget, int64_t cuts_left, int32_t ticket) {
   return part.cut.cost;
 }
 
-int64_t Stream::take_ticket(int64_t budget, int32_t ticket) {
+int64_t Stream::assign_ticket(int64_t budget, int32_t ticket) {
   int64_t room = budget;
   while (!is_empty()) {
     const Tile& tile = tiles_[tile_];
@@ -142,10 +142,10 @@ int64_t Stream::take_ticket(int64_t budget, int32_t ticket) {
       }
     }
     // The rest of a tile need not be for all of its requests.
-    if (cut.is_end && at.dealt == 0 && !tile.is_rest) {
-      choice_.take(tile_, ticket);
+    if (cut.is_end && at.assigned == 0 && !tile.is_rest) {
+      assignment_.add(tile_, ticket);
     } else {
-      choice_.take(tile_, ticket, part_);
+      assignment_.add(tile_, ticket, part_);
     }
     room -= cut.cost;
     count(cut);
@@ -169,7 +169,7 @@ bool GuidedSelfScheduling::choose_whole_tiles(const SplitContext& context, const
   alone_.clear();
   ticket_costs_.clear();
   for (size_t i = 0; i < tiles.size(); ++i) {
-    shared_.take(i, static_cast<int32_t>(i));
+    shared_.add(i, static_cast<int32_t>(i));
     ticket_costs_.push_back(tiles[i].whole);
   }
   return tail_of(ticket_costs_, context.num_workers) <= kWorstUncutTail;
@@ -199,7 +199,7 @@ bool GuidedSelfScheduling::choose(const SplitContext& context, const Packing& pa
         3 / 4;
     Stream& from = is_shared ? shared : alone;
     const int64_t budget = ticket_budget(left, context.num_workers);
-    ticket_costs_.push_back(from.take(budget, cuts_left, num_tickets()));
+    ticket_costs_.push_back(from.assign(budget, cuts_left, num_tickets()));
     if (shared.cuts + alone.cuts > most_cuts ||
         shared.cut_requests + alone.cut_requests > most_cut_requests) {
       return false;

@@ -16,23 +16,23 @@ namespace pat {
 // Guided self-scheduling: the first tickets are large, and the last are small enough to even out what costs cannot
 // foresee. Tickets of shared packs, whose KV mostly comes out of the L2, are drawn among those of private ones, which
 // wait for device memory: each uses what the other leaves. KV that several tiles read, and that is too long for the L2,
-// is dealt out chunk by chunk, each chunk to all of these tiles: they read it together, and device memory once.
+// is assigned chunk by chunk, each chunk to all of these tiles: they read it together, and device memory once.
 class GuidedSelfScheduling {
  public:
-  // Each tile is a ticket. False, with no particular choice, if workers would end too far apart.
+  // Each tile is a ticket. False, with no particular assignment, if workers would end too far apart.
   bool choose_whole_tiles(const SplitContext& context, const TileList& list);
-  // False, with no particular choice, if workers would end too far apart, or that takes more cuts than an even split
+  // False, with no particular assignment, if workers would end too far apart, or that takes more cuts than an even split
   // might: a few tiles of many requests with very long KV. So the partials of a batch have a bound.
   bool choose(const SplitContext& context, const Packing& packing, const TileList& list);
 
   // Choices made; the tickets of both are numbered together.
-  const Choice& shared() const { return shared_; }
-  const Choice& alone() const { return alone_; }
+  const Assignment& shared() const { return shared_; }
+  const Assignment& alone() const { return alone_; }
   int32_t num_tickets() const { return static_cast<int32_t>(ticket_costs_.size()); }
 
  private:
-  Choice shared_;
-  Choice alone_;  // of the private packs
+  Assignment shared_;
+  Assignment alone_;  // of the private packs
   std::vector<int64_t> ticket_costs_;
 };
 

@@ -19,7 +19,7 @@ struct ItemCost {
 // By the number of requests, 0 to those of a tile.
 std::vector<ItemCost> item_costs_of(const CostModel& cost, const TileSelection& tiles);
 
-// Constant while tiles are dealt out; who tries another one makes a copy.
+// Constant while tiles are assigned; who tries another one makes a copy.
 //
 // A load is what a CTA takes for KV, in tokens; a cost is that of a work item, in 1 / kCostUnit tokens.
 struct SplitContext {

@@ -26,7 +26,7 @@ void add_whole(const Packing& packing, const Tile& tile, Split& out) {
 }  // namespace
 
 void SplitWriter::add_part(const Packing& packing, const SplitContext& context, const Tile& tile,
-                           const Part& part, Split& out) {
+                           const TilePart& part, Split& out) {
   const auto& [at, cut] = part;
   const auto segment_begin = static_cast<int32_t>(out.segments.size());
   const auto request_begin = static_cast<int32_t>(out.requests.size());
@@ -90,19 +90,19 @@ void SplitWriter::add_part(const Packing& packing, const SplitContext& context, 
 }
 
 void SplitWriter::add(const Packing& packing, const SplitContext& context,
-                      std::span<const Tile> tiles, const Choice& choice, Split& out) {
-  for (const Choice::Share& share : choice.shares) {
+                      std::span<const Tile> tiles, const Assignment& assignment, Split& out) {
+  for (const AssignedPart& assigned : assignment.assigned_parts) {
     const auto index = static_cast<int32_t>(out.work_items.size());
-    Ticket& ticket = out.tickets[share.ticket];
+    Ticket& ticket = out.tickets[assigned.ticket];
     const bool is_first = ticket.item_end == 0;
     if (is_first) ticket.item_begin = index;
     ticket.item_end = index + 1;
-    const Tile& tile = tiles[share.tile];
-    if (share.part < 0) {
+    const Tile& tile = tiles[assigned.tile];
+    if (assigned.part < 0) {
       add_whole(packing, tile, out);
     } else {
-      const Part& part = choice.parts[share.part];
-      ticket.rest_comes_last |= is_first && part.begin.dealt > 0;
+      const TilePart& part = assignment.parts[assigned.part];
+      ticket.rest_comes_last |= is_first && part.begin.assigned > 0;
       add_part(packing, context, tile, part, out);
     }
   }

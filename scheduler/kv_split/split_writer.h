@@ -1,4 +1,4 @@
-// Deals the parts of the tiles out to tickets, and writes them as a Split.
+// Assigns the parts of the tiles to tickets, and writes them as a Split.
 #pragma once
 
 #include <cstdint>
@@ -13,39 +13,42 @@
 
 namespace pat {
 
-// A split that has not been written down.
-struct Choice {
-  struct Share {  // of a ticket
-    int32_t tile;
-    int32_t ticket;
-    int32_t part;  // into parts; -1: the whole tile
-  };
-  std::vector<Share> shares;
-  std::vector<Part> parts;
+// A tile, or a part of one, that a ticket has.
+struct AssignedPart {
+  int32_t tile;
+  int32_t ticket;
+  int32_t part;  // into Assignment::parts; -1: the whole tile
+};
+
+// Which ticket has what: a split that has not been written down.
+struct Assignment {
+  std::vector<AssignedPart> assigned_parts;
+  std::vector<TilePart> parts;
   int32_t num_tickets = 0;
 
   void clear() {
-    shares.clear();
+    assigned_parts.clear();
     parts.clear();
   }
-  void take(size_t tile, int32_t ticket) {
-    shares.push_back({static_cast<int32_t>(tile), ticket, -1});
+  void add(size_t tile, int32_t ticket) {
+    assigned_parts.push_back({static_cast<int32_t>(tile), ticket, -1});
   }
-  void take(size_t tile, int32_t ticket, const Part& part) {
-    shares.push_back({static_cast<int32_t>(tile), ticket, static_cast<int32_t>(parts.size())});
+  void add(size_t tile, int32_t ticket, const TilePart& part) {
+    assigned_parts.push_back(
+        {static_cast<int32_t>(tile), ticket, static_cast<int32_t>(parts.size())});
     parts.push_back(part);
   }
 };
 
 class SplitWriter {
  public:
-  // Appends the choice's items to `out`, which has the tickets already.
+  // Appends the assignment's items to `out`, which has the tickets already.
   void add(const Packing& packing, const SplitContext& context, std::span<const Tile> tiles,
-           const Choice& choice, Split& out);
+           const Assignment& assignment, Split& out);
 
  private:
   void add_part(const Packing& packing, const SplitContext& context, const Tile& tile,
-                const Part& part, Split& out);
+                const TilePart& part, Split& out);
 
   std::vector<int32_t> place_;  // per request of a tile: its place in the item
 };

@@ -24,28 +24,28 @@ constexpr int64_t kOrderPart = 8;
 
 }  // namespace
 
-StreamKSplit::Dealt StreamKSplit::deal(const SplitContext& context, const Packing& packing,
-                                       std::span<const Tile> tiles, int64_t budget, bool aligned,
-                                       Choice& choice) {
+StreamKSplit::AssignResult StreamKSplit::assign(const SplitContext& context, const Packing& packing,
+                                                std::span<const Tile> tiles, int64_t budget,
+                                                bool aligned, Assignment& assignment) {
   const CutFinder cut_finder(packing, context);
-  choice.clear();
-  Dealt dealt{.load = 0, .uncut = 0, .largest = 0, .fits = false};
+  assignment.clear();
+  AssignResult result{.load = 0, .uncut = 0, .largest = 0, .fits = false};
   int32_t ticket = 0;
   int64_t room = budget;
   for (size_t i = 0; i < tiles.size(); ++i) {
     const Tile& tile = tiles[i];
     if (aligned && tile.is_read_again && room < budget && tile.whole > room) {
-      dealt.largest = std::max(dealt.largest, budget - room);
-      if (++ticket == context.num_workers) return dealt;
+      result.largest = std::max(result.largest, budget - room);
+      if (++ticket == context.num_workers) return result;
       room = budget;
     }
     if (tile.whole <= room) {  // most tiles: this loop runs once per step of the search
-      choice.take(i, ticket);
+      assignment.add(i, ticket);
       room -= tile.whole;
-      dealt.load += tile.load;
+      result.load += tile.load;
       continue;
     }
-    Part part;
+    TilePart part;
     part.begin = Position::begin_of(tile);
     for (;;) {
       const Position& at = part.begin;
@@ -60,25 +60,25 @@ StreamKSplit::Dealt StreamKSplit::deal(const SplitContext& context, const Packin
         }
       }
       if (fits) {
-        choice.take(i, ticket, part);
+        assignment.add(i, ticket, part);
         room -= cut.cost;
         if (room < 0) {
-          dealt.uncut = cut.cost;
-          return dealt;
+          result.uncut = cut.cost;
+          return result;
         }
-        dealt.load += cut.next.dealt - at.dealt;
+        result.load += cut.next.assigned - at.assigned;
         if (cut.is_end) break;
         part.begin = cut.next;  // and on with the next ticket: one cut for each at most
       }
-      dealt.largest = std::max(dealt.largest, budget - room);
-      if (++ticket == context.num_workers) return dealt;
+      result.largest = std::max(result.largest, budget - room);
+      if (++ticket == context.num_workers) return result;
       room = budget;
     }
   }
-  dealt.largest = std::max(dealt.largest, budget - room);
-  dealt.fits = true;
-  choice.num_tickets = ticket + 1;
-  return dealt;
+  result.largest = std::max(result.largest, budget - room);
+  result.fits = true;
+  assignment.num_tickets = ticket + 1;
+  return result;
 }
 
 void StreamKSplit::choose(const SplitContext& context, const Packing& packing,
@@ -100,29 +100,29 @@ void StreamKSplit::choose(const SplitContext& context, const Packing& packing,
     return std::max(kCostUnit * int64_t{kCutGranularity} / 4, budget / (aligned ? 32 : 64));
   };
   int64_t budget = low;
-  Dealt dealt = deal(context, packing, tiles, budget, false, choice_);
-  while (!dealt.fits) {
+  AssignResult result = assign(context, packing, tiles, budget, false, assignment_);
+  while (!result.fits) {
     low = budget;
-    // Load that no cut can shorten; or as much more for each ticket as takes what was not dealt out.
-    const int64_t missing = (load - dealt.load) * (total / load) / workers;
-    budget = std::max(low + step(low), dealt.uncut > 0 ? dealt.uncut : low + missing);
-    dealt = deal(context, packing, tiles, budget, false, choice_);
+    // Load that no cut can shorten; or as much more for each ticket as takes what was not assigned.
+    const int64_t missing = (load - result.load) * (total / load) / workers;
+    budget = std::max(low + step(low), result.uncut > 0 ? result.uncut : low + missing);
+    result = assign(context, packing, tiles, budget, false, assignment_);
   }
   if (std::ranges::any_of(tiles, &Tile::is_read_again)) {
-    const int64_t most = dealt.largest + dealt.largest / kAlignedPart;
-    const Dealt found = deal(context, packing, tiles, most, true, trial_);
+    const int64_t most = result.largest + result.largest / kAlignedPart;
+    const AssignResult found = assign(context, packing, tiles, most, true, trial_);
     aligned = found.fits;
     if (aligned) {
-      std::swap(choice_, trial_);
-      dealt = found;
+      std::swap(assignment_, trial_);
+      result = found;
     }
   }
-  int64_t largest = dealt.largest;
+  int64_t largest = result.largest;
   while (largest - low > step(low)) {
     budget = low + (largest - low) / 2;
-    const Dealt found = deal(context, packing, tiles, budget, aligned, trial_);
+    const AssignResult found = assign(context, packing, tiles, budget, aligned, trial_);
     if (found.fits) {
-      std::swap(choice_, trial_);
+      std::swap(assignment_, trial_);
       largest = found.largest;
     } else {
       low = budget;
@@ -135,8 +135,8 @@ SplitTimeModel::Expected StreamKSplit::try_context(const SplitContext& context,
                                                    const TileList& list, Split& out) {
   choose(context, packing, list);
   trial_split_.clear();
-  trial_split_.tickets.assign(choice_.num_tickets, {});
-  writer_.add(packing, context, list.tiles(), choice_, trial_split_);
+  trial_split_.tickets.assign(assignment_.num_tickets, {});
+  writer_.add(packing, context, list.tiles(), assignment_, trial_split_);
   const SplitTimeModel::Expected expected = time_model_.expect(context, task, trial_split_);
   trial_split_.time = expected.time;
   if (trial_split_.time < out.time) std::swap(out, trial_split_);

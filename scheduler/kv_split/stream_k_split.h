@@ -28,18 +28,19 @@ class StreamKSplit {
              const TileList& list, bool is_little, Split& out);
 
  private:
-  struct Dealt {
+  struct AssignResult {
     int64_t load;  // so far; what is read again not counted
     int64_t
         uncut;  // cost of a item that exceeds the budget, and that no cut can shorten; 0 without
     int64_t largest;  // cost of the largest ticket
-    bool fits;        // all tiles are dealt out
+    bool fits;        // all tiles are assigned
   };
-  // Deals the tiles out to tickets that cost `budget` at most, as far as there are workers and no item is too long.
+  // Assigns the tiles to tickets that cost `budget` at most, as far as there are workers and no item is too long.
   // aligned: a tile with a long range that others read as well begins a ticket, unless it fits into one as a whole.
-  static Dealt deal(const SplitContext& context, const Packing& packing,
-                    std::span<const Tile> tiles, int64_t budget, bool aligned, Choice& choice);
-  // Fills choice_.
+  static AssignResult assign(const SplitContext& context, const Packing& packing,
+                             std::span<const Tile> tiles, int64_t budget, bool aligned,
+                             Assignment& assignment);
+  // Fills assignment_.
   void choose(const SplitContext& context, const Packing& packing, const TileList& list);
   // `out` becomes the split of the context, if that is expected to end earlier.
   SplitTimeModel::Expected try_context(const SplitContext& context, const SplitTask& task,
@@ -48,8 +49,8 @@ class StreamKSplit {
 
   SplitTimeModel time_model_;
   SplitWriter writer_;
-  Choice choice_;
-  Choice trial_;
+  Assignment assignment_;
+  Assignment trial_;
   Split trial_split_;
   std::vector<int64_t> ticket_costs_;
   std::vector<int32_t> order_;  // of tickets

@@ -19,7 +19,7 @@ inline int64_t ticket_budget(int64_t cost_left, int32_t num_workers) {
   return std::max(cost_left / (kTicketsPerShare * num_workers), kCostUnit * kSmallestTicket);
 }
 
-// A run of work items, and how far it has been dealt out.
+// A run of work items, and how far it has been assigned.
 struct TicketProgress {
   int64_t total;  // cost
   int64_t done;

@@ -9,7 +9,7 @@
 
 namespace pat {
 
-// KV that several tiles read is dealt out in chunks from this length on, in tokens: what eight KV heads have of it is
+// KV that several tiles read is assigned in chunks from this length on, in tokens: what eight KV heads have of it is
 // then more than stays in the L2 while others are read.
 inline constexpr int32_t kLongRange = 6144;
 
