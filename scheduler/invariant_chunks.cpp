@@ -194,20 +194,21 @@ void InvariantChunks::assign_tickets(Split& split) const {
     for (auto item = begin; item != end; ++item) made.progress.total += item->cost;
     return made;
   };
-  Stream shared = stream(split.work_items.begin(), private_begin);
-  Stream alone = stream(private_begin, split.work_items.end());
-  const int64_t total = shared.progress.total + alone.progress.total;
-  while (!shared.is_empty() || !alone.is_empty()) {
-    const int64_t left = total - shared.progress.done - alone.progress.done;
+  Stream shared_work = stream(split.work_items.begin(), private_begin);
+  Stream private_work = stream(private_begin, split.work_items.end());
+  const int64_t total = shared_work.progress.total + private_work.progress.total;
+  while (!shared_work.is_empty() || !private_work.is_empty()) {
+    const int64_t left = total - shared_work.progress.done - private_work.progress.done;
     const int64_t budget = ticket_budget(left, num_workers_);
     const bool is_shared =
-        alone.is_empty() || (!shared.is_empty() && shared_is_next(shared.progress, alone.progress));
-    Stream& from = is_shared ? shared : alone;
+        private_work.is_empty() ||
+        (!shared_work.is_empty() && shared_is_next(shared_work.progress, private_work.progress));
+    Stream& from = is_shared ? shared_work : private_work;
     Ticket ticket{.item_begin = from.next, .item_end = from.next};
-    for (int64_t room = budget; !from.is_empty();) {
+    for (int64_t budget_left = budget; !from.is_empty();) {
       const int64_t next = split.work_items[from.next].cost;
-      if (next > room && from.next > ticket.item_begin) break;
-      room -= next;
+      if (next > budget_left && from.next > ticket.item_begin) break;
+      budget_left -= next;
       from.progress.done += next;
       ++from.next;
     }

@@ -17,8 +17,8 @@ struct Position {
   // Segments from here on that the next item reads again, as far as they concern the requests from `first` on.
   int32_t base;
   int32_t base_offset;
-  int64_t assigned;  // load, what is read again not counted
-  int64_t again;     // load that the next item reads again
+  int64_t assigned;     // load, what is read again not counted
+  int64_t reread_load;  // load that the next item reads again
 
   static Position begin_of(const Tile& tile) {
     return {.segment = tile.segment_begin,
@@ -27,7 +27,7 @@ struct Position {
             .base = tile.segment_begin,
             .base_offset = 0,
             .assigned = 0,
-            .again = 0};
+            .reread_load = 0};
   }
 };
 
@@ -53,16 +53,18 @@ class CutFinder {
   void take_rest(const Tile& tile, const Position& at, Cut& cut) const {
     cut.next.segment = tile.segment_end;
     cut.next.offset = 0;
-    cut.next.assigned = tile.load;
-    cut.cost = context_.cost(tile.num_requests - at.first, tile.load - at.assigned + at.again);
+    cut.next.assigned = tile.kv_load;
+    cut.cost =
+        context_.cost(tile.num_requests - at.first, tile.kv_load - at.assigned + at.reread_load);
     cut.last = tile.num_requests;
     cut.both_requests = 0;
     cut.is_end = true;
   }
-  // The best cut with which the item from `at` on costs `room` at most, of a ticket that may cost `budget`. False if
+  // The best cut with which the item from `at` on costs `budget_left` at most, of a ticket that may cost `budget`. False if
   // there is none.
-  bool find(const Tile& tile, const Position& at, int64_t room, int64_t budget, Cut& cut) const {
-    return find(tile, at, room, budget, false, cut);
+  bool find(const Tile& tile, const Position& at, int64_t budget_left, int64_t budget,
+            Cut& cut) const {
+    return find(tile, at, budget_left, budget, false, cut);
   }
   // The same for a ticket's first item, which may cost more than `budget` if no cut makes a shorter one.
   void force(const Tile& tile, const Position& at, int64_t budget, Cut& cut) const {
@@ -74,11 +76,11 @@ class CutFinder {
   }
 
  private:
-  bool find(const Tile& tile, const Position& at, int64_t room, int64_t budget, bool is_forced,
-            Cut& cut) const;
-  // most_again: so many tokens the item behind the cut may read again, rather than that the cut makes partials.
+  bool find(const Tile& tile, const Position& at, int64_t budget_left, int64_t budget,
+            bool is_forced, Cut& cut) const;
+  // most_reread: so many tokens the item behind the cut may read again, rather than that the cut makes partials.
   void cut_at(const Tile& tile, const Position& at, int32_t segment, int32_t offset, int64_t taken,
-              int64_t most_again, Cut& cut) const;
+              int64_t most_reread, Cut& cut) const;
 
   const Packing& packing_;
   const SplitContext& context_;

@@ -126,15 +126,15 @@ int64_t Stream::assign_chunk(int64_t budget, int64_t cuts_left, int32_t ticket) 
 }
 
 int64_t Stream::assign_ticket(int64_t budget, int32_t ticket) {
-  int64_t room = budget;
+  int64_t budget_left = budget;
   while (!is_empty()) {
     const Tile& tile = tiles_[tile_];
     if (tile.is_chunked) break;  // not the first item
     const Position& at = part_.begin;
     Cut& cut = part_.cut;
     cut_finder_.take_rest(tile, at, cut);
-    if (cut.cost > room) {
-      if (room < budget) break;  // not the first item: the next ticket has more room
+    if (cut.cost > budget_left) {
+      if (budget_left < budget) break;  // not the first item: the next ticket has more room
       if (cut.cost > budget + budget / 2) {
         const int32_t num_requests = tile.num_requests - at.first;
         const int64_t shortest = shortest_item(num_requests);
@@ -147,7 +147,7 @@ int64_t Stream::assign_ticket(int64_t budget, int32_t ticket) {
     } else {
       assignment_.add(tile_, ticket, part_);
     }
-    room -= cut.cost;
+    budget_left -= cut.cost;
     count(cut);
     if (!cut.is_end) {
       part_.begin = cut.next;
@@ -156,7 +156,7 @@ int64_t Stream::assign_ticket(int64_t budget, int32_t ticket) {
     ++tile_;
     begin_tile();
   }
-  return budget - room;
+  return budget - budget_left;
 }
 
 }  // namespace
@@ -165,12 +165,12 @@ bool GuidedSelfScheduling::choose_whole_tiles(const SplitContext& context, const
   const std::vector<Tile>& tiles = list.tiles();
   const auto most = static_cast<size_t>(kMostUncutTiles * context.num_workers);
   if (list.num_shared() < tiles.size() || tiles.size() > most) return false;
-  shared_.clear();
-  alone_.clear();
+  shared_work_.clear();
+  private_work_.clear();
   ticket_costs_.clear();
   for (size_t i = 0; i < tiles.size(); ++i) {
-    shared_.add(i, static_cast<int32_t>(i));
-    ticket_costs_.push_back(tiles[i].whole);
+    shared_work_.add(i, static_cast<int32_t>(i));
+    ticket_costs_.push_back(tiles[i].uncut_cost);
   }
   return tail_of(ticket_costs_, context.num_workers) <= kWorstUncutTail;
 }
@@ -179,29 +179,33 @@ bool GuidedSelfScheduling::choose(const SplitContext& context, const Packing& pa
                                   const TileList& list) {
   ticket_costs_.clear();
   const int64_t total = list.total_cost();
-  Stream shared(context, packing, list, 0, list.num_shared(), shared_);
-  Stream alone(context, packing, list, list.num_shared(), list.tiles().size(), alone_);
+  Stream shared_work(context, packing, list, 0, list.num_shared(), shared_work_);
+  Stream private_work(context, packing, list, list.num_shared(), list.tiles().size(),
+                      private_work_);
   // Losses of the parted tiles count too.
-  alone.cuts = list.num_parted();
-  alone.cut_requests = list.parted_requests();
+  private_work.cuts = list.num_parted();
+  private_work.cut_requests = list.parted_requests();
   const int64_t most_cuts = max_cut_requests(context.num_workers, context.tiles);
   const int64_t most_cut_requests = most_cuts + packing.spare_requests;
-  while (!shared.is_empty() || !alone.is_empty()) {
-    const int64_t left = std::max<int64_t>(total - shared.progress.done - alone.progress.done, 0);
+  while (!shared_work.is_empty() || !private_work.is_empty()) {
+    const int64_t left =
+        std::max<int64_t>(total - shared_work.progress.done - private_work.progress.done, 0);
     const bool is_shared =
-        alone.is_empty() || (!shared.is_empty() && shared_is_next(shared.progress, alone.progress));
+        private_work.is_empty() ||
+        (!shared_work.is_empty() && shared_is_next(shared_work.progress, private_work.progress));
     // A quarter is left to what comes behind the chunks.
     const int64_t cuts_left =
-        std::max<int64_t>(std::min(most_cuts - shared.cuts - alone.cuts,
-                                   (most_cut_requests - shared.cut_requests - alone.cut_requests) /
-                                       context.tiles.requests_per_tile()),
-                          0) *
+        std::max<int64_t>(
+            std::min(most_cuts - shared_work.cuts - private_work.cuts,
+                     (most_cut_requests - shared_work.cut_requests - private_work.cut_requests) /
+                         context.tiles.requests_per_tile()),
+            0) *
         3 / 4;
-    Stream& from = is_shared ? shared : alone;
+    Stream& from = is_shared ? shared_work : private_work;
     const int64_t budget = ticket_budget(left, context.num_workers);
     ticket_costs_.push_back(from.assign(budget, cuts_left, num_tickets()));
-    if (shared.cuts + alone.cuts > most_cuts ||
-        shared.cut_requests + alone.cut_requests > most_cut_requests) {
+    if (shared_work.cuts + private_work.cuts > most_cuts ||
+        shared_work.cut_requests + private_work.cut_requests > most_cut_requests) {
       return false;
     }
   }

@@ -26,13 +26,13 @@ class GuidedSelfScheduling {
   bool choose(const SplitContext& context, const Packing& packing, const TileList& list);
 
   // Choices made; the tickets of both are numbered together.
-  const Assignment& shared() const { return shared_; }
-  const Assignment& alone() const { return alone_; }
+  const Assignment& shared_work() const { return shared_work_; }
+  const Assignment& private_work() const { return private_work_; }
   int32_t num_tickets() const { return static_cast<int32_t>(ticket_costs_.size()); }
 
  private:
-  Assignment shared_;
-  Assignment alone_;  // of the private packs
+  Assignment shared_work_;
+  Assignment private_work_;  // of the private packs
   std::vector<int64_t> ticket_costs_;
 };
 

@@ -59,8 +59,8 @@ void KvSplitter::split(const Packing& packing, SplitTask task, Split& out) {
     if ((!has_long_range && guided_.choose_whole_tiles(context, list_)) ||
         guided_.choose(context, packing, list_)) {
       out.tickets.assign(guided_.num_tickets(), {});
-      writer_.add(packing, context, list_.tiles(), guided_.shared(), out);
-      writer_.add(packing, context, list_.tiles(), guided_.alone(), out);
+      writer_.add(packing, context, list_.tiles(), guided_.shared_work(), out);
+      writer_.add(packing, context, list_.tiles(), guided_.private_work(), out);
       return;
     }
     if (has_long_range) list_.make(packing, context, false);

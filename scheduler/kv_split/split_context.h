@@ -37,11 +37,11 @@ struct SplitContext {
   int64_t min_item_tokens;  // tokens; no cut makes a shorter one
   bool may_merge = true;    // false: cuts between requests read again whatever that costs
 
-  int64_t load_of(int64_t num_tokens) const {
+  int64_t kv_load_of(int64_t num_tokens) const {
     if (!counts_stages || num_tokens <= 0) return num_tokens;
     return (num_tokens + kStageTokens - 1) / kStageTokens * kStageTokens + kSegment;
   }
-  int64_t load_of_segment() const { return counts_stages ? kSegment : 0; }
+  int64_t kv_load_of_segment() const { return counts_stages ? kSegment : 0; }
   int64_t cost(int32_t num_requests, int64_t load) const {
     const ItemCost& item = item_costs[num_requests];
     return item.fixed + std::max<int64_t>(load * item.token, costs->split.shortest);

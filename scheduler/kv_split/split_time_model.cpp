@@ -34,7 +34,7 @@ constexpr int64_t kPartialsAtOnce = 12;
 
 int64_t chain(const SplitContext& context, int64_t load, int64_t num_segments,
               int64_t num_requests) {
-  return load + (kSegmentInChain - context.load_of_segment()) * num_segments +
+  return load + (kSegmentInChain - context.kv_load_of_segment()) * num_segments +
          kRowInChain * num_requests * context.tiles.group_size();
 }
 
@@ -62,7 +62,7 @@ int64_t SplitTimeModel::longest_request(const SplitContext& context, const Packi
     chains_.assign(tile.num_requests + 1, 0);
     for (int32_t s = tile.segment_begin; s < tile.segment_end; ++s) {
       const Segment& segment = packing.segments[s];
-      const int64_t own = chain(context, context.load_of(segment.num_tokens()), 1, 0);
+      const int64_t own = chain(context, context.kv_load_of(segment.num_tokens()), 1, 0);
       chains_[segment.first] += own;
       chains_[std::min(segment.end, tile.num_requests)] -= own;
     }
@@ -77,7 +77,7 @@ bool SplitTimeModel::takes_too_long(const SplitContext& context, const SplitTask
   if (task.time_to_beat == std::numeric_limits<int64_t>::max()) return false;
   int64_t total = 0;
   for (const Tile& tile : tiles) {
-    total += chain(context, tile.load, tile.segment_end - tile.segment_begin, tile.num_requests);
+    total += chain(context, tile.kv_load, tile.segment_end - tile.segment_begin, tile.num_requests);
   }
   // No split has a smaller sum of chains, and the slowest is at least their mean. Either it merges nothing, or at least
   // two partials.
@@ -96,11 +96,11 @@ SplitTimeModel::Expected SplitTimeModel::expect(const SplitContext& context, con
     int64_t own = 0;
     for (int32_t p = ticket.item_begin; p < ticket.item_end; ++p) {
       const Split::WorkItem& item = split.work_items[p];
-      int64_t load = 0;
+      int64_t kv_load = 0;
       for (int32_t s = item.segment_begin; s < item.segment_begin + item.num_segments; ++s) {
-        load += context.load_of(split.segments[s].num_tokens());
+        kv_load += context.kv_load_of(split.segments[s].num_tokens());
       }
-      own += chain(context, load, item.num_segments, item.num_requests);
+      own += chain(context, kv_load, item.num_segments, item.num_requests);
     }
     expected.slowest = std::max(expected.slowest, own);
     expected.total += own;

@@ -14,7 +14,7 @@ void add_whole(const Packing& packing, const Tile& tile, Split& out) {
                             .segment_begin = static_cast<int32_t>(out.segments.size()),
                             .num_segments = tile.segment_end - tile.segment_begin,
                             .num_tokens = tile.num_tokens,
-                            .cost = tile.whole});
+                            .cost = tile.uncut_cost});
   const auto requests = packing.requests.begin() + tile.request_begin;
   out.requests.insert(out.requests.end(), requests, requests + tile.num_requests);
   for (int32_t s = tile.segment_begin; s < tile.segment_end; ++s) {
@@ -31,7 +31,7 @@ void SplitWriter::add_part(const Packing& packing, const SplitContext& context, 
   const auto segment_begin = static_cast<int32_t>(out.segments.size());
   const auto request_begin = static_cast<int32_t>(out.requests.size());
   int64_t num_tokens = 0;
-  int64_t load = 0;
+  int64_t kv_load = 0;
   const auto add_segment = [&](int32_t s, int32_t from, int32_t to) {
     Segment segment = packing.segments[s];
     segment.is_open &= to == segment.num_tokens();
@@ -42,7 +42,7 @@ void SplitWriter::add_part(const Packing& packing, const SplitContext& context, 
     segment.first = std::max(segment.first, at.first);
     segment.end = std::min(segment.end, cut.last);
     num_tokens += to - from;
-    load += context.load_of(to - from);
+    kv_load += context.kv_load_of(to - from);
     out.segments.push_back(segment);
   };
   for (int32_t s = at.base; s < at.segment; ++s) {
@@ -86,7 +86,7 @@ void SplitWriter::add_part(const Packing& packing, const SplitContext& context, 
        .segment_begin = segment_begin,
        .num_segments = static_cast<int32_t>(out.segments.size()) - segment_begin,
        .num_tokens = num_tokens,
-       .cost = context.cost(num_requests, load)});
+       .cost = context.cost(num_requests, kv_load)});
 }
 
 void SplitWriter::add(const Packing& packing, const SplitContext& context,

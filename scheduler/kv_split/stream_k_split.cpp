@@ -29,20 +29,20 @@ StreamKSplit::AssignResult StreamKSplit::assign(const SplitContext& context, con
                                                 bool aligned, Assignment& assignment) {
   const CutFinder cut_finder(packing, context);
   assignment.clear();
-  AssignResult result{.load = 0, .uncut = 0, .largest = 0, .fits = false};
+  AssignResult result{.kv_load = 0, .uncut = 0, .largest = 0, .fits = false};
   int32_t ticket = 0;
-  int64_t room = budget;
+  int64_t budget_left = budget;
   for (size_t i = 0; i < tiles.size(); ++i) {
     const Tile& tile = tiles[i];
-    if (aligned && tile.is_read_again && room < budget && tile.whole > room) {
-      result.largest = std::max(result.largest, budget - room);
+    if (aligned && tile.is_read_again && budget_left < budget && tile.uncut_cost > budget_left) {
+      result.largest = std::max(result.largest, budget - budget_left);
       if (++ticket == context.num_workers) return result;
-      room = budget;
+      budget_left = budget;
     }
-    if (tile.whole <= room) {  // most tiles: this loop runs once per step of the search
+    if (tile.uncut_cost <= budget_left) {  // most tiles: this loop runs once per step of the search
       assignment.add(i, ticket);
-      room -= tile.whole;
-      result.load += tile.load;
+      budget_left -= tile.uncut_cost;
+      result.kv_load += tile.kv_load;
       continue;
     }
     TilePart part;
@@ -52,30 +52,30 @@ StreamKSplit::AssignResult StreamKSplit::assign(const SplitContext& context, con
       Cut& cut = part.cut;
       cut_finder.take_rest(tile, at, cut);
       bool fits = true;
-      if (cut.cost > room) {
-        if (room == budget) {
+      if (cut.cost > budget_left) {
+        if (budget_left == budget) {
           cut_finder.force(tile, at, budget, cut);
         } else {
-          fits = cut_finder.find(tile, at, room, budget, cut);
+          fits = cut_finder.find(tile, at, budget_left, budget, cut);
         }
       }
       if (fits) {
         assignment.add(i, ticket, part);
-        room -= cut.cost;
-        if (room < 0) {
+        budget_left -= cut.cost;
+        if (budget_left < 0) {
           result.uncut = cut.cost;
           return result;
         }
-        result.load += cut.next.assigned - at.assigned;
+        result.kv_load += cut.next.assigned - at.assigned;
         if (cut.is_end) break;
         part.begin = cut.next;  // and on with the next ticket: one cut for each at most
       }
-      result.largest = std::max(result.largest, budget - room);
+      result.largest = std::max(result.largest, budget - budget_left);
       if (++ticket == context.num_workers) return result;
-      room = budget;
+      budget_left = budget;
     }
   }
-  result.largest = std::max(result.largest, budget - room);
+  result.largest = std::max(result.largest, budget - budget_left);
   result.fits = true;
   assignment.num_tickets = ticket + 1;
   return result;
@@ -86,13 +86,13 @@ void StreamKSplit::choose(const SplitContext& context, const Packing& packing,
   const std::vector<Tile>& tiles = list.tiles();
   const int64_t workers = context.num_workers;
   const int64_t total = list.total_cost();
-  int64_t load = 0;
+  int64_t kv_load = 0;
   int64_t low = (total + workers - 1) / workers;
   for (const Tile& tile : tiles) {
-    load += tile.load;
+    kv_load += tile.kv_load;
     const bool is_cut = tile.num_tokens >= 2 * context.min_item_tokens;
-    low = std::max(low,
-                   is_cut ? context.cost(tile.num_requests, context.min_item_tokens) : tile.whole);
+    low = std::max(
+        low, is_cut ? context.cost(tile.num_requests, context.min_item_tokens) : tile.uncut_cost);
   }
   bool aligned = false;
   // So close to the smallest budget: what is aligned, and then comes out of the L2, seldom keeps others waiting.
@@ -104,7 +104,7 @@ void StreamKSplit::choose(const SplitContext& context, const Packing& packing,
   while (!result.fits) {
     low = budget;
     // Load that no cut can shorten; or as much more for each ticket as takes what was not assigned.
-    const int64_t missing = (load - result.load) * (total / load) / workers;
+    const int64_t missing = (kv_load - result.kv_load) * (total / kv_load) / workers;
     budget = std::max(low + step(low), result.uncut > 0 ? result.uncut : low + missing);
     result = assign(context, packing, tiles, budget, false, assignment_);
   }

@@ -29,7 +29,7 @@ class StreamKSplit {
 
  private:
   struct AssignResult {
-    int64_t load;  // so far; what is read again not counted
+    int64_t kv_load;  // so far; what is read again not counted
     int64_t
         uncut;  // cost of a item that exceeds the budget, and that no cut can shorten; 0 without
     int64_t largest;  // cost of the largest ticket

@@ -28,8 +28,8 @@ struct TicketProgress {
 };
 
 // True if the next ticket is a shared one, where there are both.
-inline bool shared_is_next(const TicketProgress& shared, const TicketProgress& alone) {
-  return shared.part() <= kSharedLead * alone.part();
+inline bool shared_is_next(const TicketProgress& shared_work, const TicketProgress& private_work) {
+  return shared_work.part() <= kSharedLead * private_work.part();
 }
 
 }  // namespace pat

@@ -19,10 +19,10 @@ void TileList::make(const Packing& packing, const SplitContext& context, bool pa
   const int32_t most = context.tiles.requests_per_tile();
   for (const Pack& pack : packing.packs) {
     int64_t num_tokens = 0;
-    int64_t load = 0;
+    int64_t kv_load = 0;
     for (const Segment& segment : packing.segments_of(pack)) {
       num_tokens += segment.num_tokens();
-      load += context.load_of(segment.num_tokens());
+      kv_load += context.kv_load_of(segment.num_tokens());
     }
     const bool is_shared = !packing.segments[pack.segment_begin].is_private();
     for (int32_t done = 0; done < pack.num_requests; done += most) {
@@ -37,8 +37,8 @@ void TileList::make(const Packing& packing, const SplitContext& context, bool pa
                         .is_chunked = false,
                         .is_rest = false,
                         .num_tokens = num_tokens,
-                        .load = load,
-                        .whole = context.cost(num_requests, load)});
+                        .kv_load = kv_load,
+                        .uncut_cost = context.cost(num_requests, kv_load)});
     }
   }
   mark_common_ranges(packing, parted ? kLongRange : kAlignedRange);
@@ -53,7 +53,7 @@ void TileList::make(const Packing& packing, const SplitContext& context, bool pa
 
 int64_t TileList::total_cost(size_t begin, size_t end) const {
   int64_t total = 0;
-  for (size_t i = begin; i < end; ++i) total += tiles_[i].whole;
+  for (size_t i = begin; i < end; ++i) total += tiles_[i].uncut_cost;
   return total;
 }
 
@@ -85,12 +85,12 @@ void TileList::part_long_ranges(const Packing& packing, const SplitContext& cont
     Tile& range = tiles_[i];
     range.segment_end = range.segment_begin + 1;
     range.num_tokens = packing.segments[range.segment_begin].num_tokens();
-    range.load = context.load_of(range.num_tokens);
-    range.whole = context.cost(range.num_requests, range.load);
+    range.kv_load = context.kv_load_of(range.num_tokens);
+    range.uncut_cost = context.cost(range.num_requests, range.kv_load);
     ++rest.segment_begin;
     rest.num_tokens -= range.num_tokens;
-    rest.load -= range.load;
-    rest.whole = context.cost(rest.num_requests, rest.load);
+    rest.kv_load -= range.kv_load;
+    rest.uncut_cost = context.cost(rest.num_requests, rest.kv_load);
     rest.is_shared = rest.is_read_again = rest.is_chunked = false;
     rest.is_rest = true;
     ++num_parted_;

@@ -24,8 +24,8 @@ struct Tile {
   bool is_chunked;     // such a range, and nothing else
   bool is_rest;        // what such a range leaves of a tile
   int64_t num_tokens;
-  int64_t load;
-  int64_t whole;  // cost uncut
+  int64_t kv_load;
+  int64_t uncut_cost;
 };
 
 // Loads and costs are those of the context that the list is made with.
