@@ -475,7 +475,7 @@ PYBIND11_MODULE(_scheduler, m) {
                                result["work_items"] = summary.work_items;
                                result["partials"] = summary.partials;
                                result["partials_before_split"] = summary.partials_before_split;
-                               result["tail"] = summary.tail;
+                               result["imbalance"] = summary.imbalance;
                                result["requests_per_pack"] = summary.requests_per_pack;
                                result["tiles_by_body"] = summary.tiles_by_body;
                                return result;

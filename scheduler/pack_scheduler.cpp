@@ -205,7 +205,7 @@ PlanSummary PackScheduler::summarize() const {
   for (const int32_t packs : packs_of) {
     if (packs > 1) summary.partials_before_split += packs;
   }
-  summary.tail = splitter_.tail(split);
+  summary.imbalance = splitter_.imbalance(split);
   summary.time = split.time;
   return summary;
 }

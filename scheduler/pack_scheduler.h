@@ -55,7 +55,7 @@ struct PlanSummary {
   int32_t work_items = 0;
   int32_t partials = 0;
   int32_t partials_before_split = 0;  // as if no tile had been cut
-  double tail = 1.0;                  // cost of the slowest worker over the mean of all workers
+  double imbalance = 1.0;             // cost of the slowest worker over the mean of all workers
   int64_t time = 0;                   // Split::time
   std::vector<int32_t> requests_per_pack = {};  // packs by floor(log2(requests))
   std::vector<int32_t> tiles_by_body = {};      // in the order of the tile table

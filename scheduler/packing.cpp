@@ -73,7 +73,7 @@ void Packer::pack(const PrefixForest& forest, std::span<const int32_t> seq_lens,
   const int64_t most = kMaxPacksPerRequest * static_cast<int64_t>(seq_lens.size());
   if (policy_ == Policy::kMemory) {
     tiler_.pack(forest, seq_lens, out);
-    out.spare_requests = most - static_cast<int64_t>(out.requests.size());
+    out.packing_slack = most - static_cast<int64_t>(out.requests.size());
     return;
   }
   out.clear();
@@ -88,7 +88,7 @@ void Packer::pack(const PrefixForest& forest, std::span<const int32_t> seq_lens,
     }
   }
   emit(forest, seq_lens, out);
-  out.spare_requests = std::max<int64_t>(most - static_cast<int64_t>(out.requests.size()), 0);
+  out.packing_slack = std::max<int64_t>(most - static_cast<int64_t>(out.requests.size()), 0);
 }
 
 int64_t Packer::decide(const PrefixForest& forest, std::span<const int32_t> seq_lens) {

@@ -44,7 +44,7 @@ struct Packing {
   std::vector<int32_t> requests;
   std::vector<Segment> segments;
   std::vector<GatherSpan> spans;  // shared ranges, one after the other in the slot buffer
-  int64_t spare_requests = 0;  // how many more `requests` there might be: see kMaxPacksPerRequest
+  int64_t packing_slack = 0;  // how many more `requests` there might be: see kMaxPacksPerRequest
 
   std::span<const int32_t> requests_of(const Pack& pack) const {
     return std::span(requests).subspan(pack.request_begin, pack.num_requests);

@@ -41,7 +41,7 @@ class _Summary(TypedDict):
     work_items: int
     partials: int
     partials_before_split: int
-    tail: float
+    imbalance: float
     requests_per_pack: list[int]
     tiles_by_body: list[int]
 
@@ -236,7 +236,7 @@ class PackScheduler:
     def summary(self) -> _Summary:
         """Summary of the last plan, for reports.
 
-        partials: of one query row; before the split: as if no tile had been cut. tail: cost of the
+        partials: of one query row; before the split: as if no tile had been cut. imbalance: cost of the
         slowest worker over the mean of all. requests_per_pack: packs with 2**i to 2**(i + 1) - 1
         requests. tiles_by_body: in the order of tile_table.
         """

@@ -13,11 +13,11 @@ namespace {
 // partials that cutting it off costs.
 constexpr int64_t kItemPerCut = 32;
 // With whole tiles, workers may end this far apart: cuts even that out, and cost their partials.
-constexpr double kWorstUncutTail = 1.05;
+constexpr double kWorstUncutImbalance = 1.05;
 constexpr int64_t kMostUncutTiles = 8;  // for each worker; of more, guided tickets need no cuts
 // Guided tickets even out what costs do not foresee: CTAs with equal work end up to 12% apart. If they are further
 // apart by their costs, each worker had better get an even share.
-constexpr double kWorstGuidedTail = 1.12;
+constexpr double kWorstGuidedImbalance = 1.12;
 // A chunk is no longer than this: tiles that begin it apart still meet in the L2.
 constexpr int64_t kLongestChunk = 4096;
 
@@ -172,7 +172,7 @@ bool GuidedSelfScheduling::choose_whole_tiles(const SplitContext& context, const
     shared_work_.add(i, static_cast<int32_t>(i));
     ticket_costs_.push_back(tiles[i].uncut_cost);
   }
-  return tail_of(ticket_costs_, context.num_workers) <= kWorstUncutTail;
+  return imbalance(ticket_costs_, context.num_workers) <= kWorstUncutImbalance;
 }
 
 bool GuidedSelfScheduling::choose(const SplitContext& context, const Packing& packing,
@@ -186,7 +186,7 @@ bool GuidedSelfScheduling::choose(const SplitContext& context, const Packing& pa
   private_work.cuts = list.num_parted();
   private_work.cut_requests = list.parted_requests();
   const int64_t most_cuts = max_cut_requests(context.num_workers, context.tiles);
-  const int64_t most_cut_requests = most_cuts + packing.spare_requests;
+  const int64_t most_cut_requests = most_cuts + packing.packing_slack;
   while (!shared_work.is_empty() || !private_work.is_empty()) {
     const int64_t left =
         std::max<int64_t>(total - shared_work.progress.done - private_work.progress.done, 0);
@@ -209,7 +209,7 @@ bool GuidedSelfScheduling::choose(const SplitContext& context, const Packing& pa
       return false;
     }
   }
-  return tail_of(ticket_costs_, context.num_workers) <= kWorstGuidedTail;
+  return imbalance(ticket_costs_, context.num_workers) <= kWorstGuidedImbalance;
 }
 
 }  // namespace pat

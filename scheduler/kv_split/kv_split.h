@@ -48,8 +48,8 @@ class KvSplitter {
     return time_of_chains(task, workers, num_tokens / workers, num_tokens);
   }
 
-  // Tail of the split's tickets: see tail_of().
-  double tail(const Split& split) const;
+  // Imbalance of the split's tickets: see imbalance().
+  double imbalance(const Split& split) const;
 
  private:
   SplitConfig config_;

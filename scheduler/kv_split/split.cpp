@@ -22,7 +22,7 @@ void Split::list_ticket_costs(std::vector<int64_t>& costs) const {
   }
 }
 
-double tail_of(std::span<const int64_t> ticket_costs, int32_t num_workers) {
+double imbalance(std::span<const int64_t> ticket_costs, int32_t num_workers) {
   // Ascending: the next ticket goes to the worker that is done first.
   std::priority_queue<int64_t, std::vector<int64_t>, std::greater<>> loads(
       {}, std::vector<int64_t>(num_workers, 0));

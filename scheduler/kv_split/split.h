@@ -63,6 +63,6 @@ struct SplitTask {
 };
 
 // Cost of the slowest worker over the mean of all, if each draws its next ticket when it is done. 1 without work.
-double tail_of(std::span<const int64_t> ticket_costs, int32_t num_workers);
+double imbalance(std::span<const int64_t> ticket_costs, int32_t num_workers);
 
 }  // namespace pat

@@ -49,7 +49,7 @@ struct SplitContext {
 };
 
 // Most requests that all cuts of a split concern, counted once per cut: each adds a partial. It bounds the cuts
-// too. Where requests are in less packs than Packing::spare_requests allows for, their cuts may be more.
+// too. Where requests are in less packs than Packing::packing_slack allows for, their cuts may be more.
 inline int64_t max_cut_requests(int32_t num_workers, const TileSelection& tiles) {
   return int64_t{num_workers} * tiles.requests_per_tile();
 }

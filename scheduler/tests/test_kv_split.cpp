@@ -89,7 +89,7 @@ void check_split(const Made& made, const SchedulerConfig& config) {
   }
   const int64_t packed = static_cast<int64_t>(packing.requests.size());
   const int64_t most_cut = max_cut_requests(config.num_workers, tiles);
-  CHECK(taken_requests - packed <= most_cut + packing.spare_requests);
+  CHECK(taken_requests - packed <= most_cut + packing.packing_slack);
   int64_t num_cuts = static_cast<int64_t>(split.work_items.size());
   for (const Pack& pack : packing.packs) num_cuts -= tiles.num_tiles(pack.num_requests);
   CHECK(static_cast<int64_t>(split.segments.size()) <=

@@ -234,7 +234,7 @@ TEST(plan_that_is_too_large_leaves_the_last_one_in_force) {
   CHECK(scheduler.check_lengths(small.seq_lens).served);
   CHECK_EQ(scheduler.summarize().packs, summary.packs);
   CHECK_EQ(scheduler.summarize().partials_before_split, summary.partials_before_split);
-  CHECK_EQ(scheduler.summarize().tail, summary.tail);
+  CHECK_EQ(scheduler.summarize().imbalance, summary.imbalance);
   check_plan(scheduler, made, small);
 }
 
