@@ -466,20 +466,6 @@ PYBIND11_MODULE(_scheduler, m) {
                              [](const pat::PackScheduler& self) {
                                return kv_tokens_tuple(self.last_plan().kv_tokens());
                              })
-      .def_property_readonly("summary",
-                             [](const pat::PackScheduler& self) {
-                               const pat::PlanSummary summary = self.summarize();
-                               py::dict result;
-                               result["packs"] = summary.packs;
-                               result["tiles"] = summary.tiles;
-                               result["work_items"] = summary.work_items;
-                               result["partials"] = summary.partials;
-                               result["partials_before_split"] = summary.partials_before_split;
-                               result["imbalance"] = summary.imbalance;
-                               result["requests_per_pack"] = summary.requests_per_pack;
-                               result["tiles_by_body"] = summary.tiles_by_body;
-                               return result;
-                             })
       .def_property_readonly("stage_times_ns", [](const pat::PackScheduler& self) {
         py::dict times;
         times["forest"] = self.stage_times().forest;

@@ -1,7 +1,6 @@
 #include "pack_scheduler.h"
 
 #include <algorithm>
-#include <bit>
 #include <chrono>
 #include <limits>
 #include <numeric>
@@ -181,33 +180,6 @@ int32_t PackScheduler::steps_left(std::span<const int32_t> seq_lens, int32_t lon
     steps = std::min(steps, int64_t{std::min(last_.lengths[i].longest, longest)} - seq_lens[i]);
   }
   return any ? static_cast<int32_t>(std::max<int64_t>(steps, 0)) : 0;
-}
-
-PlanSummary PackScheduler::summarize() const {
-  const auto& [packing, split, plan, lengths] = last_;
-  PlanSummary summary{.packs = static_cast<int32_t>(packing.packs.size()),
-                      .work_items = plan.header().num_work_items,
-                      .partials = plan.header().num_partials,
-                      .tiles_by_body = std::vector<int32_t>(tiles_.table().num_tiles)};
-  std::vector<int32_t> packs_of(lengths.size(), 0);
-  for (const Pack& pack : packing.packs) {
-    const size_t bin = std::bit_width(static_cast<uint32_t>(pack.num_requests)) - 1;
-    if (summary.requests_per_pack.size() <= bin) summary.requests_per_pack.resize(bin + 1);
-    ++summary.requests_per_pack[bin];
-    for (const int32_t request : packing.requests_of(pack)) ++packs_of[request];
-    // KvSplitter cuts it into full tiles, and one for the rest.
-    const int32_t full_tiles = pack.num_requests / tiles_.requests_per_tile();
-    const int32_t rest = pack.num_requests % tiles_.requests_per_tile();
-    summary.tiles += tiles_.num_tiles(pack.num_requests);
-    summary.tiles_by_body[tiles_.select(tiles_.requests_per_tile())] += full_tiles;
-    if (rest > 0) ++summary.tiles_by_body[tiles_.select(rest)];
-  }
-  for (const int32_t packs : packs_of) {
-    if (packs > 1) summary.partials_before_split += packs;
-  }
-  summary.imbalance = splitter_.imbalance(split);
-  summary.time = split.time;
-  return summary;
 }
 
 PlanBounds plan_bounds(int32_t max_requests, int32_t num_workers, const TileSelection& tiles) {

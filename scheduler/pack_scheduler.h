@@ -48,19 +48,6 @@ struct LengthCheck {
   int32_t longest;  // 0 without requests
 };
 
-// Summary of the last plan, for reports. Partials are those of one query row.
-struct PlanSummary {
-  int32_t packs = 0;
-  int32_t tiles = 0;
-  int32_t work_items = 0;
-  int32_t partials = 0;
-  int32_t partials_before_split = 0;  // as if no tile had been cut
-  double imbalance = 1.0;             // cost of the slowest worker over the mean of all workers
-  int64_t time = 0;                   // Split::time
-  std::vector<int32_t> requests_per_pack = {};  // packs by floor(log2(requests))
-  std::vector<int32_t> tiles_by_body = {};      // in the order of the tile table
-};
-
 class PackScheduler {
  public:
   explicit PackScheduler(const SchedulerConfig& config);
@@ -84,7 +71,8 @@ class PackScheduler {
   const DecodePlan& last_plan() const { return last_.plan; }
   const StageTimes& stage_times() const { return times_; }
   const TileTable& tile_table() const { return tiles_.table(); }
-  PlanSummary summarize() const;
+  // Split::time of the last plan.
+  int64_t expected_time() const { return last_.split.time; }
 
  private:
   SchedulerConfig config_;

@@ -35,16 +35,6 @@ class _StageTimes(TypedDict):
     split: int
     assembly: int
 
-class _Summary(TypedDict):
-    packs: int
-    tiles: int
-    work_items: int
-    partials: int
-    partials_before_split: int
-    imbalance: float
-    requests_per_pack: list[int]
-    tiles_by_body: list[int]
-
 class PlanCapacity:
     """Entries that each section of a plan buffer can hold, by the header's counts."""
 
@@ -232,11 +222,3 @@ class PackScheduler:
         """(query_centric, planned, lower_bound) of the last plan, per KV head."""
     @property
     def stage_times_ns(self) -> _StageTimes: ...
-    @property
-    def summary(self) -> _Summary:
-        """Summary of the last plan, for reports.
-
-        partials: of one query row; before the split: as if no tile had been cut. imbalance: cost of the
-        slowest worker over the mean of all. requests_per_pack: packs with 2**i to 2**(i + 1) - 1
-        requests. tiles_by_body: in the order of tile_table.
-        """

@@ -68,10 +68,4 @@ void KvSplitter::split(const Packing& packing, SplitTask task, Split& out) {
   stream_k_.split(context, task, packing, list_, is_little, out);
 }
 
-double KvSplitter::imbalance(const Split& split) const {
-  std::vector<int64_t> costs;
-  split.list_ticket_costs(costs);
-  return pat::imbalance(costs, config_.num_workers);
-}
-
 }  // namespace pat

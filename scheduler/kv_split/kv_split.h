@@ -48,8 +48,6 @@ class KvSplitter {
     return time_of_chains(task, workers, num_tokens / workers, num_tokens);
   }
 
-  // Imbalance of the split's tickets: see imbalance().
-  double imbalance(const Split& split) const;
 
  private:
   SplitConfig config_;

@@ -79,7 +79,6 @@ PlanCounts fuzz_plans(int64_t num_plans, Random& random) {
       CHECK(plan_bytes(scheduler) == before);
       ++counts.refused;
     }
-    scheduler.summarize();
   }
   return counts;
 }

@@ -65,7 +65,7 @@ TEST(latent_layers_pack_as_many_requests_as_a_tile_has_room_for) {
     check_plan(scheduler, made, batch);
     check_bounds(scheduler, made);
     const int32_t tiles = (128 + 64 / heads - 1) / (64 / heads);
-    CHECK(scheduler.summarize().tiles_by_body == (std::vector<int32_t>{0, tiles}));
+    CHECK_EQ(scheduler.last_plan().header().largest_tile, 1);
     CHECK_EQ(scheduler.last_plan().kv_tokens().planned, int64_t{8192} * (tiles + 128));
   }
   SchedulerConfig made = config(65);
@@ -89,7 +89,7 @@ TEST(plan_bounds_grow_with_the_requests) {
 
 // Tiles of 32 query rows instead of 64 read more of what is shared. They pay where more workers have work then.
 TEST(plans_of_small_steps_may_have_narrow_tiles) {
-  const auto tiles_by_body = [](SchedulerConfig made, const std::vector<int>& levels,
+  const auto largest_tile = [](SchedulerConfig made, const std::vector<int>& levels,
                                 int32_t tokens) {
     made.min_item_tokens = 256;
     const Batch batch = balanced_batch(levels, tokens);
@@ -97,32 +97,31 @@ TEST(plans_of_small_steps_may_have_narrow_tiles) {
     plan(scheduler, batch);
     check_plan(scheduler, made, batch);
     check_bounds(scheduler, made);
-    return scheduler.summarize().tiles_by_body;
+    return scheduler.last_plan().header().largest_tile;
   };
   SchedulerConfig made = config(8, 264);
   made.max_block_q = 64;
-  using Bodies = std::vector<int32_t>;
-  CHECK((tiles_by_body(made, {1, 16, 64}, 200) == Bodies{0, 16, 0}));
-  CHECK((tiles_by_body(made, {1, 16, 64}, 20'000) == Bodies{0, 0, 8}));
+  CHECK_EQ(largest_tile(made, {1, 16, 64}, 200), 1);
+  CHECK_EQ(largest_tile(made, {1, 16, 64}, 20'000), 2);
   // A wide tile is no wider.
-  CHECK((tiles_by_body(made, {1, 4}, 20'000) == Bodies{0, 1, 0}));
+  CHECK_EQ(largest_tile(made, {1, 4}, 20'000), 1);
   // In the smallest steps nothing is shared.
-  CHECK((tiles_by_body(made, {1, 4}, 200) == Bodies{4, 0, 0}));
+  CHECK_EQ(largest_tile(made, {1, 4}, 200), 0);
   // Neither where a tile is too narrow for a request, nor with another policy or the batch-invariant mode.
   made.group_size = made.max_block_q = 16;
-  CHECK((tiles_by_body(made, {1, 16, 64}, 200) == Bodies{64, 0, 0}));
+  CHECK_EQ(largest_tile(made, {1, 16, 64}, 200), 0);
   made.group_size = 8;
   made.max_block_q = 64;
   made.one_tile = true;
   PackScheduler one_tile(made);
   plan(one_tile, balanced_batch({1, 16, 64}, 200));
-  CHECK((one_tile.summarize().tiles_by_body == Bodies{0, 0, 8}));
+  CHECK_EQ(one_tile.last_plan().header().largest_tile, 2);
   made.one_tile = false;
   made.batch_invariant = true;
-  CHECK((tiles_by_body(made, {1, 16, 64}, 200)[1] == 0));
+  CHECK_EQ(largest_tile(made, {1, 16, 64}, 200), 0);
   made.batch_invariant = false;
   made.policy = Policy::kPaper;
-  CHECK(tiles_by_body(made, {1, 16, 64}, 200)[2] > 0);
+  CHECK_EQ(largest_tile(made, {1, 16, 64}, 200), 2);
 }
 
 // By the splitter's own estimate, cuts and merges included. Work so large that it has none is left out.
@@ -139,7 +138,7 @@ void check_no_dearer_than_unshared(bool latent, int num_rounds) {
       made.policy = policy;
       PackScheduler scheduler(made);
       plan(scheduler, batch);
-      return std::pair(scheduler.summarize().time, scheduler.last_plan().kv_tokens());
+      return std::pair(scheduler.expected_time(), scheduler.last_plan().kv_tokens());
     };
     const auto [time, tokens] = planned(Policy::kMemory);
     const auto [unshared, _] = planned(Policy::kQueryCentric);
@@ -225,16 +224,12 @@ TEST(plan_that_is_too_large_leaves_the_last_one_in_force) {
   const Batch small = balanced_batch({1, 4, 16}, 100);
   plan(scheduler, small);
   const std::vector<int32_t> before = plan_bytes(scheduler);
-  const PlanSummary summary = scheduler.summarize();
   constexpr int32_t kLongest = INT32_MAX;
   const Batch large =
       make_batch({{-1, kLongest}, {-1, kLongest}}, {{0, 0}, {1, 0}, {0, 0}, {1, 0}});
   CHECK_THROWS(plan(scheduler, large), "shared slots of this plan do not fit into int32");
   CHECK(plan_bytes(scheduler) == before);
   CHECK(scheduler.check_lengths(small.seq_lens).served);
-  CHECK_EQ(scheduler.summarize().packs, summary.packs);
-  CHECK_EQ(scheduler.summarize().partials_before_split, summary.partials_before_split);
-  CHECK_EQ(scheduler.summarize().imbalance, summary.imbalance);
   check_plan(scheduler, made, small);
 }
 
@@ -242,7 +237,6 @@ TEST(plan_is_made_before_any_batch_came) {
   const PackScheduler scheduler(config());
   CHECK_EQ(plan_bytes(scheduler).size(), size_t{64});
   CHECK(scheduler.check_lengths({}).served);
-  CHECK_EQ(scheduler.summarize().packs, 0);
 }
 
 TEST(plan_costs_are_checked) {

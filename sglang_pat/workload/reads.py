@@ -112,7 +112,7 @@ class Planner:
                 paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end, batch.lengths
             )
             _, planned, distinct = scheduler.kv_tokens
-            partials = scheduler.summary["partials"] / len(batch.lengths)
+            partials = scheduler.num_partials / len(batch.lengths)
             plans[policy] = PlanReads((planned - distinct) / again, partials)
         self.ratios = Ratios(self._from_memory(paths) / again, plans)
 

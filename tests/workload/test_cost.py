@@ -277,7 +277,7 @@ def test_packing_latent_attention_saves_tiles(
     scheduler = planner._schedulers["memory"]
     scheduler.plan(paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end, lens)
     _, planned, once = scheduler.kv_tokens
-    ours = Reads(once, cached=planned - once, partials=scheduler.summary["partials"])
+    ours = Reads(once, cached=planned - once, partials=scheduler.num_partials)
     alone = Reads(once, cached=(requests - 1) * shared)
     layer = time.layers[0]
     assert time.attention(layer, alone) > least * time.attention(layer, ours)
