@@ -1,7 +1,6 @@
 // Stage 2: forest -> packs. A pack is a set of requests that read KV ranges together.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <span>
 #include <string_view>
@@ -29,12 +28,11 @@ struct NamedPolicy {
   std::string_view name;
   Policy policy;
 };
-inline constexpr std::array<NamedPolicy, 5> kPolicies = {
-    {{"memory", Policy::kMemory},
-     {"paper", Policy::kPaper},
-     {"compute", Policy::kCompute},
-     {"per-node", Policy::kPerNode},
-     {"query-centric", Policy::kQueryCentric}}};
+inline constexpr NamedPolicy kPolicies[] = {{"memory", Policy::kMemory},
+                                            {"paper", Policy::kPaper},
+                                            {"compute", Policy::kCompute},
+                                            {"per-node", Policy::kPerNode},
+                                            {"query-centric", Policy::kQueryCentric}};
 
 // Throws std::invalid_argument naming the allowed values.
 Policy policy_from_name(std::string_view name);

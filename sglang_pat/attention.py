@@ -122,8 +122,7 @@ class PackAttention:
         device : torch.device or str
             Of all tensors.
         policy : str
-            How packs are formed: `memory`, `paper` (PAT, Algorithm 1), `compute`, `per-node` or
-            `query-centric`.
+            How packs are formed: one of `sglang_pat.support.POLICIES`.
         num_workers : int, optional
             How many CTAs share the work of one KV head. Default: from the device.
         growth_tokens : int

@@ -48,7 +48,6 @@ class KvSplitter {
     return time_of_chains(task, workers, num_tokens / workers, num_tokens);
   }
 
-
  private:
   SplitConfig config_;
   CostModel cost_;

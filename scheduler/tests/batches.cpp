@@ -129,6 +129,10 @@ SchedulerConfig config(int32_t group_size, int32_t num_workers, Policy policy) {
           .cost = {}};
 }
 
+Policy random_policy(Random& random) {
+  return kPolicies[draw(random, 0, std::size(kPolicies) - 1)].policy;
+}
+
 SchedulerConfig random_config(Random& random, bool latent) {
   const TileTable& tiles = tiles_of(latent);
   SchedulerConfig made = config(static_cast<int32_t>(draw(random, 1, tiles.max_group_size)));
@@ -138,7 +142,7 @@ SchedulerConfig random_config(Random& random, bool latent) {
   do {
     made.max_block_q = tiles[draw(random, 0, tiles.num_tiles - 1)].block_q;
   } while (made.max_block_q < made.group_size);
-  made.policy = static_cast<Policy>(draw(random, 0, 4));
+  made.policy = random_policy(random);
   made.min_item_tokens = static_cast<int32_t>(kCutGranularity * draw(random, 1, 4));
   return made;
 }

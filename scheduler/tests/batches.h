@@ -66,6 +66,7 @@ Batch caterpillar_batch(int num_requests, int32_t node_tokens, int32_t private_t
 
 SchedulerConfig config(int32_t group_size = 4, int32_t num_workers = 33,
                        Policy policy = Policy::kMemory);
+Policy random_policy(Random& random);
 SchedulerConfig random_config(Random& random, bool latent = false);
 
 // The last plan, in a buffer that fits.

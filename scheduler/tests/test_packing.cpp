@@ -27,8 +27,8 @@ TEST(packing_keeps_tree_order) {
   Random random(10);
   for (int round = 0; round < 2000; ++round) {
     const Batch batch = random_batch(random, {});
-    const auto [forest, packing] = pack(batch, static_cast<Policy>(draw(random, 0, 4)),
-                                        static_cast<int32_t>(draw(random, 1, 16)));
+    const auto [forest, packing] =
+        pack(batch, random_policy(random), static_cast<int32_t>(draw(random, 1, 16)));
     std::vector<int32_t> rank(batch.seq_lens.size());
     for (size_t i = 0; i < rank.size(); ++i)
       rank[forest.requests_in_tree_order()[i]] = static_cast<int32_t>(i);

@@ -90,7 +90,7 @@ TEST(plan_bounds_grow_with_the_requests) {
 // Tiles of 32 query rows instead of 64 read more of what is shared. They pay where more workers have work then.
 TEST(plans_of_small_steps_may_have_narrow_tiles) {
   const auto largest_tile = [](SchedulerConfig made, const std::vector<int>& levels,
-                                int32_t tokens) {
+                               int32_t tokens) {
     made.min_item_tokens = 256;
     const Batch batch = balanced_batch(levels, tokens);
     PackScheduler scheduler(made);

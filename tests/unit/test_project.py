@@ -100,6 +100,12 @@ def test_the_support_table_holds_every_row() -> None:
     assert supported["dtype of queries and KV cache"] == both
 
 
+def test_the_configuration_page_describes_every_policy() -> None:
+    page = (ROOT / "docs/configuration.md").read_text()
+    section = page.partition("## Policies\n")[2].partition("\n## ")[0]
+    assert [policy for policy in support.POLICIES if f"`{policy}`" not in section] == []
+
+
 def test_readme_names_the_supported_sglang_versions() -> None:
     first, *_, last = support.SGLANG_VERSIONS
     assert f"**SGLang:** {first} to {last}" in README
