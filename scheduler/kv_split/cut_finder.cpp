@@ -10,12 +10,12 @@ namespace pat {
 
 namespace {
 
-// Price of partials where a cut makes them, over their cost in packing: nothing overlaps with their merge.
+// Price of the partials that a cut makes, relative to their cost in packing: nothing overlaps with their merge.
 constexpr double kPriceOfMerging = 1.5;
-// A cut may leave this part of a ticket empty to lie between two segments.
+// A cut between two segments may leave this part of the ticket empty.
 constexpr int64_t kEmptyPart = 8;
-// Re-reads of a ticket, for the sake of partials, keep its worker busy: no more than this part of the ticket
-// may be that, or so many tokens.
+// Reading again instead of making partials keeps a worker busy. It may be at most this part of a ticket, or this many
+// tokens if that is more.
 constexpr int64_t kAgainPart = 3;
 constexpr int64_t kLittleAgain = 160;
 
@@ -35,7 +35,7 @@ void CutFinder::cut_at(const Tile& tile, const Position& at, int32_t segment, in
   cut.both_requests = both_requests;
   cut.is_end = false;
   if (offset == 0 && segments[segment - 1].first < first && first > at.first) {
-    // Between two requests: the next item may read what they share again.
+    // Between two requests: the next item may read again what both share.
     int64_t reread_load = 0;
     int32_t num_segments = 0;
     for (int32_t s = at.base; s < segment && num_segments <= kMaxSegmentsPerCut; ++s) {
@@ -71,7 +71,7 @@ bool CutFinder::find(const Tile& tile, const Position& at, int64_t budget_left, 
   const int64_t fit = for_tokens < 0 ? -1 : for_tokens / item.token;
   const int64_t left = tile.kv_load - at.assigned + at.reread_load;
   int64_t taken = at.reread_load;
-  int32_t border = -1;  // the last segment before which a cut fits
+  int32_t border = -1;  // the last segment before which a cut fits the budget
   int64_t border_taken = 0;
   for (int32_t s = at.segment; s < tile.segment_end; ++s) {
     const int32_t begin = s == at.segment ? at.offset : 0;
@@ -81,7 +81,7 @@ bool CutFinder::find(const Tile& tile, const Position& at, int64_t budget_left, 
       if (taken <= fit) {
         border = s;
         border_taken = taken;
-      } else {  // only if forced: nothing that fits was found before
+      } else {  // only if forced: no cut before here fits
         cut_at(tile, at, s, 0, taken, most_reread, cut);
         return true;
       }

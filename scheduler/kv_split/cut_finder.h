@@ -1,4 +1,4 @@
-// Cuts of a tile: between two segments, or within one.
+// Finds the cuts of a tile: between two segments, or within one.
 #pragma once
 
 #include <cstdint>
@@ -9,15 +9,15 @@
 
 namespace pat {
 
-// Progress in assigning the items of a tile.
+// How far the items of a tile have been assigned to tickets.
 struct Position {
   int32_t segment;  // into Packing::segments
-  int32_t offset;   // tokens of it that are assigned
-  int32_t first;    // requests before this one are done
-  // Segments from here on that the next item reads again, as far as they concern the requests from `first` on.
+  int32_t offset;   // tokens of the segment that are assigned
+  int32_t first;    // all requests before this one are done
+  // The next item reads again from here on, as far as the segments concern requests from `first` on.
   int32_t base;
   int32_t base_offset;
-  int64_t assigned;     // load, what is read again not counted
+  int64_t assigned;     // load that is assigned, without what is read again
   int64_t reread_load;  // load that the next item reads again
 
   static Position begin_of(const Tile& tile) {
@@ -33,10 +33,10 @@ struct Position {
 
 struct Cut {
   Position next;
-  int64_t cost;           // of the item before the cut
-  int32_t last;           // requests before this one belong to the item
-  int32_t both_requests;  // requests that the cut concerns
-  bool is_end;            // there is nothing behind it
+  int64_t cost;           // of the item that ends at the cut
+  int32_t last;           // that item has the requests before this one
+  int32_t both_requests;  // requests with KV on both sides
+  bool is_end;            // nothing of the tile is left after it
 };
 
 struct TilePart {  // of a tile
@@ -44,7 +44,7 @@ struct TilePart {  // of a tile
   Cut cut;
 };
 
-// Cuts are written in place: they are made a few hundred times for a plan.
+// Writes cuts in place, because a plan tries hundreds of them.
 class CutFinder {
  public:
   CutFinder(const Packing& packing, const SplitContext& context)
@@ -60,17 +60,17 @@ class CutFinder {
     cut.both_requests = 0;
     cut.is_end = true;
   }
-  // The best cut with which the item from `at` on costs `budget_left` at most, of a ticket that may cost `budget`. False if
-  // there is none.
+  // Finds the best cut with which the item from `at` on costs at most `budget_left`, the rest of a ticket's `budget`.
+  // False if there is none.
   bool find(const Tile& tile, const Position& at, int64_t budget_left, int64_t budget,
             Cut& cut) const {
     return find(tile, at, budget_left, budget, false, cut);
   }
-  // The same for a ticket's first item, which may cost more than `budget` if no cut makes a shorter one.
+  // The same for a ticket's first item, which may cost more than `budget` if no cut makes it shorter.
   void force(const Tile& tile, const Position& at, int64_t budget, Cut& cut) const {
     find(tile, at, budget, budget, true, cut);
   }
-  // Within the tile's first segment.
+  // A cut within the tile's first segment.
   void cut_range(const Tile& tile, const Position& at, int32_t offset, Cut& cut) const {
     cut_at(tile, at, tile.segment_begin, offset, offset - at.offset, 0, cut);
   }
@@ -78,7 +78,7 @@ class CutFinder {
  private:
   bool find(const Tile& tile, const Position& at, int64_t budget_left, int64_t budget,
             bool is_forced, Cut& cut) const;
-  // most_reread: so many tokens the item behind the cut may read again, rather than that the cut makes partials.
+  // most_reread: the next item may read at most this many tokens again instead of making partials.
   void cut_at(const Tile& tile, const Position& at, int32_t segment, int32_t offset, int64_t taken,
               int64_t most_reread, Cut& cut) const;
 

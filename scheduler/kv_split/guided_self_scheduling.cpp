@@ -9,19 +9,19 @@ namespace pat {
 
 namespace {
 
-// A guided ticket may exceed its budget by half before a tile is cut; and a item is worth this many times the
-// partials that cutting it off costs.
+// A ticket may exceed its budget by half before a tile is cut. An item that a cut makes costs at least this many times
+// the partials of the cut.
 constexpr int64_t kItemPerCut = 32;
-// With whole tiles, workers may end this far apart: cuts even that out, and cost their partials.
+// Workers may end this far apart with uncut tiles. Cuts would even that out, but cost partials.
 constexpr double kWorstUncutImbalance = 1.05;
-constexpr int64_t kMostUncutTiles = 8;  // for each worker; of more, guided tickets need no cuts
-// Guided tickets even out what costs do not foresee: CTAs with equal work end up to 12% apart. If they are further
-// apart by their costs, each worker had better get an even share.
+constexpr int64_t kMostUncutTiles = 8;  // per worker; more tiles need no cuts to be balanced
+// CTAs with equal work end up to 12% apart, and shrinking tickets even that out. If the costs of workers are further
+// apart than that, an even share for each worker is better.
 constexpr double kWorstGuidedImbalance = 1.12;
-// A chunk is no longer than this: tiles that begin it apart still meet in the L2.
+// A chunk has at most this many tokens, so that tiles which start it at different times still meet in the L2.
 constexpr int64_t kLongestChunk = 4096;
 
-// Part of the list of tiles, and how far its items have been assigned.
+// A run of the list of tiles, and how far it has been assigned.
 class Stream {
  public:
   Stream(const SplitContext& context, const Packing& packing, const TileList& list, size_t begin,
@@ -39,7 +39,7 @@ class Stream {
   }
 
   bool is_empty() const { return tile_ == end_; }
-  // Both return the ticket's cost. cuts_left: for chunks.
+  // Assigns the next work to a ticket, and returns the ticket's cost. cuts_left: how many cuts chunks may still make.
   int64_t assign(int64_t budget, int64_t cuts_left, int32_t ticket) {
     return tiles_[tile_].is_chunked ? assign_chunk(budget, cuts_left, ticket)
                                     : assign_ticket(budget, ticket);
@@ -53,7 +53,7 @@ class Stream {
   void begin_tile() {
     if (!is_empty()) part_.begin = Position::begin_of(tiles_[tile_]);
   }
-  // Least length that a cut of a tile should leave on both sides, in tokens.
+  // The tokens that a cut should leave on both sides.
   int64_t shortest_item(int32_t num_requests) const {
     const int64_t rows = int64_t{num_requests} * context_.tiles.group_size();
     const int64_t partials = rows * context_.costs->packing.partial_row / kCostUnit;
@@ -65,7 +65,6 @@ class Stream {
     cut_requests += cut.both_requests;
   }
   int64_t assign_ticket(int64_t budget, int32_t ticket);
-  // Takes a chunk of a tile whose KV is assigned in chunks.
   int64_t assign_chunk(int64_t budget, int64_t cuts_left, int32_t ticket);
 
   const SplitContext& context_;
@@ -75,8 +74,8 @@ class Stream {
   Assignment& assignment_;
   size_t tile_;
   size_t end_;
-  TilePart part_;  // the next one; the cut is not found yet
-  // The tiles that read the present chunk, which is a part of their first segment. None: chunk_end_ is 0.
+  TilePart part_;  // the next part; its cut is not found yet
+  // The tiles that read the present chunk, a part of their first segment. chunk_end_ is 0 if there is none.
   size_t readers_begin_ = 0;
   size_t readers_end_ = 0;
   int32_t chunk_begin_ = 0;
@@ -99,7 +98,8 @@ int64_t Stream::assign_chunk(int64_t budget, int64_t cuts_left, int32_t ticket) 
     const ItemCost& item = context_.item_costs[tile.num_requests];
     int64_t chunk = std::min((budget - item.fixed) / item.token, kLongestChunk);
     chunk = std::max({chunk, shortest_item(tile.num_requests), left / (cuts_left / readers + 1)});
-    const int64_t chunks = std::max<int64_t>(left / chunk, 1);  // equal ones, if none shrinks
+    const int64_t chunks =
+        std::max<int64_t>(left / chunk, 1);  // equal chunks, unless the budget shrinks
     chunk = chunks == 1 ? left : left / chunks / kCutGranularity * kCutGranularity;
     chunk_end_ = chunk_begin_ + static_cast<int32_t>(chunk);
   }
@@ -129,19 +129,19 @@ int64_t Stream::assign_ticket(int64_t budget, int32_t ticket) {
   int64_t budget_left = budget;
   while (!is_empty()) {
     const Tile& tile = tiles_[tile_];
-    if (tile.is_chunked) break;  // not the first item
+    if (tile.is_chunked) break;  // never a ticket's first item
     const Position& at = part_.begin;
     Cut& cut = part_.cut;
     cut_finder_.take_rest(tile, at, cut);
     if (cut.cost > budget_left) {
-      if (budget_left < budget) break;  // not the first item: the next ticket has more room
+      if (budget_left < budget) break;  // not the first item: the next ticket has more budget
       if (cut.cost > budget + budget / 2) {
         const int32_t num_requests = tile.num_requests - at.first;
         const int64_t shortest = shortest_item(num_requests);
         cut_finder_.force(tile, at, std::max(budget, context_.cost(num_requests, shortest)), cut);
       }
     }
-    // The rest of a tile need not be for all of its requests.
+    // A rest may lack some of the tile's requests, so it is written as a part.
     if (cut.is_end && at.assigned == 0 && !tile.is_rest) {
       assignment_.add(tile_, ticket);
     } else {
@@ -182,7 +182,7 @@ bool GuidedSelfScheduling::choose(const SplitContext& context, const Packing& pa
   Stream shared_work(context, packing, list, 0, list.num_shared(), shared_work_);
   Stream private_work(context, packing, list, list.num_shared(), list.tiles().size(),
                       private_work_);
-  // Losses of the parted tiles count too.
+  // Parting tiles made cuts, too.
   private_work.cuts = list.num_parted();
   private_work.cut_requests = list.parted_requests();
   const int64_t most_cuts = max_cut_requests(context.num_workers, context.tiles);
@@ -193,7 +193,7 @@ bool GuidedSelfScheduling::choose(const SplitContext& context, const Packing& pa
     const bool is_shared =
         private_work.is_empty() ||
         (!shared_work.is_empty() && shared_is_next(shared_work.progress, private_work.progress));
-    // A quarter is left to what comes behind the chunks.
+    // A quarter of the cuts is kept for the work after the chunks.
     const int64_t cuts_left =
         std::max<int64_t>(
             std::min(most_cuts - shared_work.cuts - private_work.cuts,

@@ -8,13 +8,13 @@ namespace pat {
 
 namespace {
 
-// Fitted to the trees of benchmarks/kernel/workloads.py on an H100; costs in tokens.
+// These constants are fitted to the trees of benchmarks/kernel/workloads.py on an H100. Costs are in tokens.
 
-// Up to this much work for each worker, tickets beyond the first cost more than they even out.
+// Up to this cost per worker, further tickets cost more than they even out.
 constexpr int64_t kOneTicketEach = 1300;
-// Where nothing is shared, all tickets wait for device memory alone, and end together up to more work.
+// Where nothing is shared, every ticket waits for device memory alone, so tickets end together up to a larger cost.
 constexpr int64_t kOneTicketEachUnshared = 5000;
-// Workers that have less to do than so many of the usual items may get shorter ones.
+// Workers with less work than this many items of the usual length may get shorter items.
 constexpr int64_t kItemsEach = 4;
 
 }  // namespace

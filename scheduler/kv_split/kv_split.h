@@ -1,5 +1,5 @@
-// Stage 3: packs -> work items. Packs are cut into tiles by requests and into items by KV, and bundled into tickets
-// that the CTAs draw, so that all finish together.
+// Stage 3: packs -> work items. Packs are cut into tiles by requests, and tiles into work items by KV. CTAs draw
+// tickets, which are runs of work items, so that all CTAs finish together.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,8 @@ namespace pat {
 
 struct SplitConfig {
   int32_t num_workers;  // CTAs per KV head
-  // No cut makes a item shorter than this, nor a part of a segment, as long as that leaves four items for each
-  // worker, else than a quarter of it; a multiple of kCutGranularity, which is the least in any case.
+  // A cut leaves at least this many tokens on both sides, of the item and of the segment that it lies in. Where workers
+  // would then have less than four items each, a quarter of it. A multiple of kCutGranularity, which is the least.
   int32_t min_item_tokens;
 };
 inline constexpr int32_t kMaxWorkers = 1 << 16;
@@ -32,15 +32,15 @@ class KvSplitter {
   // multiple of kCutGranularity.
   KvSplitter(const SplitConfig& config, const CostModel& cost, const TileSelection& tiles);
 
-  // A little work is split evenly (StreamKSplit); of more, each tile is a ticket if that is even enough, or tickets shrink
-  // with what is left (GuidedSelfScheduling).
+  // StreamKSplit splits a little work evenly. With more work, each tile becomes a ticket if workers then end close
+  // enough together, else GuidedSelfScheduling makes tickets that shrink with the work that is left.
   //
-  // A cut lies between two segments where that leaves a ticket nearly as full, else within one. Requests that both
-  // sides are for get a partial from each. Between two requests there is another way: the second side reads what they
-  // share again, if that costs less.
+  // A cut lies between two segments if the ticket is then nearly full, else within one. A request on both sides of a
+  // cut gets a partial from each. Where the cut lies between two requests, the second side may instead read again what
+  // both share, if that costs less.
   void split(const Packing& packing, SplitTask task, Split& out);
 
-  // No split of work items that read so many tokens, and share none, takes less. To be compared with Split::time.
+  // A lower bound of Split::time for any split whose items read `num_tokens` tokens and share none.
   int64_t least_time(SplitTask task, int64_t num_tokens) const {
     task.num_read = num_tokens;
     task.shares_nothing = true;

@@ -1,4 +1,4 @@
-// Result of splitting packs: work items, and the tickets in which CTAs draw them.
+// The result of the KV split: work items, and the tickets in which CTAs draw them.
 #pragma once
 
 #include <cstdint>
@@ -10,59 +10,60 @@
 
 namespace pat {
 
-// Cuts within a segment lie at multiples of this from its beginning.
+// A cut within a segment lies at a multiple of this from the segment's beginning, in tokens.
 inline constexpr int32_t kCutGranularity = 64;
-// Most segments that a cut adds.
+// A cut adds at most this many segments.
 inline constexpr int32_t kMaxSegmentsPerCut = 8;
 
-// A run of items that one CTA executes in a row.
+// A run of work items that one CTA executes in a row.
 struct Ticket {
   int32_t item_begin = 0;
   int32_t item_end = 0;
-  // The first item is what another ticket has left of a tile. It is executed last: so tickets begin with the
-  // beginnings of tiles, and read what these share at the same time.
+  // The first item is the remainder of a tile that the previous ticket has cut. The CTA executes it last. So all
+  // tickets start at tile beginnings and read the KV that tiles share at the same time.
   bool rest_comes_last = false;
 };
 
 struct Split {
-  // A CTA's unit of work: some requests of a pack, and KV ranges for intervals of them. It has the requests that its
-  // ranges are for, and no others. In a plan it is the WorkItem of plan_format.h.
+  // A CTA's unit of work: some requests of a pack, and KV ranges for intervals of these requests. Each of its requests
+  // has at least one range. Plans store it as the WorkItem of plan_format.h.
   struct WorkItem {
     int32_t tile;           // index into the tile table
     int32_t request_begin;  // into Split::requests
     int32_t num_requests;
-    int32_t segment_begin;  // into Split::segments; their intervals are of the item's requests
+    int32_t
+        segment_begin;  // into Split::segments, whose intervals count from the item's first request
     int32_t num_segments;
     int64_t num_tokens;
     int64_t cost;
   };
 
-  // In the order of the packs: a request's items ascend in position.
+  // In the order of the packs, so a request's items ascend in position.
   std::vector<WorkItem> work_items;
   std::vector<int32_t> requests;
   std::vector<Segment> segments;
-  // In the order in which they are drawn; each item is in one of them.
+  // In the order in which CTAs draw them. Each item is in one ticket.
   std::vector<Ticket> tickets;
-  // Expected time, to be compared with other splits of the same batch. 0 of much work, and of what
-  // was not split.
+  // Expected time in hundredths of tokens, to compare splits of one batch. 0 if there is much work, or if no split was
+  // made.
   int64_t time = 0;
 
   void clear();
   void list_ticket_costs(std::vector<int64_t>& costs) const;
 };
 
-// Facts about a batch that a splitter needs beside its packs.
+// What a splitter needs to know about a batch besides its packs.
 struct SplitTask {
   int32_t num_requests;
   int64_t num_unique;  // KV tokens, each counted once
-  // Time of another split of the batch. A split that cannot take less is not made: no tickets.
+  // Time of another split of the batch. If no split can take less, none is made: it has no tickets.
   int64_t time_to_beat = std::numeric_limits<int64_t>::max();
-  // Set by KvSplitter: KV tokens as often as tiles read them, and whether no tile has KV of several requests.
-  int64_t num_read = 0;
-  bool shares_nothing = false;
+  // KvSplitter sets both.
+  int64_t num_read = 0;         // KV tokens, counted once per tile that reads them
+  bool shares_nothing = false;  // no tile has KV of several requests
 };
 
-// Cost of the slowest worker over the mean of all, if each draws its next ticket when it is done. 1 without work.
+// Cost of the slowest worker over the mean of all workers, if each draws a ticket whenever it is idle. 1 without work.
 double imbalance(std::span<const int64_t> ticket_costs, int32_t num_workers);
 
 }  // namespace pat

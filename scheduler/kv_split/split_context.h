@@ -16,14 +16,13 @@ struct ItemCost {
   int64_t token;
 };
 
-// By the number of requests, 0 to those of a tile.
+// The cost of an item, indexed by its number of requests: 0 to TileSelection::requests_per_tile().
 std::vector<ItemCost> item_costs_of(const CostModel& cost, const TileSelection& tiles);
 
-// Constant while tiles are assigned; who tries another one makes a copy.
-//
-// A load is what a CTA takes for KV, in tokens; a cost is that of a work item, in 1 / kCostUnit tokens.
+// What assigning tiles to tickets depends on. A load is the time that a CTA takes for KV, in tokens. A cost is the time
+// of a work item, in 1 / kCostUnit tokens.
 struct SplitContext {
-  // A CTA takes whole stages of a segment's KV, and as long as for so many more tokens to begin with it.
+  // A CTA loads whole stages of a segment. To start a segment takes as long as kSegment tokens.
   static constexpr int64_t kStageTokens = 32;
   static constexpr int64_t kSegment = 4;
 
@@ -31,11 +30,12 @@ struct SplitContext {
   TileSelection tiles;
   const CostModel* costs;
   const ItemCost* item_costs;
-  // True if loads are whole stages and segments. Where there is much to do, and nothing is shared or a long range, that
-  // makes no difference.
+  // Loads count whole stages and the starts of segments. False where that makes no difference: much work, and nothing
+  // shared or a long range.
   bool counts_stages;
-  int64_t min_item_tokens;  // tokens; no cut makes a shorter one
-  bool may_merge = true;    // false: cuts between requests read again whatever that costs
+  int64_t min_item_tokens;  // no cut makes a shorter item
+  bool may_merge =
+      true;  // false: at a cut between requests, the second side reads again at any cost
 
   int64_t kv_load_of(int64_t num_tokens) const {
     if (!counts_stages || num_tokens <= 0) return num_tokens;
@@ -48,8 +48,8 @@ struct SplitContext {
   }
 };
 
-// Most requests that all cuts of a split concern, counted once per cut: each adds a partial. It bounds the cuts
-// too. Where requests are in less packs than Packing::packing_slack allows for, their cuts may be more.
+// An upper bound of the cuts of a split, and of the requests that the cuts concern, counted once per cut: each of these
+// adds a partial. The requests may be more by Packing::packing_slack.
 inline int64_t max_cut_requests(int32_t num_workers, const TileSelection& tiles) {
   return int64_t{num_workers} * tiles.requests_per_tile();
 }

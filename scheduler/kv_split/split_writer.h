@@ -1,4 +1,4 @@
-// Assigns the parts of the tiles to tickets, and writes them as a Split.
+// What each ticket has of which tile, and how that is written as a Split.
 #pragma once
 
 #include <cstdint>
@@ -13,14 +13,14 @@
 
 namespace pat {
 
-// A tile, or a part of one, that a ticket has.
+// A tile, or a part of one, that belongs to a ticket.
 struct AssignedPart {
   int32_t tile;
   int32_t ticket;
   int32_t part;  // into Assignment::parts; -1: the whole tile
 };
 
-// Which ticket has what: a split that has not been written down.
+// All parts of all tickets: a split that is not written yet.
 struct Assignment {
   std::vector<AssignedPart> assigned_parts;
   std::vector<TilePart> parts;
@@ -42,7 +42,7 @@ struct Assignment {
 
 class SplitWriter {
  public:
-  // Appends the assignment's items to `out`, which has the tickets already.
+  // Appends the assignment's work items to `out`, which has the tickets already.
   void add(const Packing& packing, const SplitContext& context, std::span<const Tile> tiles,
            const Assignment& assignment, Split& out);
 

@@ -12,14 +12,14 @@ namespace pat {
 
 namespace {
 
-// Workers that have little to do may get shorter items, so that more of them have one, and end sooner: a half or a
-// quarter of the usual.
+// Items of a little work may be as short as a half or a quarter of the usual, so that more workers have one and all end
+// sooner.
 constexpr std::array<int64_t, 2> kShorterItems = {2, 4};
-// They are tried where what CTAs could even out is this part of the time.
+// Shorter items are tried where perfect balance would save at least this part of the time.
 constexpr int64_t kUnevenPart = 12;
-// It may cost this part of a ticket to cut tiles that read the same KV at the same places.
+// To cut tiles that read one range at the same places may cost this part of a ticket.
 constexpr int64_t kAlignedPart = 4;
-// Tickets whose costs differ by less than this part of the largest are drawn in the order of their tiles.
+// Tickets are ordered by cost in steps of this part of the largest, and within a step by their tiles.
 constexpr int64_t kOrderPart = 8;
 
 }  // namespace
@@ -68,7 +68,7 @@ StreamKSplit::AssignResult StreamKSplit::assign(const SplitContext& context, con
         }
         result.kv_load += cut.next.assigned - at.assigned;
         if (cut.is_end) break;
-        part.begin = cut.next;  // and on with the next ticket: one cut for each at most
+        part.begin = cut.next;  // for the next ticket: a ticket has at most one cut
       }
       result.largest = std::max(result.largest, budget - budget_left);
       if (++ticket == context.num_workers) return result;
@@ -95,7 +95,8 @@ void StreamKSplit::choose(const SplitContext& context, const Packing& packing,
         low, is_cut ? context.cost(tile.num_requests, context.min_item_tokens) : tile.uncut_cost);
   }
   bool aligned = false;
-  // So close to the smallest budget: what is aligned, and then comes out of the L2, seldom keeps others waiting.
+  // How close to the smallest budget the search comes. Aligned tickets read from the L2 and seldom keep others waiting,
+  // so theirs is coarser.
   const auto step = [&](int64_t budget) {
     return std::max(kCostUnit * int64_t{kCutGranularity} / 4, budget / (aligned ? 32 : 64));
   };
@@ -103,7 +104,7 @@ void StreamKSplit::choose(const SplitContext& context, const Packing& packing,
   AssignResult result = assign(context, packing, tiles, budget, false, assignment_);
   while (!result.fits) {
     low = budget;
-    // Load that no cut can shorten; or as much more for each ticket as takes what was not assigned.
+    // Enough for the item that no cut can shorten, or for each ticket's share of the load that is left.
     const int64_t missing = (kv_load - result.kv_load) * (total / kv_load) / workers;
     budget = std::max(low + step(low), result.uncut > 0 ? result.uncut : low + missing);
     result = assign(context, packing, tiles, budget, false, assignment_);
@@ -167,7 +168,7 @@ void StreamKSplit::split(const SplitContext& usual, const SplitTask& task, const
         try_context(context, task, packing, list, out);
       }
     }
-    // Shorter items can even out what CTAs do.
+    // Shorter items help only if the chains are uneven.
     const int64_t even = time_of(expected.total / usual.num_workers, expected.total);
     const int64_t uneven = time_of(expected.slowest, expected.total) - even;
     if (!is_little || uneven < expected.time / kUnevenPart) break;

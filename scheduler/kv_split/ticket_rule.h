@@ -1,4 +1,4 @@
-// Rules of guided self-scheduling: fitted to the trees of benchmarks/kernel/workloads.py on an H100.
+// The rules of guided self-scheduling, fitted to the trees of benchmarks/kernel/workloads.py on an H100.
 #pragma once
 
 #include <algorithm>
@@ -8,26 +8,26 @@
 
 namespace pat {
 
-// A ticket is this part of a worker's share of what is left, and no smaller than so many tokens.
+// A ticket is 1 / kTicketsPerShare of a worker's share of the work that is left, and at least kSmallestTicket tokens.
 inline constexpr int64_t kTicketsPerShare = 2;
 inline constexpr int64_t kSmallestTicket = 384;
-// Shared tickets are drawn so many times faster than private ones. The last tickets should be private: those are cheap
-// to cut.
+// Shared work is drawn this many times faster than private work, because the last tickets should be private: those are
+// cheap to cut.
 inline constexpr double kSharedLead = 2;
 
 inline int64_t ticket_budget(int64_t cost_left, int32_t num_workers) {
   return std::max(cost_left / (kTicketsPerShare * num_workers), kCostUnit * kSmallestTicket);
 }
 
-// A run of work items, and how far it has been assigned.
+// How much of a run of work items has been assigned.
 struct TicketProgress {
-  int64_t total;  // cost
+  int64_t total;  // costs
   int64_t done;
 
   double part() const { return static_cast<double>(done) / static_cast<double>(total); }
 };
 
-// True if the next ticket is a shared one, where there are both.
+// True if the next ticket should be shared work, while both kinds are left.
 inline bool shared_is_next(const TicketProgress& shared_work, const TicketProgress& private_work) {
   return shared_work.part() <= kSharedLead * private_work.part();
 }

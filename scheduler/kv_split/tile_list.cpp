@@ -6,8 +6,9 @@ namespace pat {
 
 namespace {
 
-// Tiles that read the same KV at different places read it from device memory each: up to five times the bytes, where
-// 33 workers have 8 tiles of 32,768 tokens. They are cut at the same places where so many tokens are read together.
+// Tiles that read one range are cut at the same places if the range has at least this many tokens. CTAs that read it at
+// different places each read it from device memory: up to five times the bytes, with 8 tiles of 32,768 tokens on 33
+// workers.
 constexpr int32_t kAlignedRange = 512;
 
 }  // namespace
@@ -43,7 +44,7 @@ void TileList::make(const Packing& packing, const SplitContext& context, bool pa
   }
   mark_common_ranges(packing, parted ? kLongRange : kAlignedRange);
   if (parted) part_long_ranges(packing, context);
-  // Stable: a request's packs stay in their order.
+  // The order is stable, so a request's packs stay in theirs.
   const auto is_shared = [](const Tile& tile) { return tile.is_shared; };
   const auto privates = std::is_partitioned(tiles_.begin(), tiles_.end(), is_shared)
                             ? std::partition_point(tiles_.begin(), tiles_.end(), is_shared)
