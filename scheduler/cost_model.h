@@ -1,4 +1,4 @@
-// Cost model: two of them, each with a unit of its own, and the values that they have on a GPU.
+// The cost models of packing and of the KV split, each with a unit of its own, and their values for GPUs.
 #pragma once
 
 #include <array>
@@ -11,37 +11,37 @@
 
 namespace pat {
 
-// Costs are whole numbers of 1 / kCostUnit tokens, so that all ranks come to the same plan.
+// Costs are whole numbers of 1 / kCostUnit tokens, so that all ranks make the same plan.
 inline constexpr int32_t kCostUnit = 64;
-// Sums of costs up to this, over any batch that fits into memory, fit into int64.
+// With costs up to this, the sums over any batch that fits into memory fit into int64.
 inline constexpr int32_t kLargestCost = 1 << 20;
 
-// Packing: throughput. The unit is the time in which the GPU reads one KV token of one KV head from device memory,
-// while all SMs do.
+// Packing counts throughput. The unit is the time in which the GPU reads one KV token of one KV head from device
+// memory, while all SMs read.
 struct PackingCosts {
-  // A token that another work item has read as well: it comes out of the L2.
+  // A token that another work item has read as well, so it comes from the L2.
   int32_t reread_token = 21;  // 0.33
-  // One more partial of one query row, written and read.
+  // Writing and reading one more partial of one query row.
   int32_t partial_row = 74;  // 1.16
-  // One more work item, shared out over all CTAs.
+  // One more work item, spread over all CTAs.
   int32_t item = 608;  // 9.5
 
   bool operator==(const PackingCosts&) const = default;
 };
 
-// Splitting: the time of one CTA. The unit is the time in which a CTA takes one KV token of one KV head.
+// The KV split counts the time of one CTA. The unit is the time in which a CTA takes one KV token of one KV head.
 struct SplitCosts {
   // Starting one more work item: its queries, its first loads, its epilogue.
   int32_t item = 608;  // 9.5
   // Finishing one query row of a work item: normalising and storing it.
   int32_t query_row = 61;  // 0.95
-  // A work item takes as long as this many tokens at least: the latency of its loads.
+  // The least time of a work item: the latency of its loads.
   int32_t shortest = 48 * kCostUnit;
-  // A KV token, by the rows of the body that takes it (in the order of kTileTable). The same for all: they wait for
+  // A KV token, by the body that takes it, in the order of kTileTable. By default all are equal, because all wait for
   // memory.
   std::array<int32_t, kNumTiles> token = default_token();
 
-  // Bodies of another kind of layer have the rows of one of kTileTable.
+  // Bodies of latent attention use the cost of the first body of kTileTable with as many rows.
   constexpr int32_t token_of(const TileConfig& body) const {
     int32_t tile = 0;
     while (tile + 1 < kNumTiles && kTileTable[tile].block_q < body.block_q) ++tile;
@@ -87,14 +87,14 @@ struct CostModel {
   }
 };
 
-// Values for GPUs, the first whose name is part of the device's. Measured: fitted to runs of `sglang-pat calibrate` on
-// this GPU. The others are estimates from its bandwidths.
+// Costs for GPUs: those of the first whose name is part of the device's. Measured ones are fitted to runs of
+// `sglang-pat calibrate` on this GPU, the others are estimates from its bandwidths.
 struct ShippedCosts {
   std::string_view gpu;
   bool is_measured;
   CostModel cost;
 };
-// The H200's are the mean of two fits to 32 plans each.
+// The H200's costs are the mean of two fits to 32 plans each.
 inline constexpr std::array<ShippedCosts, 5> kShippedCosts = {{
     {.gpu = "H100", .is_measured = true, .cost = {}},
     {.gpu = "H200",
@@ -106,9 +106,10 @@ inline constexpr std::array<ShippedCosts, 5> kShippedCosts = {{
     {.gpu = "B200", .is_measured = false, .cost = {.packing = {.reread_token = 32}}},
 }};
 
-// The same of latent attention; the unit is a token of its one KV head. A tile of 64 rows waits for the tensor cores
-// about as long as for memory, so a token that is read again costs nearly as much as one that is not: what packing
-// saves is tiles. Estimates, from the work of such a tile and the bandwidths of the GPU; of others the H100's.
+// Costs for latent attention, where the unit is a token of the only KV head. A tile of 64 rows waits for the tensor
+// cores about as long as for memory, so a token that is read again costs nearly as much as at its first read: packing
+// saves tiles. These are estimates from the work of such a tile and the bandwidths of the GPU. Other GPUs use the
+// H100's.
 inline constexpr CostModel latent_costs(int32_t reread_token) {
   return {.packing = {.reread_token = reread_token,
                       .partial_row = 115,  // 1.8

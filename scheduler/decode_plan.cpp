@@ -57,12 +57,12 @@ void DecodePlan::count_partials(int32_t num_requests, const Split& split) {
   kv_tokens_.planned = 0;
   for (const Split::WorkItem& item : split.work_items) kv_tokens_.planned += item.num_tokens;
   checked_int32(static_cast<int64_t>(split.requests.size()),
-                "item requests");  // hence the partials, which are fewer
+                "item requests");  // there are at least as many as partials
   for (const int32_t request : split.requests) ++num_partials_[request];
 }
 
-// Partials of a request are dense and in the order of its items, so that merging reads one range, in a fixed
-// order. A request with one item needs none: its output is stored directly.
+// The partials of a request are dense and in the order of its work items, so that merging reads one range in a fixed
+// order. A request with one work item has no partial: its output is stored directly.
 int32_t DecodePlan::assign_partials(const Split& split) {
   sections_.merges.clear();
   next_partial_.resize(num_partials_.size());

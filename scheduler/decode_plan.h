@@ -1,4 +1,4 @@
-// Stage 4: packs and items -> the plan of plan_format.h.
+// Stage 4: packs and work items -> the plan of plan_format.h.
 #pragma once
 
 #include <cstdint>
@@ -11,37 +11,36 @@
 
 namespace pat {
 
-// KV tokens of one KV head that one step reads, at planning time. Every later step adds the growth of seq_lens
-// to each of the three.
+// KV tokens of one KV head that a step reads at the lengths of planning time. In later steps each of the three grows
+// with the sum of the lengths.
 struct KvTokens {
-  int64_t query_centric = 0;  // every request reads its own KV: sum of seq_lens
-  int64_t planned = 0;  // loads of all work items; a range is counted once per tile that reads it
-  int64_t lower_bound = 0;  // every distinct token once
+  int64_t query_centric = 0;  // sum of seq_lens: every request reads its own KV
+  int64_t planned = 0;      // what all work items load; a range counts once per item that reads it
+  int64_t lower_bound = 0;  // every distinct token counts once
 };
 
 class DecodePlan {
  public:
-  // num_workers: half of so many tickets as are drawn at first, and of all later ones, run through items that have both
-  // shared KV and private tails from the tails up. Else all CTAs would read what is shared at the same time, out of the
-  // L2, and then all of them tails: while they do the one, device memory is idle, and while they do the other, the
-  // tensor cores. 0: a row's segments ascend in all items. So they do in plans with partials, too: there most tickets
-  // begin with other places of what is shared anyway.
+  // num_workers: in half of the tickets, items with both shared KV and private tails run from the tails up. Otherwise
+  // all CTAs would read shared KV from the L2 at the same time while device memory is idle, and then read tails while
+  // the tensor cores are idle. 0 keeps a row's segments ascending in all items. Plans with partials keep them ascending
+  // too, because most of their tickets start at different places of the shared KV anyway.
   //
   // Throws std::length_error if item requests, partials or shared slots do not fit into int32. The plan is then
   // incomplete.
   void assemble(int32_t num_requests, int32_t group_size, const Packing& packing,
                 const Split& split, int32_t num_workers);
 
-  // Writes the plan at the offsets of `capacity`, only the used part of each section. Returns false, with nothing
-  // written, if the plan needs more than that, than so many partials or than a slot buffer of that length. Throws
-  // std::length_error if `out` is shorter than the layout.
+  // Writes the used part of each section at the offsets of `capacity`. Returns false and writes nothing if the plan
+  // needs a larger capacity, more partials or more shared slots than given. Throws std::length_error if `out` is
+  // shorter than the layout.
   bool write(const PlanCapacity& capacity, int64_t num_partials, int64_t num_shared_slots,
              std::span<int32_t> out) const;
 
   const PlanHeader& header() const { return header_; }
   const KvTokens& kv_tokens() const { return kv_tokens_; }
 
-  // Set by the scheduler, which knows the forest.
+  // The scheduler knows the forest, so it sets these two.
   void set_kv_tokens(int64_t query_centric, int64_t lower_bound) {
     kv_tokens_.query_centric = query_centric;
     kv_tokens_.lower_bound = lower_bound;
@@ -54,11 +53,11 @@ class DecodePlan {
 #undef PAT_PLAN_ENTRIES
   };
 
-  // Fills num_partials_, and counts the tokens that are read.
+  // Fills num_partials_, and counts the tokens that work items read.
   void count_partials(int32_t num_requests, const Split& split);
-  // Fills merges and item_requests, the latter in the order of the items. Returns the number of partials.
+  // Fills merges, and item_requests in the order of the work items. Returns the number of partials.
   int32_t assign_partials(const Split& split);
-  // Fills work_items, kv_segments and tickets, in the order in which they are drawn.
+  // Fills work_items, kv_segments and ticket_begin in the order in which CTAs draw them.
   void list_work_items(const Packing& packing, const Split& split);
   void turn_items_around(int32_t num_workers);
   KvSegment kv_segment(const Packing& packing, const Segment& segment, int32_t first_request) const;

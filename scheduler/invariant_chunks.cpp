@@ -7,8 +7,8 @@ namespace pat {
 
 namespace {
 
-// An item of several requests is no longer than so many of a worker's shares, or chunks. Shorter ones, which could be
-// assigned more evenly, would read more of what is shared again.
+// An item of several requests has at most this many shares of a worker, or this many chunks. Shorter items would be
+// more even, but would read more shared KV again.
 constexpr int64_t kLongestShares = 2;
 constexpr int64_t kLongestChunks = 2;
 
@@ -60,7 +60,8 @@ void InvariantChunks::list_requests(const PrefixForest& forest) {
 
 bool InvariantChunks::enter_chunk(const PrefixForest& forest, std::span<const int32_t> seq_lens,
                                   int32_t begin) {
-  // Common part of all requests since the last one kept: of nodes of one path, the uppermost has the smallest index.
+  // The node that all requests since the last kept one share. Of nodes on one path, the uppermost has the smallest
+  // index.
   int32_t common = std::numeric_limits<int32_t>::max();
   size_t num_kept = 0;
   for (Holder holder : holders_) {
@@ -69,7 +70,7 @@ bool InvariantChunks::enter_chunk(const PrefixForest& forest, std::span<const in
     holder.node = num_kept == 0 ? -1 : common;
     common = std::numeric_limits<int32_t>::max();
     holder.end = ChunkGrid::chunk_end(begin, seq_lens[holder.request]);
-    // The chunk of the holder before may end earlier.
+    // The chunk of the previous holder may end earlier.
     const int32_t shared_end = holder.node < 0 ? 0
                                                : std::min({forest.nodes()[holder.node].kv_end,
                                                            holder.end, holders_[num_kept - 1].end});
@@ -136,7 +137,8 @@ void InvariantChunks::add_item(const PrefixForest& forest, std::span<const int32
   for (int32_t i = first; i < end; ++i) {
     const Holder& holder = holders_[i];
     split.requests.push_back(holder.request);
-    // KV that no request of the item before this one has, from its beginning on: first what most others have too.
+    // The KV that no earlier request of the item has, from its beginning on. What most later requests share comes
+    // first.
     int32_t next = i == first ? begin : holder.shared_end;
     reaches_.clear();
     Reach reach{.last = i, .end = holder.end, .node = std::numeric_limits<int32_t>::max()};

@@ -12,7 +12,7 @@ namespace pat {
 
 namespace {
 
-// Narrow tiles are tried where they might save this part of the time, or more: most others would be tried in vain.
+// Narrow tiles are tried only if they might save this part of the time. Below that, most trials would be in vain.
 constexpr int64_t kNarrowGain = 10;
 
 class Stopwatch {
@@ -125,7 +125,7 @@ void PackScheduler::plan(PrefixForest& forest, std::span<const int32_t> seq_lens
     times_.split = stopwatch.lap();
   }
 
-  // In batch-invariant plans, a row's segments keep their order: it is part of the result.
+  // The order of a row's segments is part of a batch-invariant result, so it stays.
   next_.plan.assemble(static_cast<int32_t>(seq_lens.size()), config_.group_size, next_.packing,
                       next_.split, config_.batch_invariant ? 0 : config_.num_workers);
   int64_t query_centric = 0;
@@ -186,12 +186,12 @@ PlanBounds plan_bounds(int32_t max_requests, int32_t num_workers, const TileSele
   PAT_CHECK(max_requests >= 1, "max_requests must be at least 1, got ", max_requests);
   PAT_CHECK(num_workers >= 1 && num_workers <= kMaxWorkers, "num_workers must be 1 to ",
             kMaxWorkers, ", got ", num_workers);
-  // Packer::pack() sees to both.
+  // Packer::pack() keeps both limits.
   const int64_t packed_requests = int64_t{kMaxPacksPerRequest} * max_requests;
   const int64_t packed_segments = int64_t{kMaxSegmentsPerRequest} * max_requests;
-  // Holders of the forest's nodes are nested or disjoint, differ, and are at least two, so there are less nodes than
-  // requests. Each is one pack at most, and each request has one private pack at most. All tiles of a pack but the last
-  // are full. SubtreeTiler makes less packs than there are requests.
+  // The holders of the forest's nodes are nested or disjoint, all different, and at least two, so there are fewer nodes
+  // than requests. Each node is at most one pack, and each request has at most one private pack. All tiles of a pack
+  // but the last are full. SubtreeTiler makes at most as many packs as there are requests.
   const int64_t tiles_of_packs =
       2 * int64_t{max_requests} - 1 + packed_requests / tiles.requests_per_tile();
   const int64_t cut_requests = max_cut_requests(num_workers, tiles);
@@ -212,7 +212,7 @@ PlanBounds plan_bounds(int32_t max_requests, int32_t num_workers, const TileSele
 PlanBounds invariant_plan_bounds(int32_t max_requests, int32_t max_seq_len) {
   PAT_CHECK(max_requests >= 1, "max_requests must be at least 1, got ", max_requests);
   PAT_CHECK(max_seq_len >= 1, "max_seq_len must be at least 1, got ", max_seq_len);
-  // Each chunk of a request is in one work item, and adds at most two segments to it.
+  // A chunk of a request is in one work item, to which it adds at most two segments.
   const int64_t chunks = int64_t{max_requests} * ChunkGrid::num_chunks(max_seq_len);
   PAT_CHECK(2 * chunks <= std::numeric_limits<int32_t>::max(), "max_requests ", max_requests,
             " of max_seq_len ", max_seq_len, " are too many: their plan may not fit into int32");

@@ -1,4 +1,4 @@
-// The pipeline: paths and seq_lens -> plan, and whether the last plan still serves. No CUDA, no torch.
+// Calls the stages: paths and seq_lens -> plan. Also says whether the last plan still serves. No CUDA, no torch.
 #pragma once
 
 #include <cstdint>
@@ -22,16 +22,16 @@ struct SchedulerConfig {
   int32_t num_workers;  // CTAs per KV head
   int32_t max_block_q;  // largest tile of the device
   Policy policy;
-  int32_t min_item_tokens;  // shortest item that a cut makes
-  // A plan serves until a request is more than this longer than when it was planned.
+  int32_t min_item_tokens;  // see SplitConfig
+  // A plan serves until a request has grown by more than this many tokens since it was planned.
   int32_t growth_tokens;
   CostModel cost;
-  // Each request's result depends on its own KV alone; policy and min_item_tokens have no effect then.
+  // Each request's result depends on its own KV alone. policy and min_item_tokens then have no effect.
   bool batch_invariant = false;
-  bool one_tile = false;  // all work items are executed in the largest body
-  // Policy::kMemory: a small step has other packs where it is expected to end earlier with them.
+  bool one_tile = false;  // the largest body executes all work items
+  // Policy::kMemory: a small step gets other packs if it is expected to end earlier with them.
   bool by_time = true;
-  bool latent = false;  // the layers are latent attention: another tile table
+  bool latent = false;  // the layers are latent attention, which has its own tile table
 };
 
 // Wall time of the stages of the last plan(), in nanoseconds.
@@ -55,23 +55,23 @@ class PackScheduler {
   // Builds a plan for the requests of a forest, which is arranged for it. Throws std::invalid_argument on bad
   // input, and std::length_error if the plan is too large for its format. The last plan then stays in force.
   void plan(PrefixForest& forest, std::span<const int32_t> seq_lens);
-  // The same for paths that no forest keeps.
+  // The same for paths that are in no forest.
   void plan(const PathsView& paths, std::span<const int32_t> seq_lens);
 
-  // True if the last plan is right and still balanced for these lengths, given the same batch: every request
-  // is at least as long as when it was planned, and at most growth_tokens longer. A request without a private
-  // range may not grow at all: no work item would read the new tokens.
+  // Whether the last plan is right and still balanced for the same batch at these lengths: every request is at least as
+  // long as when it was planned, and at most growth_tokens longer. A request without a private range must not grow,
+  // because no work item would read its new tokens.
   LengthCheck check_lengths(std::span<const int32_t> seq_lens) const;
 
-  // Tokens that every request may grow from these lengths, which the last plan serves, so that it still does and
-  // none is longer than `longest`. Requests of length 0 are padding, and do not grow. Throws std::invalid_argument
-  // for another number of requests and negative lengths.
+  // How many tokens every request may grow from these lengths, which the last plan serves, until it no longer does or
+  // one is longer than `longest`. Requests of length 0 are padding and do not grow. Throws std::invalid_argument if a
+  // length is negative or the plan is for another number of requests.
   int32_t steps_left(std::span<const int32_t> seq_lens, int32_t longest) const;
 
   const DecodePlan& last_plan() const { return last_.plan; }
   const StageTimes& stage_times() const { return times_; }
   const TileTable& tile_table() const { return tiles_.table(); }
-  // Split::time of the last plan.
+  // Split::time of the last plan, for tests.
   int64_t expected_time() const { return last_.split.time; }
 
  private:
@@ -81,8 +81,8 @@ class PackScheduler {
   KvSplitter splitter_;
   InvariantChunks chunks_;
 
-  // The same with tiles of half the requests. In a small step they may end earlier: more CTAs have work, and tiles of
-  // few requests need fewer cuts, or none.
+  // Packs and splits with the next smaller tile. A small step may end earlier with it: more CTAs have work, and tiles
+  // of few requests need fewer cuts or none.
   struct Narrow {
     TileSelection tiles;
     Packer packer;
@@ -90,15 +90,15 @@ class PackScheduler {
   };
   static std::optional<Narrow> narrow_of(const SchedulerConfig& config);
   std::optional<Narrow> narrow_;
-  // Shares nothing. In a small step that may end earlier too: each request has a CTA of its own, and no partials.
+  // Shares nothing. A small step may end earlier with this too: each request has a CTA of its own, and no partials.
   Packer query_centric_;
-  // If next_ is a small step of `memory`: takes narrow tiles, or shares nothing, where that is expected to end earlier.
+  // For a small step of `memory`, next_ gets narrow tiles or shares nothing if it is then expected to end earlier.
   void try_other_packings(const PrefixForest& forest, std::span<const int32_t> seq_lens,
                           SplitTask task);
   Packing other_packing_;
   Split other_split_;
 
-  PrefixForest forest_;  // of paths that come without one
+  PrefixForest forest_;  // for paths that are in no other forest
   StageTimes times_;
 
   struct LengthRange {
@@ -112,10 +112,10 @@ class PackScheduler {
     std::vector<LengthRange> lengths;  // per request
   };
   Planned last_;
-  Planned next_;  // swapped with last_ when it is complete
+  Planned next_;  // becomes last_ when it is complete
 };
 
-// Bounds of the plan of any batch of up to `max_requests` requests, except the slot buffer.
+// What the plan of any batch of up to `max_requests` requests needs at most, except for the slot buffer.
 struct PlanBounds {
   PlanCapacity capacity;
   int32_t num_partials;

@@ -11,8 +11,8 @@ namespace pat {
 
 namespace {
 
-// Policy::kCompute: the tiles of FastTree's kernels, and the weights of what padding and partials waste. The
-// paper (section 4.2) leaves these weights to profiling; the ratios are 2/3, 1/3 and 1/10.
+// Policy::kCompute: the tiles of FastTree's kernels, and weights for the waste of padding and partials. The paper
+// (section 4.2) leaves these weights to profiling. Their ratios here are 2/3, 1/3 and 1/10.
 constexpr int64_t kManyRows = 64;
 constexpr int64_t kFewRows = 16;
 constexpr int64_t kTokensPerTile = 32;
@@ -20,7 +20,7 @@ constexpr int64_t kRowPaddingWeight = 20;
 constexpr int64_t kTokenPaddingWeight = 10;
 constexpr int64_t kPartialWeight = 3;
 
-// Waste by the padding of a pack's last tiles.
+// What the padding of a pack's last tiles wastes.
 int64_t padding_cost(int64_t rows, int64_t tokens) {
   const int64_t tile_rows = rows > kFewRows ? kManyRows : kFewRows;
   const int64_t row_padding = (tile_rows - rows % tile_rows) % tile_rows;
@@ -45,12 +45,12 @@ bool Packer::merges(const Edge& edge) const {
   return policy_ == Policy::kCompute && merging_computes_less(edge);
 }
 
-// Merging makes the child's tiles read the parent's range as well, and leaves the parent's pack fewer.
+// After merging, the child's tiles read the parent's range as well, and the parent's pack has fewer tiles.
 bool Packer::merging_moves_less(const Edge& edge) const {
   const int32_t staying_tiles = tiles_.num_tiles(edge.parent_requests - edge.child_requests);
   const int64_t added_passes = tiles_.num_tiles(edge.child_requests) + staying_tiles -
                                tiles_.num_tiles(edge.parent_requests);
-  // Each row of the child has one partial less; two less if its output is then stored directly.
+  // Each row of the child saves one partial, or two if its output is then stored directly.
   const int64_t saved_partials =
       int64_t{edge.child_requests} * tiles_.group_size() * (edge.leaves_single_partial ? 2 : 1);
   const int64_t saved_items = tiles_.num_tiles(edge.parent_requests) - staying_tiles;
@@ -82,7 +82,7 @@ void Packer::pack(const PrefixForest& forest, std::span<const int32_t> seq_lens,
     private_begin_.assign(seq_lens.size(), 0);
   } else {
     raised_price_ = 0;
-    // Ends: once a partial costs more than any range, all requests leave all packs but one.
+    // This ends, because once a partial costs more than any range, every request is in one pack only.
     for (int64_t price = kCostUnit; decide(forest, seq_lens) > most;) {
       raised_price_ = price *= 2;
     }
@@ -123,7 +123,7 @@ int64_t Packer::decide(const PrefixForest& forest, std::span<const int32_t> seq_
     int32_t& begin = private_begin_[request];
     begin = forest.private_begin(request);
     const int32_t anchor = forest.anchor(request);
-    if (seq_lens[request] == begin) continue;  // no child: there is nothing to read alone
+    if (seq_lens[request] == begin) continue;  // it has no private range
     ++num_packed;
     if (anchor < 0) continue;
     NodeState& parent = state_[anchor];
@@ -192,8 +192,8 @@ void Packer::emit(const PrefixForest& forest, std::span<const int32_t> seq_lens,
   }
 }
 
-// A node's holders are a run in tree order: those of its children, one child after the other, then the requests that
-// end at the node. In its pack are all but the runs of merged children and the merged private ranges.
+// A node's holders are a run in tree order: the holders of each child in turn, then the requests that end at the node.
+// Its pack has all of them except the holders of merged children and requests whose private range was merged.
 void Packer::emit_requests(const PrefixForest& forest, Packing& out) {
   const std::vector<int32_t>& order = forest.requests_in_tree_order();
   const auto copy_up_to = [&](NodeState& state, const ForestNode& node, int32_t position) {
@@ -212,7 +212,7 @@ void Packer::emit_requests(const PrefixForest& forest, Packing& out) {
     copy_up_to(parent, forest.nodes()[node.parent], node.holder_begin);
     parent.passed += node.num_holders;
   }
-  // The rest of each run: children that were not merged, and the requests that end at the node.
+  // What is left of each run: children that were not merged, and the requests that end at the node.
   for (size_t n = 0; n < state_.size(); ++n) {
     NodeState& state = state_[n];
     if (state.remaining == 0) continue;

@@ -9,11 +9,12 @@ namespace pat {
 
 namespace {
 
-// Shorter nodes share a segment with their ancestors where the same requests of a pack hold both: a segment fills
-// whole stages of the kernels' rings. For longer ones that is nothing, and their slots are gathered once for all packs.
+// Nodes up to this length share a segment with their ancestors where the same requests of a pack hold both, because a
+// segment takes whole stages of the kernels' rings. For longer nodes that is negligible, and as segments of their own
+// their slots are gathered once for all packs.
 constexpr int32_t kShortNode = 255;
-// In trees so deep that these are too many segments, so many levels share a segment, however long the nodes are. They
-// begin at multiples of it, so that packs have most segments, and their slots, in common.
+// In very deep trees, where this makes too many segments, at least this many levels share a segment, however long the
+// nodes are. Segments begin at multiples of it, so that packs have most of them, and their slots, in common.
 constexpr int32_t kFewestFusedLevels = 64;
 
 bool is_short(const ForestNode& node) { return node.kv_end - node.kv_begin <= kShortNode; }
@@ -45,7 +46,7 @@ void SubtreeTiler::pack(const PrefixForest& forest, std::span<const int32_t> seq
                         Packing& out) {
   find_common_nodes(forest);
   choose_cuts(forest);
-  // Ends: once all levels share a segment, a pack has at most two for each of its requests.
+  // This ends, because once all levels share a segment, a pack has at most two per request.
   for (int32_t levels = 0; !emit(forest, seq_lens, levels, out);) {
     levels = std::max(kFewestFusedLevels, 4 * levels);
   }
@@ -80,9 +81,9 @@ void SubtreeTiler::choose_cuts(const PrefixForest& forest) {
   best_.assign(num_places + 1, 0);
   run_begin_.assign(num_places + 1, 0);
   candidates_.resize(num_places);
-  int32_t front = 0, back = 0;  // the candidates in use; cost and place ascend
+  int32_t front = 0, back = 0;  // the candidates in use, whose costs and places ascend
   for (int32_t place = 0; place < num_places; ++place) {
-    // best_[place] becomes the cost of all cuts up to here, one at `place` included.
+    // best_[place] becomes the cost of all cuts up to here, with one at `place`.
     if (common_[place] < 0) front = back = 0;  // no run goes across
     if (place > 0) best_[place] += cost_of_cut(forest, place);
     while (back > front && best_[candidates_[back - 1]] > best_[place]) --back;
@@ -91,7 +92,7 @@ void SubtreeTiler::choose_cuts(const PrefixForest& forest) {
     run_begin_[place + 1] = candidates_[front];
     best_[place + 1] = best_[candidates_[front]];
   }
-  // From the last run to the first; then the other way round.
+  // Collect the runs from the last to the first, then reverse them.
   candidates_.clear();
   for (int32_t end = num_places; end > 0; end = run_begin_[end]) candidates_.push_back(end);
   std::reverse(candidates_.begin(), candidates_.end());
@@ -156,7 +157,7 @@ void SubtreeTiler::emit_pack(const PrefixForest& forest, std::span<const int32_t
   const auto last_holder = [&](int32_t node) {
     return std::min(nodes[node].holder_begin + nodes[node].num_holders, end) - begin;
   };
-  // A pack reads a node that it alone holds once, and so it does what lies below.
+  // If all holders are in the pack, the pack alone reads the node and what lies below it.
   const auto has_all_holders = [&](int32_t node) {
     const int32_t holder = nodes[node].holder_begin;
     return holder >= begin && holder + nodes[node].num_holders <= end;
@@ -167,7 +168,7 @@ void SubtreeTiler::emit_pack(const PrefixForest& forest, std::span<const int32_t
     out.requests.push_back(request);
     int32_t private_begin = forest.private_begin(request);
     bool is_private_once = true;
-    // From here up to `known`: the nodes that this request is the first of the pack to hold.
+    // This request is the first of the pack to hold the nodes from here up to `known`.
     int32_t node = forest.anchor(request);
     const int32_t known = first == 0 ? -1 : common_[place];
     if (num_requests == 1 && node >= 0) {
@@ -176,7 +177,7 @@ void SubtreeTiler::emit_pack(const PrefixForest& forest, std::span<const int32_t
       is_private_once = false;
     }
     for (; node != known && last_holder(node) == first + 1; node = nodes[node].parent) {
-      private_begin = nodes[node].kv_begin;  // no other request of the pack holds it
+      private_begin = nodes[node].kv_begin;  // it is the only holder in the pack
       is_private_once = false;
     }
     ranges_.clear();
@@ -184,7 +185,8 @@ void SubtreeTiler::emit_pack(const PrefixForest& forest, std::span<const int32_t
       const int32_t last = last_holder(node);
       int32_t top = node;
       if (last - first == num_requests) {
-        // All of the pack hold it, and what is above: of a long chain, a pack visits no more nodes than it has segments.
+        // The whole pack holds it and what is above, so a pack visits no more nodes of a long chain than it has
+        // segments.
         top = segment_top_[node];
       } else {
         while (segment_top_[top] != top && nodes[top].parent != known &&

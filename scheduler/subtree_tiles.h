@@ -1,4 +1,5 @@
-// Packs that hold whole subtrees: runs of requests in tree order, each with the KV ranges of all its ancestors.
+// Policy::kMemory: packs that hold whole subtrees. A pack is a run of requests in tree order, with the KV ranges of all
+// their ancestors.
 #pragma once
 
 #include <cstdint>
@@ -37,8 +38,8 @@ struct Pack {
   int32_t num_segments;
 };
 
-// A pack's segments are in pre-order: ancestors before descendants, requests ascending. So the segments of one
-// request ascend in position. A request's packs do too. A pack of more requests than a tile holds has one segment.
+// A pack's segments are in pre-order: ancestors before descendants, requests ascending. So the segments of a request
+// ascend in position, and so do its packs. A pack with more requests than a tile holds has one segment.
 struct Packing {
   std::vector<Pack> packs;
   std::vector<int32_t> requests;
@@ -60,28 +61,28 @@ struct Packing {
   }
 };
 
-// Most segments that the packs of a batch have, for each of its requests.
+// The packs of a batch have at most this many segments for each request of the batch.
 inline constexpr int32_t kMaxSegmentsPerRequest = 24;
 
 class SubtreeTiler {
  public:
   SubtreeTiler(const PackingCosts& cost, const TileSelection& tiles) : cost_(cost), tiles_(tiles) {}
 
-  // Divides the requests, in tree order, into runs that fit into a tile. A cut between two neighbours costs an item,
-  // and reading again what both share; all else is read once, however the requests are divided. The cheapest cuts are
-  // found in time linear in nodes + requests + segments. Requests that share nothing are never in one run.
+  // Divides the requests, in tree order, into runs that fit into a tile. A cut between two neighbours costs a work
+  // item, and reading again what both share. Everything else is read once, wherever the cuts lie. Finds the cheapest
+  // cuts in time linear in nodes, requests and segments. Requests that share nothing are never in one run.
   void pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out);
 
  private:
-  // For each place in tree order: the deepest node that the request shares with the one before.
+  // Finds, for each place in tree order, the deepest node that its request shares with the one before.
   void find_common_nodes(const PrefixForest& forest);
   void choose_cuts(const PrefixForest& forest);
   int64_t cost_of_cut(const PrefixForest& forest, int32_t place) const;
-  // Nodes that the same requests of a pack hold share a segment if they are short, or, if `fused_levels` is not 0, up
-  // to so many of them. Returns false if these are too many segments for the batch.
+  // Nodes that the same requests of a pack hold share a segment: short nodes, or, if `fused_levels` is not 0, up to
+  // that many levels. Returns false if the batch then has too many segments.
   bool emit(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t fused_levels,
             Packing& out);
-  // Number of segments, over all packs, that all requests of a pack are for. In a deep tree, nearly all.
+  // Counts the segments, over all packs, that all requests of their pack read. In a deep tree these are nearly all.
   int64_t num_common_segments() const;
   void emit_pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t begin,
                  int32_t end, Packing& out);
@@ -93,18 +94,20 @@ class SubtreeTiler {
 
   std::vector<int32_t> depth_;  // per node
   std::vector<int32_t>
-      common_before_;            // per node: what its first holder shares with the request before
-  std::vector<int32_t> common_;  // per place in tree order; -1: nothing
-  std::vector<int64_t> best_;    // per place: cost of the cheapest cuts before it
-  std::vector<int32_t> run_begin_;   // per place: where the last run before it begins
-  std::vector<int32_t> candidates_;  // places at which that run may begin, best first
-  // Per node: where the segment that ends with it begins, if the same requests hold all of that.
+      common_before_;  // per node: the node that its first holder shares with the request before
+  std::vector<int32_t> common_;     // per place in tree order: the common node; -1: none
+  std::vector<int64_t> best_;       // per place: cost of the cheapest cuts before it
+  std::vector<int32_t> run_begin_;  // per place: where the run that ends there begins
+  std::vector<int32_t>
+      candidates_;  // places where that run may begin, best first; then the ends of all runs
+  // Per node: the node at which the segment that ends with it begins, if the same requests hold both.
   std::vector<int32_t> segment_top_;
-  std::vector<int32_t> segments_above_;  // per node: from the root to its end, in the same case
+  std::vector<int32_t>
+      segments_above_;  // per node: segments from the root to its end, in the same case
   struct Range {
     int32_t top;     // node
     int32_t bottom;  // node
-    int32_t last;    // requests of the pack before this one hold it
+    int32_t last;    // the requests of the pack before this one hold it
   };
   std::vector<Range> ranges_;  // a request's segments, the last one first
   struct KnownSpan {
