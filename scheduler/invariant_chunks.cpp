@@ -38,7 +38,6 @@ void InvariantChunks::plan(const PrefixForest& forest, std::span<const int32_t> 
     }
     begin += chunk_tokens;
   }
-  packing.requests = split.requests;
   assign_tickets(split);
 }
 
@@ -166,10 +165,6 @@ void InvariantChunks::add_item(const PrefixForest& forest, std::span<const int32
   }
   const ItemCost& cost = item_costs_[item.num_requests];
   item.cost = cost.fixed + std::max<int64_t>(item.num_tokens * cost.token, cost_.split.shortest);
-  packing.packs.push_back({.request_begin = item.request_begin,
-                           .num_requests = item.num_requests,
-                           .segment_begin = 0,
-                           .num_segments = 0});
   split.work_items.push_back(item);
 }
 

@@ -62,26 +62,26 @@ std::optional<PackScheduler::Narrow> PackScheduler::narrow_of(const SchedulerCon
 void PackScheduler::try_other_packings(const PrefixForest& forest,
                                        std::span<const int32_t> seq_lens, SplitTask task) {
   if (config_.policy != Policy::kMemory || config_.one_tile || !config_.by_time) return;
-  if (next_.split.time == 0) return;
+  if (split_.time == 0) return;
   const auto try_packing = [&](Packer& packer, KvSplitter& splitter, int64_t time_to_beat) {
     packer.pack(forest, seq_lens, other_packing_);
     task.time_to_beat = time_to_beat;
     splitter.split(other_packing_, task, other_split_);
-    if (other_split_.time == 0 || other_split_.time >= next_.split.time) return;
-    std::swap(next_.packing, other_packing_);
-    std::swap(next_.split, other_split_);
+    if (other_split_.time == 0 || other_split_.time >= split_.time) return;
+    std::swap(packing_, other_packing_);
+    std::swap(split_, other_split_);
   };
   const auto is_wide = [&](const Pack& pack) {
     return pack.num_requests > narrow_->tiles.requests_per_tile();
   };
-  if (narrow_ && std::ranges::any_of(next_.packing.packs, is_wide)) {
-    const int64_t time = next_.split.time;
+  if (narrow_ && std::ranges::any_of(packing_.packs, is_wide)) {
+    const int64_t time = split_.time;
     try_packing(narrow_->packer, narrow_->splitter, time - time / kNarrowGain);
   }
   if (forest.nodes().empty()) return;
   const int64_t num_tokens = std::accumulate(seq_lens.begin(), seq_lens.end(), int64_t{0});
-  if (splitter_.least_time(task, num_tokens) < next_.split.time) {
-    try_packing(query_centric_, splitter_, next_.split.time);
+  if (splitter_.least_time(task, num_tokens) < split_.time) {
+    try_packing(query_centric_, splitter_, split_.time);
   }
 }
 
@@ -111,23 +111,23 @@ void PackScheduler::plan(PrefixForest& forest, std::span<const int32_t> seq_lens
   times_.forest = stopwatch.lap();
 
   if (config_.batch_invariant) {
-    chunks_.plan(forest, seq_lens, next_.packing, next_.split);
+    chunks_.plan(forest, seq_lens, packing_, split_);
     times_.packing = stopwatch.lap();
     times_.split = 0;
   } else {
-    packer_.pack(forest, seq_lens, next_.packing);
+    packer_.pack(forest, seq_lens, packing_);
     times_.packing = stopwatch.lap();
 
     const SplitTask task{.num_requests = static_cast<int32_t>(seq_lens.size()),
                          .num_unique = lower_bound};
-    splitter_.split(next_.packing, task, next_.split);
+    splitter_.split(packing_, task, split_);
     try_other_packings(forest, seq_lens, task);
     times_.split = stopwatch.lap();
   }
 
   // The order of a row's segments is part of a batch-invariant result, so it stays.
-  next_.plan.assemble(static_cast<int32_t>(seq_lens.size()), config_.group_size, next_.packing,
-                      next_.split, config_.batch_invariant ? 0 : config_.num_workers);
+  next_.plan.assemble(static_cast<int32_t>(seq_lens.size()), config_.group_size, packing_, split_,
+                      config_.batch_invariant ? 0 : config_.num_workers);
   int64_t query_centric = 0;
   next_.lengths.clear();
   for (size_t request = 0; request < seq_lens.size(); ++request) {
@@ -135,12 +135,11 @@ void PackScheduler::plan(PrefixForest& forest, std::span<const int32_t> seq_lens
     query_centric += seq_len;
     next_.lengths.push_back({.planned = seq_len, .longest = seq_len});
   }
-  const Split& split = next_.split;
-  for (const Split::WorkItem& item : split.work_items) {
+  for (const Split::WorkItem& item : split_.work_items) {
     for (const Segment& segment :
-         std::span(split.segments).subspan(item.segment_begin, item.num_segments)) {
+         std::span(split_.segments).subspan(item.segment_begin, item.num_segments)) {
       if (!segment.is_open) continue;
-      LengthRange& range = next_.lengths[split.requests[item.request_begin + segment.first]];
+      LengthRange& range = next_.lengths[split_.requests[item.request_begin + segment.first]];
       int64_t longest = int64_t{range.planned} + config_.growth_tokens;
       if (config_.batch_invariant) {
         longest = std::min(longest, ChunkGrid::last_length(range.planned));
@@ -150,6 +149,7 @@ void PackScheduler::plan(PrefixForest& forest, std::span<const int32_t> seq_lens
     }
   }
   next_.plan.set_kv_tokens(query_centric, lower_bound);
+  next_.expected_time = split_.time;
   std::swap(last_, next_);
   times_.assembly = stopwatch.lap();
 }

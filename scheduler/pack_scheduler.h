@@ -72,7 +72,7 @@ class PackScheduler {
   const StageTimes& stage_times() const { return times_; }
   const TileTable& tile_table() const { return tiles_.table(); }
   // Split::time of the last plan, for tests.
-  int64_t expected_time() const { return last_.split.time; }
+  int64_t expected_time() const { return last_.expected_time; }
 
  private:
   SchedulerConfig config_;
@@ -92,11 +92,11 @@ class PackScheduler {
   std::optional<Narrow> narrow_;
   // Shares nothing. A small step may end earlier with this too: each request has a CTA of its own, and no partials.
   Packer query_centric_;
-  // For a small step of `memory`, next_ gets narrow tiles or shares nothing if it is then expected to end earlier.
+  // A small step of `memory` gets narrow tiles, or shares nothing, if it is then expected to end earlier.
   void try_other_packings(const PrefixForest& forest, std::span<const int32_t> seq_lens,
                           SplitTask task);
-  Packing other_packing_;
-  Split other_split_;
+  Packing packing_, other_packing_;
+  Split split_, other_split_;
 
   PrefixForest forest_;  // for paths that are in no other forest
   StageTimes times_;
@@ -106,10 +106,9 @@ class PackScheduler {
     int32_t longest;
   };
   struct Planned {
-    Packing packing;
-    Split split;
     DecodePlan plan;
     std::vector<LengthRange> lengths;  // per request
+    int64_t expected_time = 0;
   };
   Planned last_;
   Planned next_;  // becomes last_ when it is complete
