@@ -1,7 +1,7 @@
 """PackAttention: the runtime API. plan() once per decode step, run() once per layer.
 
-Below it: the C++ scheduler, which plans, and an executor, which runs the plan. Above it: the SGLang
-backend, or any code that has radix paths and a paged KV pool.
+It calls the C++ scheduler, which plans, and an executor, which runs the plan. The SGLang backend
+calls it, and so can any code that has radix paths and a paged KV pool.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from sglang_pat.support import GROWTH_TOKENS
 
 logger = logging.getLogger(__name__)
 
-# Workers per KV head where plain torch executes: enough for long ranges to be cut in tests.
+# Workers per KV head in plain torch: enough to cut long ranges in tests.
 _TORCH_WORKERS = 32
 _INTS = (torch.int64, torch.int32)
-# torch.compile() shows it with fullgraph=True. Else it breaks its graph, and run() runs.
+# torch.compile(fullgraph=True) shows this. Otherwise torch breaks its graph and calls run().
 _NO_FULL_GRAPH = (
     "PackAttention.run() cannot be part of torch.compile(fullgraph=True): its kernels and the plan "
-    "are unknown to torch; compile without fullgraph, or what lies before and behind it"
+    "are unknown to torch; compile without fullgraph, or the code before and after it"
 )
 _SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -58,8 +58,8 @@ _SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Executor(Protocol):
     """Executes plans: `ReferenceExecutor` in torch, `CudaExecutor` with the kernels.
 
-    A step begins with load_plan(), of the scheduler's last plan, or with reuse_plan(); then there
-    is one run() per layer. gather: whether the slots of shared KV may have changed since the last
+    A step begins with load_plan(), which takes the scheduler's last plan, or with reuse_plan().
+    Then follows one run() per layer. gather: the slots of shared KV may have changed since the last
     step.
     """
 
@@ -111,41 +111,42 @@ class PackAttention:
         num_qo_heads, num_kv_heads : int
             Heads of this rank. `num_qo_heads` is a multiple of `num_kv_heads`.
         head_dim : int
-            Of queries and keys, and of values unless `v_head_dim` is given. 576, with `v_head_dim`
-            512 and one KV head, is latent attention (MLA, absorbed).
+            Length of a query and a key, and of a value unless `v_head_dim` is given. 576 with
+            `v_head_dim` 512 and one KV head means latent attention (MLA, absorbed).
         dtype : torch.dtype
-            Of queries and outputs.
+            dtype of queries and outputs.
         v_head_dim : int, optional
-            Of values and outputs. Default: `head_dim`.
+            Length of a value and an output. Default: `head_dim`.
         kv_dtype : torch.dtype, optional
-            Of the KV cache: float8_e4m3fn, float8_e5m2 or `dtype`, which is the default.
+            dtype of the KV cache: float8_e4m3fn, float8_e5m2 or `dtype`, the default.
         device : torch.device or str
-            Of all tensors.
+            Device of all tensors.
         policy : str
             How packs are formed: one of `sglang_pat.support.POLICIES`.
         num_workers : int, optional
             How many CTAs share the work of one KV head. Default: from the device.
         growth_tokens : int
-            A plan is rebuilt when a request has grown by more tokens than this.
+            plan() builds a new plan when a request has grown by more tokens than this.
         executor : {"auto", "cuda", "reference"}
             `cuda` runs the kernels, `reference` plain torch. `auto` takes the kernels on a CUDA
             device, unless dtype is float32, for which there are none.
         max_requests : int, optional
-            Allocate the kernels' buffers here, for batches of that size. They never move, so run()
-            can be captured in a CUDA graph and replayed with other plans. Default: buffers grow.
+            Allocates the kernels' buffers now, for batches of up to this size. They never move, so
+            run() can be captured in a CUDA graph and replayed with other plans. Default: buffers
+            grow with the batches.
         max_shared_slots : int
-            With `max_requests`: KV tokens of all shared ranges of a batch, at most.
+            With `max_requests`: the most KV tokens of all shared ranges of a batch.
         batch_invariant : bool
-            A request's output is bitwise the same alone, in any batch, shared or not: it depends on
-            its own queries and KV, and on the device. `policy` has no effect then.
+            A request's output has the same bits in every batch, shared or not: it depends on its
+            own queries and KV and on the device alone. `policy` then has no effect.
         max_seq_len : int, optional
-            With `batch_invariant` and `max_requests`: KV tokens of a request, at most. Required
-            then: partials are reserved for them.
+            The most KV tokens of a request. `batch_invariant` with `max_requests` needs it, to
+            reserve partials.
 
         Raises
         ------
         ValueError
-            For anything unsupported. Names the value and what is supported.
+            Something is unsupported. The message names the value and what is supported.
         """
         check_integers(
             num_qo_heads=num_qo_heads,
@@ -221,14 +222,14 @@ class PackAttention:
         self._begin()
 
     def _begin(self) -> None:
-        """Without a plan, and nothing counted."""
+        """Set the state before the first step: no plan, nothing counted."""
         self.stats = PlanStats()
         self._scheduler = self._new_scheduler()
         self._plan: DecodePlan | None = None
         self._step: Step | None = None  # of the last plan()
         self._num_requests = 0  # of the plan
         self._key: Hashable = None
-        # The last step's.
+        # These describe the last step.
         self.step_tokens = KvTokens(0, 0, 0)
         self.step_time = PlanningTime("cold", 0)
         self.seq_lens: IntArray = np.zeros(0, dtype=np.int32)
@@ -242,10 +243,10 @@ class PackAttention:
         req_pool_indices: torch.Tensor,
         seq_lens: torch.Tensor,
     ) -> DecodePlan:
-        """Prepare the next run()s: reuse the last plan, or build one. Host work only.
+        """Prepare the next run()s on the host: reuse the last plan, or build one.
 
-        The tensors lie on `device`. They and `batch.seq_lens` are borrowed until the next plan(),
-        and must not change before the last run() of the step.
+        The tensors lie on `device`. plan() borrows them and `batch.seq_lens` until the next plan().
+        They must not change before the last run() of the step.
 
         Parameters
         ----------
@@ -256,11 +257,11 @@ class PackAttention:
         req_pool_indices : torch.Tensor
             int64 or int32 `[num_requests]`: the row of each request.
         seq_lens : torch.Tensor
-            int64 or int32 `[num_requests]`: `batch.seq_lens`. Where a request has KV behind its
-            path, also one token less, or a few more, of which the host need not know: no plan
-            depends on them, but in batch-invariant mode. Read in each run(), so that a captured
-            graph sees the lengths of its replay. Plain torch refuses others there; the kernels do
-            not look, since that would wait for the device.
+            int64 or int32 `[num_requests]`: the values of `batch.seq_lens`. A request with KV after
+            its path may have one token less or a few more, which the host need not know: only
+            batch-invariant plans depend on them. Each run() reads them, so a captured graph sees
+            the lengths of its replay. Plain torch refuses other lengths. The kernels do not check
+            them, because that would wait for the device.
 
         Returns
         -------
@@ -270,11 +271,11 @@ class PackAttention:
         Raises
         ------
         ValueError, TypeError
-            On bad input. The last plan stays in force, unless another one was built and the
-            executor refuses its step: a row that `req_to_token` does not have, a stride. There is
-            no plan then.
+            Bad input. The last plan stays in force, unless the executor refuses the step of a plan
+            that was just built (a row that `req_to_token` does not have, a stride). Then there is
+            no plan.
         PlanOverflowError
-            If a reservation is too small. There is no plan then.
+            A reservation is too small. Then there is no plan.
         """
         if not isinstance(batch, DecodeBatch):
             raise TypeError(f"batch must be a DecodeBatch, got {type(batch).__name__}")
@@ -318,22 +319,22 @@ class PackAttention:
     def advance(self, seq_lens: torch.Tensor, tokens: int) -> None:
         """Let the next run()s read later lengths under the plan of the last plan().
 
-        For a few steps whose lengths the host knows only by their distance. Nothing is counted.
+        For a few steps whose lengths the host knows only relative to plan(). Nothing is counted.
 
         Parameters
         ----------
         seq_lens : torch.Tensor
             As in plan(), on the device.
         tokens : int
-            By how many tokens each request, padding aside, is longer than in plan().
+            How many tokens longer each request is than in plan(), padding rows aside.
 
         Raises
         ------
         ValueError, TypeError
-            On bad input, and in batch-invariant mode, where a plan depends on the lengths. The last
-            step stays in force.
+            Bad input, or batch-invariant mode, where a plan depends on the lengths. The last step
+            stays in force.
         RuntimeError
-            Without a plan.
+            There is no plan.
         """
         if self._step is None or self._plan is None:
             raise RuntimeError("advance() needs a plan: call plan() first")
@@ -422,11 +423,11 @@ class PackAttention:
             v_head_dim]`.
         k_cache, v_cache : torch.Tensor
             `[num_slots, num_kv_heads, head_dim]` and `[num_slots, num_kv_heads, v_head_dim]`,
-            SGLang's pool layout. This step's token has been written. Of latent attention `v_cache`
-            is the view `k_cache[..., :v_head_dim]`.
+            SGLang's pool layout. They include this step's token. In latent attention `v_cache` is
+            the view `k_cache[..., :v_head_dim]`.
         q_rope : torch.Tensor, optional
-            Of latent attention: `[num_requests, num_qo_heads, head_dim - v_head_dim]`, the last
-            columns of the queries, where they lie apart from the first ones.
+            Only for latent attention: `[num_requests, num_qo_heads, head_dim - v_head_dim]`, the
+            last columns of the queries, if they are in a tensor of their own.
         out : torch.Tensor, optional
             `[num_requests, num_qo_heads, v_head_dim]`; written. Allocated by default.
         sm_scale : float, optional
@@ -435,14 +436,14 @@ class PackAttention:
             If positive, logits become `logit_cap * tanh(logit / logit_cap)`.
         sinks : torch.Tensor, optional
             Attention sinks, float32, bfloat16 or float16 `[num_qo_heads]`: one more logit per head,
-            which no value belongs to. It is neither scaled nor capped. The kernels read it in
-            each run(), so that a captured graph sees weights that are updated in place.
+            without a value. It is neither scaled nor capped. The kernels read it in each run(), so
+            a captured graph sees weights that are updated in place.
         k_scale, v_scale : float or torch.Tensor
-            What the numbers in the caches are multiplied with. A captured graph keeps a number. A
-            tensor, float32 of one element, is read in each run() and each replay; only caches of
-            another dtype than `dtype` take one.
+            Factors of the numbers in the caches. A captured graph keeps a float. Each run() and
+            each replay reads a tensor (float32, one element); only caches of another dtype than
+            `dtype` take one.
         return_lse : bool
-            Whether to return the LSE too. Results over disjoint KV can be merged with it.
+            Also return the LSE, with which results over disjoint KV can be merged.
 
         Returns
         -------
@@ -454,9 +455,9 @@ class PackAttention:
         Raises
         ------
         ValueError
-            On bad input. Nothing is written.
+            Bad input. Nothing is written.
         RuntimeError
-            Without a plan. Nothing is written.
+            There is no plan. Nothing is written.
         """
         if torch.compiler.is_dynamo_compiling():
             raise RuntimeError(_NO_FULL_GRAPH)
