@@ -119,6 +119,43 @@ Batch caterpillar_batch(int num_requests, int32_t node_tokens, int32_t private_t
   return make_batch(nodes, requests);
 }
 
+Batch extreme_batch(Random& random) {
+  constexpr int32_t kTails[] = {0, 1, 2, 63, 256, 1024};
+  constexpr int32_t kPrefixes[] = {1, 64, 512, 6143, 6144, 32'768, 131'072, 1'000'000};
+  const int32_t tail = kTails[draw(random, 0, std::size(kTails) - 1)];
+  const int32_t prefix = kPrefixes[draw(random, 0, std::size(kPrefixes) - 1)];
+  const auto some = [&](int64_t most) { return static_cast<int>(draw(random, 1, most)); };
+  std::vector<std::pair<int, int32_t>> nodes, requests;
+  switch (draw(random, 0, 4)) {
+    case 0:  // a chain that requests leave one by one
+      return caterpillar_batch(some(400), some(300), tail);
+    case 1:  // nothing shared, all of one length
+      requests.assign(some(600), {-1, prefix});
+      break;
+    case 2:  // a star, some of whose tails are as long as its prefix
+      nodes = {{-1, prefix}};
+      for (int i = some(600); i > 0; --i) {
+        requests.push_back({0, one_in(random, 20) ? prefix : tail});
+      }
+      break;
+    case 3: {  // a chain below the prefix, at whose end all requests lie
+      nodes = {{-1, prefix}};
+      for (int i = some(300); i > 0; --i) nodes.push_back({static_cast<int>(nodes.size()) - 1, 1});
+      requests.assign(some(100), {static_cast<int>(nodes.size()) - 1, tail});
+      break;
+    }
+    default: {  // documents below the prefix, each with as many requests
+      const int documents = some(40), each = some(20);
+      nodes = {{-1, prefix}};
+      for (int i = 1; i <= documents; ++i) {
+        nodes.push_back({0, 1 + tail});
+        requests.insert(requests.end(), each, {i, tail});
+      }
+    }
+  }
+  return make_batch(nodes, requests);
+}
+
 SchedulerConfig config(int32_t group_size, int32_t num_workers, Policy policy) {
   return {.group_size = group_size,
           .num_workers = num_workers,

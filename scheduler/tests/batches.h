@@ -61,6 +61,9 @@ Batch random_batch(Random& random, const BatchShape& shape);
 Batch balanced_batch(const std::vector<int>& levels, int32_t tokens);
 // The same of a name such as "1,4,256_32,256,128": nodes of each level, and tokens of each node.
 Batch tree_batch(const std::string& name);
+// Shapes that random_batch() seldom makes: deep chains, wide stars, one long document, equal requests, one-token tails,
+// prefixes of 128k tokens and more.
+Batch extreme_batch(Random& random);
 // Each request leaves a chain of shared nodes one node later than the one before.
 Batch caterpillar_batch(int num_requests, int32_t node_tokens, int32_t private_tokens);
 

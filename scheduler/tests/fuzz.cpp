@@ -54,16 +54,19 @@ PlanCounts fuzz_plans(int64_t num_plans, Random& random) {
   for (int64_t i = 0; i < num_plans; ++i) {
     if (i % 16 == 0) {
       made = random_config(random, one_in(random, 4));
+      made.batch_invariant = one_in(random, 4);
+      made.by_time = !one_in(random, 4);
       scheduler = PackScheduler(made);
     }
-    Batch batch = random_batch(random, {.max_nodes = draw(random, 0, 80),
-                                        .max_requests = draw(random, 1, 120),
-                                        .max_tokens = draw(random, 5, 50'000)});
+    Batch batch = one_in(random, 3) ? extreme_batch(random)
+                                    : random_batch(random, {.max_nodes = draw(random, 0, 80),
+                                                            .max_requests = draw(random, 1, 120),
+                                                            .max_tokens = draw(random, 5, 50'000)});
     PathArrays arrays = batch.arrays();
     if (i % 2 == 0) {
       scheduler.plan(arrays.view(), batch.seq_lens);
       check_plan(scheduler, made, batch);
-      check_bounds(scheduler, made);
+      check_bounds(scheduler, made, batch.seq_lens);
       ++counts.right;
       continue;
     }
@@ -71,7 +74,7 @@ PlanCounts fuzz_plans(int64_t num_plans, Random& random) {
     const std::vector<int32_t> before = plan_bytes(scheduler);
     try {
       scheduler.plan(arrays.view(), batch.seq_lens);
-      check_bounds(scheduler, made);
+      check_bounds(scheduler, made, batch.seq_lens);
       ++counts.harmless;
     } catch (const Failure&) {
       throw;

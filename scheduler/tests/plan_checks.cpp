@@ -143,12 +143,15 @@ void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, c
   CHECK_EQ(next_partial, h.num_partials);
 }
 
-void check_bounds(const PackScheduler& scheduler, const SchedulerConfig& config) {
+void check_bounds(const PackScheduler& scheduler, const SchedulerConfig& config,
+                  std::span<const int32_t> seq_lens) {
   const PlanHeader& header = scheduler.last_plan().header();
   if (header.num_requests == 0) return;
   const PlanBounds bounds =
-      plan_bounds(header.num_requests, config.num_workers,
-                  {tiles_of(config.latent), config.group_size, config.max_block_q});
+      config.batch_invariant
+          ? invariant_plan_bounds(header.num_requests, std::max(std::ranges::max(seq_lens), 1))
+          : plan_bounds(header.num_requests, config.num_workers,
+                        {tiles_of(config.latent), config.group_size, config.max_block_q});
   CHECK(bounds.capacity.holds(header));
   CHECK(header.num_partials <= bounds.num_partials);
 }

@@ -10,6 +10,7 @@ namespace pat::testing {
 void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, const Batch& batch);
 
 // Throws Failure if the last plan exceeds what is reserved for batches of its size.
-void check_bounds(const PackScheduler& scheduler, const SchedulerConfig& config);
+void check_bounds(const PackScheduler& scheduler, const SchedulerConfig& config,
+                  std::span<const int32_t> seq_lens);
 
 }  // namespace pat::testing

@@ -22,7 +22,7 @@ TEST(plans_of_random_forests_are_right) {
                                               .max_tokens = draw(random, 5, 20'000)});
     plan(scheduler, batch);
     check_plan(scheduler, made, batch);
-    check_bounds(scheduler, made);
+    check_bounds(scheduler, made, batch.seq_lens);
   }
 }
 
@@ -47,7 +47,7 @@ TEST(plans_fit_what_is_reserved_for_their_requests) {
           const SchedulerConfig made = config(group_size, 264 / heads, policy);
           PackScheduler scheduler(made);
           plan(scheduler, batch);
-          check_bounds(scheduler, made);
+          check_bounds(scheduler, made, batch.seq_lens);
         }
       }
     }
@@ -63,7 +63,7 @@ TEST(latent_layers_pack_as_many_requests_as_a_tile_has_room_for) {
     PackScheduler scheduler(made);
     plan(scheduler, batch);
     check_plan(scheduler, made, batch);
-    check_bounds(scheduler, made);
+    check_bounds(scheduler, made, batch.seq_lens);
     const int32_t tiles = (128 + 64 / heads - 1) / (64 / heads);
     CHECK_EQ(scheduler.last_plan().header().largest_tile, 1);
     CHECK_EQ(scheduler.last_plan().kv_tokens().planned, int64_t{8192} * (tiles + 128));
@@ -96,7 +96,7 @@ TEST(plans_of_small_steps_may_have_narrow_tiles) {
     PackScheduler scheduler(made);
     plan(scheduler, batch);
     check_plan(scheduler, made, batch);
-    check_bounds(scheduler, made);
+    check_bounds(scheduler, made, batch.seq_lens);
     return scheduler.last_plan().header().largest_tile;
   };
   SchedulerConfig made = config(8, 264);
