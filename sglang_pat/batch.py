@@ -1,7 +1,7 @@
 """Input of one decode step: DecodeBatch on the host, Step on the device.
 
-First stage of the Python side: adapters (`sglang/tree/radix_paths.py`, or a user's own code)
-produce the batch, `PackAttention.plan` consumes it and hands the step to its executor.
+An adapter (`sglang/tree/radix_paths.py`, or a user's own code) makes the batch.
+`PackAttention.plan` takes it and hands the step to its executor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from sglang_pat._scheduler import PrefixForest
 
-if TYPE_CHECKING:  # advice and replays of traces do without torch
+if TYPE_CHECKING:  # `sglang-pat advise` runs without torch
     import torch
 
 IntArray = npt.NDArray[np.int32]
@@ -41,12 +41,11 @@ class PrefixPaths:
 
     Request `i` holds nodes `path_begin[i]` to `path_begin[i + 1]` of the three node arrays, in path
     order: the first node starts at position 0 and every next one where the previous ended. A
-    request without shared KV has an empty path. What lies behind the path's end is private to the
-    request.
+    request without shared KV has an empty path. The KV after its path is private to the request.
 
     Shapes: `path_begin` int32 `[num_requests + 1]`; `node_id` int64, `kv_begin` and `kv_end` int32,
-    all `[num_path_nodes]`. TypeError for arrays of another kind. The C++ scheduler checks the
-    contents and names the first request that is wrong.
+    all `[num_path_nodes]`. Arrays of another kind raise TypeError. The C++ scheduler checks the
+    contents, and its errors name the first request that is wrong.
     """
 
     path_begin: IntArray
@@ -67,10 +66,10 @@ class PrefixPaths:
         Raises
         ------
         TypeError
-            `paths` is no list, or a path is none. The message names its request.
+            `paths` is not a list, or a path is not. The message names the request.
         ValueError
-            A node is not three integers, of which the id fits into int64 and the positions into
-            int32. The message names the node and its request.
+            A node is not three integers, or its id exceeds int64 or a position int32. The message
+            names the node and its request.
         """
         path_begin = [0]
         flat: list[PathNode | tuple[int, int, int]] = []
@@ -94,9 +93,9 @@ class PrefixPaths:
 
     @classmethod
     def private(cls, num_requests: int) -> PrefixPaths:
-        """No request shares anything.
+        """Empty paths: no request shares anything.
 
-        TypeError or ValueError for a number of requests that is no integer, or negative.
+        Raises TypeError if the number of requests is not an integer, ValueError if it is negative.
         """
         check_integers(num_requests=num_requests)
         if num_requests < 0:
@@ -118,13 +117,13 @@ class DecodeBatch(NamedTuple):
 
     seq_lens: int32 `[num_requests]`, KV length of every request including the token of this step. 0
         marks a padding row: its output is 0 and its LSE -inf.
-    paths: the batch's paths, or a forest that keeps them. A forest has them until its next
-        update(). Rows behind its last request have no path.
-    key: equal keys promise equal paths, rows and order, and that shared KV stays in its slots, so
-        that a plan may be reused while `seq_lens` grow. None: the paths themselves are compared,
-        and the slots of shared KV are read again in each step.
-    begun_ns: `time.perf_counter_ns()` when work on the step began, if that was before plan(): from
-        there its time is counted.
+    paths: the batch's paths, or a forest that has them until its next update(). Rows after the
+        forest's last request have no path.
+    key: equal keys promise equal paths, rows and order, and that shared KV stays in its slots. A
+        plan may then be reused while `seq_lens` grow. With None, plan() compares the paths
+        themselves, and reads the slots of shared KV again in each step.
+    begun_ns: `time.perf_counter_ns()` when work on the step began, if that was before plan(). The
+        step's planning time counts from there.
     """
 
     seq_lens: IntArray
@@ -146,16 +145,16 @@ class DecodeBatch(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Input of an executor besides the plan, borrowed from the caller of `PackAttention.plan`."""
+    """What an executor reads besides the plan, borrowed from the caller of `PackAttention.plan`."""
 
     req_to_token: torch.Tensor  # int32 [num_rows, max_context_len]
     req_pool_indices: torch.Tensor  # int64 or int32 [num_requests]
     seq_lens: torch.Tensor  # int64 or int32 [num_requests]
-    host_seq_lens: IntArray  # those that the host knows, which may be a few tokens less
+    host_seq_lens: IntArray  # the lengths that the host knows; they may be a few tokens less
 
 
 def check_integers(**values: int) -> None:
-    """TypeError or ValueError for a value that is no integer within int32."""
+    """Raise TypeError for a value that is not an integer, ValueError for one beyond int32."""
     for name, value in values.items():
         if not is_integer(value):
             raise TypeError(f"{name} must be an integer, got {value!r}")
@@ -164,12 +163,12 @@ def check_integers(**values: int) -> None:
 
 
 def is_integer(value: object) -> bool:
-    """True for an integer of Python or NumPy. A bool is none."""
+    """Return whether a value is an integer of Python or NumPy. A bool is not."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def _check_array(name: str, array: object, dtype: type[np.generic]) -> None:
-    """TypeError unless it is a contiguous 1-D array of this type."""
+    """Raise TypeError unless `array` is a contiguous 1-D array of this type."""
     if not isinstance(array, np.ndarray):
         found = type(array).__name__
     elif array.dtype != dtype or array.ndim != 1:
@@ -194,7 +193,7 @@ def _checked_nodes(
     if nodes.dtype == np.int64 and nodes.ndim == 2 and nodes.shape[1] == 3:
         positions = nodes[:, 1:]
         fit = positions.min() >= -1 << 31 and positions.max() < 1 << 31
-        # NumPy makes integers of bools that stand beside integers.
+        # NumPy turns bools beside integers into integers.
         if fit and _BOOLS.isdisjoint(map(type, chain.from_iterable(flat))):
             return nodes
     for index, node in enumerate(flat):

@@ -1,7 +1,7 @@
-"""DecodePlan: the C++ scheduler's plan, its buffer with its sizes, and how the scheduler is made.
+"""DecodePlan: a view of the buffer that the C++ scheduler writes and executors read.
 
-Between the scheduler, which writes the buffer, and the executors, which read it. The format is
-`kernels/contract/plan_format.h`; this file only gives its sections names and shapes.
+`kernels/contract/plan_format.h` defines the format; this file gives its sections names and shapes.
+It also has the sizes of the buffers, and makes schedulers.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def new_scheduler(
     one_byte: bool = False,
     cost: CostModel | None = None,
 ) -> PackScheduler:
-    """A scheduler with the constants that PackAttention uses.
+    """Make a scheduler with the constants of PackAttention.
 
-    by_time: a small step has other packs than `memory` makes, or none, where it is expected to end
-    earlier on a GPU. latent: the layers are latent attention. one_byte: the KV cache holds fp8
-    numbers. cost: None is its own.
+    by_time: a small step may get other packs than those of `memory`, or none, if it should then end
+    earlier on a GPU. latent: the layers are latent attention. one_byte: the KV cache is fp8. cost:
+    None takes the scheduler's default, an H100's costs.
     """
     return PackScheduler(
         group_size=group_size,
@@ -81,11 +81,11 @@ def new_scheduler(
 
 
 def largest_tile(group_size: int, *, latent: bool = False, one_byte: bool = False) -> int:
-    """Give the query rows of the largest tile that plans use.
+    """Return the query rows of the largest tile that plans use.
 
-    Where latent attention reads fp8 KV, its body for 32 rows takes less time for two tiles than the
-    one for 64 rows for both together: 0.64 to 0.94 of it over the shared cases of
-    `benchmarks/kernel mla`. A group of more than 16 query heads needs the larger one.
+    Over fp8 KV, latent attention takes less time for two tiles of 32 rows than for one of 64: 0.64
+    to 0.94 of it in the shared cases of `benchmarks/kernel mla`. A group of more than 16 query
+    heads needs the tile of 64 rows.
     """
     if latent and one_byte and 2 * group_size <= _ONE_BYTE_LATENT_TILE:
         return _ONE_BYTE_LATENT_TILE
@@ -99,7 +99,7 @@ def shipped_latent_costs(gpu: str) -> CostModel:
 
 
 class HeadConfig(NamedTuple):
-    """Heads of this rank, and the lengths of their keys and values: plans are made for them."""
+    """The heads of this rank, and the lengths of their keys and values."""
 
     num_qo_heads: int
     num_kv_heads: int
@@ -139,8 +139,8 @@ class PlanHeader(NamedTuple):
 class KvTokens(NamedTuple):
     """KV tokens of one KV head that one decode step reads.
 
-    query_centric: every request reads its own KV. planned: what the work items load; a range counts
-    once per work item that reads it. lower_bound: every distinct token once.
+    query_centric: every request reads its own KV. planned: what the work items load, where a range
+    counts once per item that reads it. lower_bound: every distinct token counts once.
     """
 
     query_centric: int
@@ -149,9 +149,9 @@ class KvTokens(NamedTuple):
 
 
 class _Section:
-    """A section of a DecodePlan, by the name of the attribute: an int32 view of the plan's buffer.
+    """The section of a DecodePlan that has the attribute's name, as an int32 view of the buffer.
 
-    `[entries]` if an entry is one integer, else `[entries, integers of an entry]`.
+    Its shape is `[entries]` if an entry is one integer, else `[entries, integers per entry]`.
     """
 
     def __set_name__(self, owner: type[DecodePlan], name: str) -> None:
@@ -171,19 +171,19 @@ class DecodePlan:
 
     A deep copy stays valid.
 
-    The header and the sections are read when they are asked for: only the reference executor and
-    checks ask. plan_format.h says what the columns of a section mean.
+    Header and sections are read on access, because only the reference executor and checks need
+    them. plan_format.h says what the columns of a section mean.
 
     Parameters
     ----------
     buffer
-        int32, laid out for `capacity`. Borrowed.
+        int32, laid out for `capacity`. The caller owns it.
     capacity
         How many entries each section of the buffer can hold.
     kv_tokens
-        KV tokens that a step reads at the lengths that the plan was made for.
+        KV tokens that a step reads at the planned lengths.
     tile_table
-        The scheduler's: what the tiles of the work items are.
+        The scheduler's tile bodies, which work items refer to by index.
     """
 
     ticket_begin = _Section()
@@ -207,18 +207,18 @@ class DecodePlan:
 
     @cached_property
     def header(self) -> PlanHeader:
-        """The header as it was when it was first asked for."""
+        """The header as it was at the first access."""
         begin = self.capacity.layout()["header"]
         return PlanHeader(*self.buffer[begin : begin + len(PlanHeader._fields)].tolist())
 
     def live_requests(self) -> IntArray:
-        """Requests that read KV up to their length in each run(); others read what was planned."""
+        """Requests whose KV each run() reads up to their length, not up to the planned one."""
         segments = self.kv_segments
         live: IntArray = segments[segments[:, 2] == OPEN_END, 0]
         return live
 
     def describe(self) -> str:
-        """The plan as text: one line per work item: ticket, tile, KV segments, requests."""
+        """The plan as text, a line per work item: its ticket, tile, KV segments and requests."""
         return "\n".join(self._describe_lines())
 
     def _describe_lines(self) -> Iterator[str]:
@@ -255,7 +255,7 @@ class DecodePlan:
 
 
 def segment_interval(requests: _Integers) -> tuple[_Integers, _Integers]:
-    """First and end of a segment's requests, counted from its item's first."""
+    """First and end of a segment's requests, counted from the first request of its work item."""
     return requests & (READ_ONCE - 1), requests >> 16
 
 
@@ -278,7 +278,7 @@ def write_plan(scheduler: PackScheduler, sizes: BufferSizes, buffer: IntArray) -
     sizes
         What the buffer, the partials and the slot buffer can hold.
     buffer
-        int32, C-contiguous, at least as long as the layout of `sizes.plan`. Written.
+        int32, C-contiguous, at least as long as the layout of `sizes.plan`. It is written.
 
     Returns
     -------
@@ -305,21 +305,10 @@ def copy_plan(scheduler: PackScheduler) -> DecodePlan:
 
 
 def replan_cause(*, planned: bool, same_batch: bool, lengths_served: bool) -> StepReason | None:
-    """Say why the last plan does not serve a step.
+    """Return why the last plan does not serve a step, or None if it does.
 
-    Parameters
-    ----------
-    planned
-        Whether there is a plan.
-    same_batch
-        Whether the plan's key is the step's.
-    lengths_served
-        What `PackScheduler.check_lengths` says of the step's lengths.
-
-    Returns
-    -------
-    StepReason or None
-        The cause; None if the plan serves the step.
+    planned: there is a plan. same_batch: the step has the plan's key. lengths_served: the plan
+    serves the step's lengths, by `PackScheduler.check_lengths`.
     """
     if not planned:
         return StepReason.FIRST
@@ -331,8 +320,8 @@ def replan_cause(*, planned: bool, same_batch: bool, lengths_served: bool) -> St
 class BufferSizes(NamedTuple):
     """Capacity of the buffers of a plan.
 
-    plan: entries of the plan's sections. num_partials: partial slots, of 2 * num_qo_heads *
-    (v_head_dim + 2) bytes each. num_shared_slots: KV tokens of all shared ranges, 4 bytes each.
+    plan: entries of each section. num_partials: partial slots of 2 * num_qo_heads * (v_head_dim +
+    2) bytes. num_shared_slots: KV tokens of all shared ranges, 4 bytes each.
     """
 
     plan: PlanCapacity = PlanCapacity()
@@ -352,8 +341,8 @@ class BufferSizes(NamedTuple):
     ) -> BufferSizes:
         """Capacity for the plan of any batch of up to `max_requests` requests.
 
-        Only the shared slots may be too few: their number has no bound but the KV pool. The
-        scheduler gives the other bounds (`plan_bounds` in scheduler/pack_scheduler.cpp).
+        Only the shared slots may be too few, because nothing but the KV pool bounds them.
+        `plan_bounds` in scheduler/pack_scheduler.cpp gives the other bounds.
 
         Parameters
         ----------
@@ -362,7 +351,7 @@ class BufferSizes(NamedTuple):
         num_shared_slots
             KV tokens of all shared ranges of a batch.
         num_workers, group_size, latent, one_byte
-            Those of the scheduler.
+            The arguments of the scheduler.
 
         Raises
         ------
@@ -381,8 +370,8 @@ class BufferSizes(NamedTuple):
     ) -> BufferSizes:
         """Capacity for any batch-invariant plan within these limits.
 
-        The batch has up to `max_requests` requests with up to `max_seq_len` KV tokens each.
-        ValueError for a parameter that is out of range.
+        A batch has up to `max_requests` requests of up to `max_seq_len` KV tokens each. Raises
+        ValueError if a parameter is out of range.
         """
         capacity, num_partials = invariant_plan_bounds(max_requests, max_seq_len)
         return cls(capacity, num_partials, num_shared_slots)
@@ -395,10 +384,9 @@ class BufferSizes(NamedTuple):
         )
 
     def grown(self, needed: BufferSizes) -> BufferSizes:
-        """Sizes that hold `needed`.
+        """Sizes that hold `needed`: each size that is too small becomes twice the needed one.
 
-        What is too small becomes twice what is needed. So the buffers of a growing batch are
-        allocated a logarithmic number of times.
+        So a growing batch allocates its buffers a logarithmic number of times.
         """
         entries, needed_entries = self.plan.entries(), needed.plan.entries()
         return BufferSizes(

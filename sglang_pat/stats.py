@@ -27,7 +27,7 @@ class PlanningTime(NamedTuple):
 
 
 def bound_of(nanoseconds: int) -> int:
-    """The bound of a histogram, as in `PlanningTimes`, below which a time lies."""
+    """The smallest bound of `PlanningTimes` above a time."""
     shift = max(nanoseconds.bit_length() - 5, 0)
     return ((nanoseconds >> shift) + 1) << shift
 
@@ -35,12 +35,13 @@ def bound_of(nanoseconds: int) -> int:
 class PlanningTimes(dict[str, Counter[int]]):
     """Histograms of planning times, by kind of step.
 
-    A histogram counts how many times lay below a bound in ns, and not below the next smaller one.
+    A histogram maps a bound in ns to the number of times between it and the next smaller bound.
+    There are 16 bounds per octave, so a percentile is at most a 16th too high. Histograms add up
+    with `+`, and serialise to JSON as they are.
 
-    "unchanged": the plan was reused. "changed": a plan was built, and a forest had kept at least
-    one path, or all when a request outgrew its plan. "cold": a plan was built from paths that were
-    all new, or were given as arrays. 16 bounds per octave, so a percentile is at most a 16th too
-    high. Histograms add up with `+`, and are JSON as they are.
+    "unchanged": the plan was reused. "changed": a plan was built, and the forest had kept at least
+    one path (all of them if a request outgrew its plan). "cold": a plan was built from paths that
+    were all new, or that came as arrays.
     """
 
     def record(self, kind: PlanningClass, nanoseconds: int) -> None:
@@ -51,7 +52,7 @@ class PlanningTimes(dict[str, Counter[int]]):
         histogram[bound] += 1
 
     def since(self, before: PlanningTimes) -> PlanningTimes:
-        """The times that these histograms have beyond those of an earlier reading."""
+        """The times recorded since an earlier reading of the same histograms."""
         return PlanningTimes(
             {kind: each - before.get(kind, Counter()) for kind, each in self.items()}
         )
@@ -65,9 +66,9 @@ class PlanningTimes(dict[str, Counter[int]]):
         return total
 
     def percentile_us(self, kind: PlanningClass, percent: float) -> float:
-        """The bound, in microseconds, below which `percent` % of the times lie; nan without times.
+        """The bound in microseconds below which `percent` % of the times lie; nan without times.
 
-        ValueError if percent is not above 0 and at most 100.
+        Raises ValueError if percent is not above 0 and at most 100.
         """
         if not 0 < percent <= 100:
             raise ValueError(f"percent must be above 0 and at most 100, got {percent}")
@@ -84,11 +85,11 @@ class PlanningTimes(dict[str, Counter[int]]):
 class PlanStats:
     """Counters, summed over decode steps.
 
-    plans_built counts by cause in `causes`: "first"; "batch_changed": another key, or another
-    number of rows; "tail_growth": a request outgrew the length its tail was planned for, or became
-    shorter than it was then. The kv_tokens_* fields are those of `KvTokens` at the lengths of each
-    step. planning_ns has one time per step: from `DecodeBatch.begun_ns`, or the call of plan(), to
-    its return; of a repeated step, until it was known to be one.
+    `causes` divides plans_built. "first": there was no plan. "batch_changed": the step had another
+    key or number of rows. "tail_growth": a request outgrew its planned length, or became shorter
+    than it. The kv_tokens_* fields sum `KvTokens` at the lengths of each step. planning_ns has one
+    time per step: from `DecodeBatch.begun_ns`, or the call of plan(), until plan() returns or the
+    step is known to repeat the last one.
     """
 
     plans_built: int = 0
@@ -100,7 +101,7 @@ class PlanStats:
     planning_ns: PlanningTimes = field(default_factory=PlanningTimes)
 
     def add_tokens(self, tokens: KvTokens) -> None:
-        """The KV tokens of one step."""
+        """Count the KV tokens of one step."""
         self.kv_tokens_query_centric += tokens.query_centric
         self.kv_tokens_planned += tokens.planned
         self.kv_tokens_lower_bound += tokens.lower_bound
@@ -111,9 +112,9 @@ Counters = dict[str, Any]
 
 
 def read_counters(stats: Sequence[PlanStats], **more: Sequence[Mapping[str, int]]) -> Counters:
-    """The sum of `stats`, field by field, and of what is given by name.
+    """Sum `stats` field by field, and the mappings that are given by name.
 
-    A copy. May be called by another thread than the one that counts.
+    Returns a copy. Another thread than the one that counts may call it.
     """
     counters: Counters = {}
     for name in (each.name for each in fields(PlanStats)):
