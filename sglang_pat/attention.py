@@ -538,10 +538,9 @@ class PackAttention:
         )
 
     def steps_left(self) -> int:
-        """Number of further steps that the plan serves.
+        """Number of further steps that the plan serves if only the requests grow, a token per step.
 
-        Each request except padding grows by one token per step, and nothing else changes. 0
-        without a plan.
+        Padding rows do not grow. 0 without a plan.
         """
         if self._step is None or self._plan is None:
             return 0
@@ -738,10 +737,7 @@ def _canonical_device(device: torch.device | str) -> torch.device:
 
 
 def default_workers(kernels: LoadedKernels | None, num_kv_heads: int) -> int:
-    """CTAs that share the work of one KV head.
-
-    They are the CTAs that the device runs at the same time, divided by the KV heads.
-    """
+    """CTAs per KV head: those that the device runs at once, divided by the number of KV heads."""
     if kernels is None:
         return _TORCH_WORKERS
     return max(1, kernels.num_ctas // num_kv_heads)

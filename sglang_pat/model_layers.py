@@ -298,7 +298,7 @@ def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _encoders(config: Mapping[str, Any]) -> list[Any]:
-    """The configurations of what a multimodal model has beside its decoder."""
+    """The configurations of the parts that a multimodal model has besides its decoder."""
     found = [*config.get("encoders", ())]
     for key in ("vision_config", "audio_config"):
         if isinstance(config.get(key), Mapping):
@@ -404,7 +404,7 @@ def _block(config: Mapping[str, Any], index: int) -> Mapping[str, Any]:
 
 
 def _every(config: Mapping[str, Any], every: int, others: str) -> list[str]:
-    """Every so many layers, the last of them reads everything."""
+    """Of every `n` layers, the last one attends to everything."""
     return [FULL if (index + 1) % every == 0 else others for index in range(_num_layers(config))]
 
 
@@ -498,7 +498,7 @@ def _of_exaone_4(config: Mapping[str, Any]) -> list[str]:
 
 
 def _parallel(config: Mapping[str, Any]) -> list[str]:
-    """Attention beside a state in each layer."""
+    """Each layer has attention and a state."""
     return [FULL] * _num_layers(config)
 
 

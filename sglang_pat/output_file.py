@@ -39,7 +39,7 @@ def output_file(text: str) -> Path:
 
 
 def output_or_stdout(text: str) -> Path:
-    """Path from an option that takes `-` for standard output; else like `output_file`."""
+    """Path of an option that also takes `-` for standard output; otherwise like `output_file`."""
     return STDOUT if text == str(STDOUT) else output_file(text)
 
 

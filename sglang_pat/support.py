@@ -48,7 +48,7 @@ LATENT_CAPABILITIES = (OLDEST_CAPABILITY, (8, 6), (8, 7), (8, 9), (9, 0), (12, 0
 MAX_GROUP_SIZE = 16
 MAX_LATENT_GROUP_SIZE = 64
 GROWTH_TOKENS = 256  # default of SGLANG_PAT_GROWTH_TOKENS and of PackAttention
-# SGLang's backends beside which pat decodes: dense attention over the whole paged KV of a request.
+# SGLang's backends that pat can decode for: dense attention over the whole paged KV of a request.
 # Others read it in ways of their own.
 DEFAULT_BACKENDS = (
     "fa3",

@@ -1,1 +1,1 @@
-"""Times attention on a GPU, pat beside FlashInfer and FA3."""
+"""What `bench`, `check` and `calibrate` measure: servers, answers and kernels on this machine."""

@@ -1,4 +1,4 @@
-"""Greedy answers of two runs, compared as far as rounding lets them agree.
+"""Compares the greedy answers of two runs, as far as rounding lets them agree.
 
 Where two tokens are equally probable within rounding, either may be answered, and from there on the
 texts differ rightly: a tie. Any other difference is an error. How far apart the two are is read in
@@ -38,7 +38,7 @@ def candidates_of(position: Sequence[Sequence[Any]]) -> list[Candidate]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """tokens: greedy. candidates: at each position the best, as many as were asked for."""
+    """tokens: the greedy answer. candidates: the best tokens at each position."""
 
     tokens: list[int]
     candidates: list[list[Candidate]]

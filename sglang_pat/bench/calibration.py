@@ -1,4 +1,4 @@
-"""Measures what planning weighs, and fits it: behind `sglang-pat calibrate`.
+"""Measures plans on this GPU and fits the cost model to them, for `sglang-pat calibrate`.
 
 Each of a designed set of plans is timed as a graph of several layers. A layer's time is taken to be
 a sum: a constant, and so much for each KV token from memory, each that is read again, each partial
@@ -216,7 +216,7 @@ def _for_body(rows: int, shape: HeadConfig) -> Design:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """A layer of a design took so many microseconds. missing: of `missing_tokens`."""
+    """The microseconds of a layer of a design. missing: those of `missing_tokens`."""
 
     design: Design
     features: Features
@@ -435,7 +435,7 @@ def _check(found: Fit) -> None:
 
 
 def _rate(measured: Measurement, found: Fit) -> float:
-    """Price of a token in a body: the rest of the time, over that of as many tokens from memory."""
+    """Cost of a token in a body: the rest of the time per token, over a token from memory."""
     us = found.microseconds
     tokens = measured.features.token * us.token
     rest = measured.us - float(np.dot(_counted(measured, found.shortest), us)) + tokens

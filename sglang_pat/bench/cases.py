@@ -24,7 +24,7 @@ class Case:
     temperature: float = 0.0
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
-        """Random tokens; the same for everybody. The requests of a group are neighbours."""
+        """Random tokens, the same for every server. The requests of a group are neighbours."""
         source = random.Random(0)
 
         def tokens(count: int) -> list[int]:

@@ -1,7 +1,7 @@
 """pat against another attention backend, in SGLang's server, on this machine's GPUs.
 
-Behind `sglang-pat bench`. One server after another serves the same batches; both are timed in the
-steps in which all requests decode (`decoding.py`).
+`sglang-pat bench` runs this. One server after the other serves the same batches; both are timed in
+the steps in which all requests decode (`decoding.py`).
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def contender(name: str) -> Contender:
 
 
 def sampling_of(num_tokens: int, temperature: float = 0.0, **more: Any) -> dict[str, Any]:
-    """SGLang's sampling parameters of an answer of exactly so many tokens."""
+    """SGLang's sampling parameters for a greedy answer of exactly this many tokens."""
     return {
         "temperature": temperature,
         "max_new_tokens": num_tokens,
@@ -86,13 +86,13 @@ class Server:
         return answers
 
     def answer(self, prompt: Sequence[int], sampling: Any, **more: Any) -> dict[str, Any]:
-        """One prompt. An aborted answer is what there was of it."""
+        """Answer one prompt. An aborted request returns the tokens that it had."""
         body = {"input_ids": prompt, "sampling_params": sampling, **more}
         answer: dict[str, Any] = orjson.loads(self._post("generate", body).content)
         return answer
 
     def stream(self, prompts: Sequence[Sequence[int]], sampling: Any) -> Iterator[dict[str, Any]]:
-        """The same, each answer whenever it has grown; `index` is that of its prompt."""
+        """Yield each answer whenever it has grown; `index` is the index of its prompt."""
         body = {"input_ids": prompts, "sampling_params": sampling, "stream": True}
         with self._post("generate", body, stream=True) as response:
             try:

@@ -32,8 +32,8 @@ def interleaved_us(
 ) -> dict[str, float]:
     """Median microseconds of each. Every round runs each once, with an L2 that holds other data.
 
-    That data was read, not written: else its write-back would be part of what is timed. dirty: it
-    was written, as a layer before may leave it.
+    That data was only read, because the write-back of written data would be part of the time.
+    dirty: it was written, as the previous layer may leave it.
     """
     flush = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     total = torch.empty((), dtype=torch.int64, device="cuda")
@@ -65,7 +65,7 @@ def layer_us(
     warmup: int = 3,
     dirty: bool,
 ) -> dict[str, dict[str, float]]:
-    """Microseconds of a layer of graphs that hold so many, by name.
+    """Microseconds per layer of graphs of `layers` layers each, by name.
 
     Returns `us`, and with dirty also `us_dirty_l2`: see interleaved_us().
     """

@@ -134,7 +134,7 @@ def _conclude(
     measured: dict[str, Measured],
     failure: str | None,
 ) -> bool:
-    """Show and keep what has been measured, and tell the failure. Returns whether there is none."""
+    """Show and write what was measured, and report the failure. Return whether there was none."""
     from sglang_pat.bench import comparison
 
     compared: list[Compared] = []

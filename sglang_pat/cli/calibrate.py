@@ -1,4 +1,4 @@
-"""`sglang-pat calibrate`: measure what planning weighs, on the GPU of this machine.
+"""`sglang-pat calibrate`: fit the planner's cost model to the GPU of this machine.
 
 Takes less than a minute. Every server that is started later with the same GPU, driver and kernels
 reads the result. Each kind of layer has costs of its own: `plain`, `latent` (MLA) and `latent-fp8`.

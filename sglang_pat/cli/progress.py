@@ -1,7 +1,7 @@
 """Signs of life on stderr while a command works for long and has nothing else to say.
 
-`python -m sglang_pat.cli.progress TEXT COMMAND...` runs a command so. The Makefile does, with a
-Python that has no other package.
+`python -m sglang_pat.cli.progress TEXT COMMAND...` runs a command this way. The Makefile uses it
+with a Python that has no other package.
 """
 
 from __future__ import annotations

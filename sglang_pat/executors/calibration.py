@@ -1,4 +1,4 @@
-"""Cost model of a GPU: the file that `sglang-pat calibrate` writes, and who reads it.
+"""The cost model of a GPU: the file that `sglang-pat calibrate` writes and schedulers read.
 
 One file per GPU, driver, kernels and kind of layer, in the folder of compiled kernels. All ranks of
 a server read the same file, so they come to the same plans. Without a file those hold that come
@@ -114,10 +114,10 @@ def load(machine: Machine, cache: Path | None = None, *, kind: str = PLAIN) -> C
 
 
 def costs_of(device: torch.device, *, latent: bool = False, one_byte: bool = False) -> CostModel:
-    """Costs that were measured on this machine, else those shipped for its GPU.
+    """Return the costs that were measured on this machine, or else those shipped for its GPU.
 
-    KernelCacheError as in `load`. latent: costs of latent attention. one_byte: over an fp8 cache,
-    which is measured apart of latent attention only.
+    Raises KernelCacheError as `load` does. latent: costs of latent attention. one_byte: over an fp8
+    cache, which only latent attention measures separately.
     """
     machine = _machine(device)
     found = load(machine, kind=kind_of(latent=latent, one_byte=one_byte))

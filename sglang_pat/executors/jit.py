@@ -208,7 +208,7 @@ class KernelBuildError(RuntimeError):
 def build_all(
     configs: Sequence[KernelConfig], *, cache: Path | None = None, force: bool = False
 ) -> list[Path]:
-    """`build()` of each config, as many at once as there are CPUs."""
+    """`build()` all configs, one per CPU at a time."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(lambda config: build(config, cache=cache, force=force), configs))
 
@@ -250,7 +250,7 @@ def build(config: KernelConfig, *, cache: Path | None = None, force: bool = Fals
 
 
 def find_image(config: KernelConfig, cache: Path) -> Path | None:
-    """Return the image of `config` that need not be compiled: the cache's, else the shipped one.
+    """Return an image of `config` without compiling: the cached one, or else the shipped one.
 
     The cache's is that of the compiler here. A machine that runs kernels need not have a compiler,
     nor a cache that it can write to: then it is the newest one.
@@ -425,7 +425,7 @@ class Compiler:
 
 
 def _digest(nvrtc: Any, cuda_headers: Path) -> str:
-    """Hash of the headers and of the compiler as PTX names it; its version is not all of it."""
+    """Hash of the headers and of the compiler's name in PTX, which says more than its version."""
     program = _checked(nvrtc.nvrtcCreateProgram(b"", b"", 0, [], []), "reading nothing")
     try:
         _checked(nvrtc.nvrtcCompileProgram(program, 0, []), "compiling nothing")
@@ -453,7 +453,7 @@ def _nvrtc() -> Any:
 
 
 def _checked(result: tuple[Any, ...], what: str) -> Any:
-    """Results of an NVRTC call besides its status: one value, or a tuple of several."""
+    """The results of an NVRTC call without its status: one value, or a tuple of several."""
     status, *values = result
     if status.value:
         raise KernelBuildError(f"NVRTC failed ({what}): {status.name}")

@@ -45,7 +45,8 @@ class KvWriter:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.config = config
-        # Columns that write() gets. A row of latent attention has its values, and what is behind.
+        # The columns that write() gets. A row of latent attention has values and more keys after
+        # them.
         self.columns = config.head_dim, config.v_head_dim
         if config.is_latent:
             self.columns = config.v_head_dim, config.head_dim - config.v_head_dim
@@ -96,7 +97,7 @@ class KvWriter:
         k_scale: KvScale = UNSCALED,
         v_scale: KvScale = UNSCALED,
     ) -> bool:
-        """Write `k` and `v`, which stay as they are, on the current stream.
+        """Write `k` and `v` into the caches on the current stream. Both stay unchanged.
 
         Slot 0, where SGLang's padding goes, is not written. A slot that the caches do not have
         stops the kernel with an error.

@@ -185,7 +185,7 @@ def load_kernels(config: KernelConfig, device_index: int) -> LoadedKernels:
 
 @functools.lru_cache(maxsize=1024)
 def _tensor_map(address: int, num_slots: int, row_bytes: int, slot_bytes: int) -> Any:
-    """A tensor map of a cache: boxes of 32 slots and 128 bytes. None where there is none."""
+    """A cache's tensor map with boxes of 32 slots and 128 bytes, or None if it has none."""
     if row_bytes % 128 or num_slots < 32:
         return None
     u64, u32 = driver.cuuint64_t, driver.cuuint32_t
@@ -233,7 +233,7 @@ def capture_id(stream: int) -> int:
 
 
 def check(result: tuple[Any, ...], what: str) -> Any:
-    """Results of a driver call besides its error code: one value, or a tuple of several.
+    """The results of a driver call without its error code: one value, or a tuple of several.
 
     Raises
     ------

@@ -48,7 +48,7 @@ _FLOPS_SHARE = 700e12 / _H100.flops_per_second
 _L2_PER_SM = 6.8e12 / _H100.num_sms  # bytes a second, KV that the L2 cache holds
 # Latent attention: whoever reads a token, a tile of 64 query rows is multiplied with it.
 _LATENT_FLOPS_SHARE = 650e12 / _H100.flops_per_second
-_ATTENTION_SECONDS = 8.5e-6  # of a layer's attention beside what it moves
+_ATTENTION_SECONDS = 8.5e-6  # of a layer's attention, in addition to what it moves
 _LAYER_SECONDS = 32e-6  # of a layer's norms and launches
 # Of launches more: what chooses and sorts experts, projects latent attention, and keeps a state.
 _EXPERTS_SECONDS, _LATENT_SECONDS, _STATE_SECONDS = 35e-6, 70e-6, 40e-6
@@ -88,7 +88,7 @@ class Reads(NamedTuple):
 
 
 class StepSeconds(NamedTuple):
-    """A decode step, and the part of it that attention takes."""
+    """The time of a decode step, and of its attention."""
 
     all: float
     attention: float
@@ -285,7 +285,7 @@ class StepTime:
 
     @cached_property
     def _alike(self) -> Counter[Layer]:
-        """Layers with attention. Those that are alike cost the same."""
+        """The layers with attention. Equal layers cost the same."""
         layers = (layer for layer in self.layers if layer.kind not in (STATE, NO_ATTENTION))
         return Counter(replace(layer, index=0) for layer in layers)
 

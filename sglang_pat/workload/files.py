@@ -139,7 +139,7 @@ def json_objects(path: Path, is_record: Callable[[Mapping[str, Any]], bool]) -> 
 
 
 def _next(text: str, place: int) -> int:
-    """The place of the next object: behind spaces, commas and brackets of arrays."""
+    """Where the next object begins, after spaces, commas and brackets of arrays."""
     found = _BETWEEN.match(text, place)
     return found.end() if found else place
 

@@ -53,7 +53,7 @@ class Planner:
     Attributes
     ----------
     stride
-        Of so many batches one is planned; the others are taken to be like it.
+        Every `stride`-th batch is planned. The batches in between are assumed to be like it.
     """
 
     time: StepTime

@@ -381,7 +381,7 @@ def _answer(objects: Sequence[_Placed]) -> _Answer:
 
 
 def _usages(objects: Sequence[_Placed]) -> list[Json]:
-    """Return the objects that count tokens: those named so, else those with such keys."""
+    """Return the objects that count tokens: by their names, or else by their keys."""
     named = [found for path, found in objects if path and path[-1] in fields.USAGES]
     counts = [
         each for each in named if any(fields.plain(key) in fields.OUTPUT_TOKENS for key in each)
@@ -479,7 +479,7 @@ def _mappings(value: object) -> list[Json]:
 def _output_lengths(
     asked: Json, nested: Sequence[Json], answer: _Answer, count: int, errors: TraceErrors
 ) -> list[int]:
-    """Tokens of each answer: as counted, else by ids or text, else as many as were allowed."""
+    """Tokens of each answer: as counted, else by ids or text, else the limit of the request."""
     weights = answer.lengths if len(answer.lengths) == count else [1] * count
     if answer.output_tokens is not None:
         total = answer.output_tokens

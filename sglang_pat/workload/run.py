@@ -30,8 +30,8 @@ _PLANS = 1000  # of one server, about
 _STARVED = 0.02
 # pat reads again from the L2 cache while other blocks read from memory: half of it takes no time.
 _CACHE_SPEED = 2.0
-# First come first served that computes so many times the distinct tokens is compared with
-# dfs-weight, for so many requests: that looks at all that wait before each pass.
+# If first come first served computes this many times the distinct tokens, it is compared with
+# dfs-weight, for this many requests: dfs-weight looks at all waiting requests before each pass.
 _REPEATED, _ORDERED = 1.5, 500
 _BLOCK_TOKENS = 32  # of prompts whose tokens are known, where distinct tokens are counted
 

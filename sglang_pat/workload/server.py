@@ -183,7 +183,7 @@ class Prefill(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """Steps of the same batch. seconds: of one; kv_tokens, distinct: means of a step."""
+    """Steps of one batch. seconds: of one step; kv_tokens, distinct: means per step."""
 
     begin: float
     seconds: float
@@ -466,7 +466,7 @@ class SimulatedServer:
         self._has_changed = True
 
     def _add(self, started: list[SimulatedRequest]) -> None:
-        """Let requests decode, of which all but the last token generated is in the pool."""
+        """Let requests decode whose KV is in the pool, except for the last generated token."""
         rows = [
             (each.kv_len, each.answer_length - each.generated, each.asked - each.generated)
             for each in started
@@ -483,7 +483,7 @@ class SimulatedServer:
         return -(-num_tokens // page) * page
 
     def _needed(self, lengths: IntArray, steps: int) -> int:
-        """Tokens of the pages that requests of these lengths begin in so many steps."""
+        """The tokens of the pages that requests of these lengths begin in this many steps."""
         page = self.tree.page_size
         if page == 1:
             return steps * len(lengths)

@@ -142,7 +142,7 @@ def no_progress(what: str, done: int, of: int) -> None:
 
 
 class NotReplayed(Exception):
-    """A record that is understood, and of which there is nothing to replay: what it is."""
+    """A record that is understood but has nothing to replay. The message says what it is."""
 
 
 FAILED = "requests that failed"

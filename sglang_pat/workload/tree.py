@@ -85,7 +85,7 @@ class Tree(Protocol):
         """Let go of the prefix of a request that is not admitted after all."""
 
     def make_room(self, num_tokens: int) -> bool:
-        """Evict what nobody uses until that many tokens are free. False: there are not as many."""
+        """Evict unused KV until `tokens` tokens are free. Return False if that is not possible."""
 
     def allocate(self, num_tokens: int) -> None:
         """Allocate whole pages. They must be free."""
@@ -100,7 +100,7 @@ class Tree(Protocol):
         """Free the KV of a retracted request that is not in the tree, and unlock the rest."""
 
     def paths(self, requests: Sequence[CachedRequest]) -> PrefixPaths:
-        """The path of each request, nodes of its own included."""
+        """The path of each request, including nodes that only it has."""
 
     def by_weight(self, requests: Sequence[CachedRequest]) -> list[int]:
         """The order of `dfs-weight`, as indices. All prefixes have just been found."""

@@ -27,9 +27,9 @@ class Verdict:
     tpot_ms
         Time per output token at the rate of the trace, by `default` and `pat`.
     requests_per_second
-        At most, by `default` and `pat`.
+        The highest rate that is served, by `default` and `pat`.
     error
-        How far each of the two may be off, as a part of it.
+        The relative error that each of the two may have.
     says
         `pays`: a gain above the error in one of the two, and no loss in the other. `may pay`: a
         gain below it. `does not pay`: none.

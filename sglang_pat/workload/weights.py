@@ -89,7 +89,7 @@ class Weights:
     dense
         Read in every step: attention, MLPs, shared experts, the output head.
     experts
-        Of all routed experts.
+        The parameters of all routed experts.
     num_experts, experts_per_token
         Of one layer; 1 and 1 without experts.
     vocabulary
