@@ -8,12 +8,12 @@ namespace pat {
 namespace {
 
 // Finds each request of a batch once. Batches lose members anywhere and gain them at the end, so the next request is
-// nearly always near the last one found. Others are looked up in a hash table, which is filled when it is first needed.
+// nearly always near the last one found. A hash table finds the others; it is filled when it is first needed.
 class Places {
  public:
   explicit Places(std::span<const Request> batch) : batch_(batch), taken_(batch.size(), 0) {}
 
-  // The place of a request, which it gives up. -1 if it has none left.
+  // Takes a place of the request out of the batch and returns it, or -1 if none is left.
   int32_t take(Request request) {
     const size_t near_end = std::min(next_ + kNear, batch_.size());
     for (size_t place = next_; place < near_end; ++place) {
@@ -65,7 +65,7 @@ class Places {
   std::span<const Request> batch_;
   std::vector<char> taken_;
   size_t num_taken_ = 0;
-  size_t next_ = 0;  // behind the last place taken
+  size_t next_ = 0;  // after the last place taken
   std::vector<Bucket> buckets_;
   std::vector<int32_t> following_;  // per place: the next one of the same request, or -1
 };

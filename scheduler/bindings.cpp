@@ -1,5 +1,5 @@
-// Python module sglang_pat._scheduler. NumPy arrays in and out, dtypes exact (no silent casts). The GIL is
-// kept: planning takes tens of microseconds, and getting the GIL back may take longer than that.
+// Python module sglang_pat._scheduler. It takes and returns NumPy arrays of exact dtypes, without silent casts. It
+// keeps the GIL, because planning takes tens of microseconds and getting the GIL back may take longer.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -53,8 +53,8 @@ void plan(pat::PackScheduler& self, const Array<int32_t>& path_begin, const Arra
   self.plan(paths_view(path_begin, node_id, kv_begin, kv_end), view(seq_lens, "seq_lens"));
 }
 
-// Reads paths by calling a Python function with a list of requests. It answers with a sequence of paths, each a
-// sequence of tuples (id, parent's id, kv_begin, kv_end, tokens, children), as sglang/tree/radix_paths.py has them.
+// Reads paths by calling a Python function with a list of requests. The function returns a sequence of paths, each a
+// sequence of tuples (id, parent's id, kv_begin, kv_end, tokens, children), as sglang/tree/radix_paths.py makes them.
 class PythonPathReader : public pat::PathReader {
  public:
   // now: the new batch, a list.
@@ -140,7 +140,7 @@ py::list forest_paths(const pat::PrefixForest& self) {
   return paths;
 }
 
-// int32 lengths of `num_rows` rows: those of the first `num_requests`, as far as they are known, and 0.
+// The int32 lengths of `num_rows` rows: those of the first `num_requests`, as far as `lengths` has them, then 0.
 template <typename T>
 Array<int32_t> row_lengths(const py::array_t<T>& lengths, int64_t num_requests, int64_t num_rows) {
   if (lengths.ndim() != 1) {
@@ -166,8 +166,8 @@ Array<int32_t> row_lengths(const py::array_t<T>& lengths, int64_t num_requests, 
   return result;
 }
 
-// By how many tokens requests have grown since they had the lengths `least`, in all; None if one has
-// grown by more than its `room`, has shrunk, or is missing. `lengths` may go on with padding.
+// How many tokens all requests together have grown since they had the lengths `least`. None if one has grown by more
+// than its `room`, has shrunk, or is missing. `lengths` may end with padding.
 template <typename T>
 std::optional<int64_t> growth_of(const py::array_t<T>& lengths, const Array<int32_t>& least,
                                  const Array<int32_t>& room) {
@@ -212,7 +212,7 @@ py::object update_forest(pat::PrefixForest& self, const py::list& before, const 
   return py::make_tuple(counts->joined, counts->left, counts->moved, counts->read_again);
 }
 
-// A keyword's value. TypeError names one that is no such number.
+// The value of a keyword. TypeError names one that is not such a number.
 template <typename Number>
 Number number_of(const std::string& name, py::handle value) {
   try {
@@ -293,7 +293,7 @@ py::dict layout_dict(const pat::PlanLayout& layout) {
   return result;
 }
 
-// Per section: its name, the header's field with its count, entries beyond that, int32 of an entry.
+// Per section: its name, the header's field with its count, the entries beyond that count, and the int32 per entry.
 py::tuple plan_sections() {
   py::list sections;
 #define PAT_PLAN_SECTION(section, Entry, count, extra) \

@@ -1,4 +1,4 @@
-// Takes a forest from one batch to the next, reading as few paths as the tree allows.
+// Takes a forest from one batch to the next, and reads as few paths as the tree allows.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@ namespace pat {
 class PathReader {
  public:
   virtual ~PathReader() = default;
-  // The paths that the tree has now of these requests, given by their places in the new batch: one each, in this
-  // order. Valid until the next call. May throw.
+  // Returns the present paths of these requests, which are given by their places in the new batch, in this order. They
+  // are valid until the next call. May throw.
   virtual TreePaths read(std::span<const int32_t> requests) = 0;
 };
 
@@ -26,12 +26,12 @@ struct UpdateCounts {
   int32_t read_again;
 };
 
-// Goes from the batch `before`, whose paths the forest has, to `now`. The paths of requests that joined, or moved, are
-// read. Where they show that the tree has split nodes of kept paths, these are read again; where they only leave that
-// possible, one path for each such node. What is read then may show more splits: the third time, all are read.
+// Goes from the batch `before`, whose paths the forest has, to `now`. Reads the paths of requests that joined or moved.
+// If these show that the tree has split nodes of kept paths, reads those paths again; if they only make a split
+// possible, one path per possibly split node. These may show more splits. The third time, reads all paths.
 //
-// None if the batches are alike and nothing moved. The spans are not used after the first call of the reader. Throws
-// what the reader and PrefixForest::update() throw; the next update must then be from an empty batch.
+// Returns nothing if the batches are equal and no request moved. Does not use the spans after the first call of the
+// reader. Throws what the reader and PrefixForest::update() throw; the next update must then be from an empty batch.
 std::optional<UpdateCounts> update_forest(PrefixForest& forest, std::span<const Request> before,
                                           std::span<const Request> now,
                                           const std::unordered_set<Request>& moved,

@@ -140,10 +140,10 @@ void PrefixForest::release(int32_t node) {
   }
 }
 
-// Looks for nodes of kept paths that the tree has split since they were read. The lower part of a split node keeps
-// its id. So a new path that holds this id shows another span or another parent. A new path that ends or leaves in
-// the upper part does not hold it: but then the new path has a node that is new here, beside the longer node that was
-// split, and in the tree this one or one below it has children that are not on the path.
+// Looks for nodes of kept paths that the tree has split since they were read. The lower part of a split node keeps its
+// id, so a new path with this id shows another span or another parent. A new path that ends or leaves in the upper part
+// does not have the id. But then it has a node that is new here, a sibling of the longer node that was split, and in
+// the tree this node or one below it has children that are not on the path.
 void PrefixForest::mark_outdated(const TreePaths& read) {
   any_outdated_ = false;
   split_parents_.clear();
@@ -170,8 +170,8 @@ void PrefixForest::mark_outdated(const TreePaths& read) {
   }
 }
 
-// `node`, of a path that ends at `path_end`, is new and hangs below `parent`, which is known. What was split to make
-// it ends behind the first node, from here on, that has other children.
+// `node`, on a path that ends at `path_end`, is a new child of `parent`, which is known. If a split made it, the split
+// node ends after the first node, from here on, that has other children.
 void PrefixForest::note_new_child(int32_t parent, const TreePaths& read, int32_t node,
                                   int32_t path_end) {
   while (node < path_end && !read.branches[node]) ++node;
@@ -202,7 +202,7 @@ void PrefixForest::drop_outdated(std::vector<int32_t>& dropped) {
     if (node < 0) continue;
     dropped.push_back(static_cast<int32_t>(request));
   }
-  for (const int32_t request : dropped) {  // only now: released places lose their marks
+  for (const int32_t request : dropped) {  // only now, because released places lose their marks
     release(last_node_[request]);
     last_node_[request] = kNoPath;
   }
@@ -370,8 +370,8 @@ int32_t PrefixForest::arrange_node(int32_t node) {
 }
 
 void PrefixForest::order_requests() {
-  // cursor_[n]: next free place in the run of node n's holders. Children take theirs first, in order; the
-  // requests that end at the node fill what is left. The last entry is the level above the roots.
+  // cursor_[n] is the next free place in the run of node n's holders. Children take their places first, in order, and
+  // the requests that end at the node fill the rest. The last entry is the level above the roots.
   cursor_.assign(nodes_.size() + 1, 0);
   int32_t& top = cursor_.back();
   for (size_t n = 0; n < nodes_.size(); ++n) {

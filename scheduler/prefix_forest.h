@@ -1,4 +1,4 @@
-// Stage 1: the paths of a batch -> a forest of shared KV ranges and one private range per request.
+// Stage 1: the paths of a batch -> a forest of shared KV ranges, and one private range per request.
 #pragma once
 
 #include <cstdint>
@@ -16,18 +16,18 @@ struct PathsView {
   std::span<const int32_t> kv_end = {};      // [num_path_nodes], exclusive
 };
 
-// Paths as they were read from a tree that grows.
+// Paths as read from a tree that grows.
 struct TreePaths {
   PathsView paths = {};
-  // [num_path_nodes]: whether the tree has children of the node beside the next one on the path.
+  // [num_path_nodes]: whether the node has other children in the tree than the next node on the path.
   std::span<const char> branches = {};
 };
 
-// Requests whose kept paths a tree may have outgrown.
+// Requests whose kept paths may no longer be those of the tree.
 struct Outdated {
-  // These have no path any more. It is to be given again.
+  // Their paths are dropped and must be given again.
   std::vector<int32_t> dropped;
-  // Each of these holds a node that the tree may have split. Its path, read again, tells.
+  // Each holds a node that the tree may have split. Reading its path again shows whether it has.
   std::vector<int32_t> suspects;
 };
 
@@ -41,46 +41,44 @@ struct ForestNode {
   int32_t holder_begin;  // into PrefixForest::holders
 };
 
-// Keeps the paths of the running requests from batch to batch, and arranges those of the current batch as a
-// forest: the nodes that have several holders, where a chain of nodes with the same holders is one node.
-// Ordered by first appearance in the batch, parents before children, so that the same paths in the same order
-// always give the same forest, however they came to be there. What only one request holds belongs to its
-// private range. Buffers are reused from call to call.
+// Keeps the paths of the running requests from batch to batch, and arranges those of the current batch as a forest of
+// the nodes that have several holders. A chain of nodes with the same holders becomes one node. Nodes are ordered by
+// first appearance in the batch, parents before children, so the same paths in the same order always give the same
+// forest. What only one request holds belongs to its private range. Calls reuse the buffers.
 class PrefixForest {
  public:
-  // Forgets all paths and takes these. Throws as update() does.
+  // Replaces all paths by these. Throws as update() does.
   void build(const PathsView& paths);
 
-  // Goes to the next batch. kept[i] is where request i of the next batch stands in the current one, which has
-  // its path already, or negative: then its path is the next one of `read`. Requests that are not kept leave.
+  // Goes to the next batch. kept[i] is the place of request i in the current batch, from which it keeps its path. If it
+  // is negative, the request's path is the next one of `read`. Requests that are not kept leave.
   //
-  // A tree may have split nodes since the paths of kept requests were read; `outdated` gets what the new paths show
-  // of that. update() is to be called again with the paths of these requests. Nothing is outdated where no path is
-  // kept.
+  // The tree may have split nodes since the kept paths were read. `outdated` gets what the new paths show of that; the
+  // caller then calls update() again with the paths of these requests. Without kept paths nothing is outdated.
   //
-  // Throws std::invalid_argument, naming request and value, if a path does not start at a root, has gaps,
-  // overlaps or empty spans, or disagrees with another of `read` about a node; the forest is empty then.
-  // Linear in requests + nodes of the new paths; in all nodes and requests if a node of a new path may come from a
+  // Throws std::invalid_argument, naming request and value, if a path does not start at a root, has gaps, overlaps or
+  // empty spans, or disagrees with another path of `read` about a node. The forest is then empty. Takes time linear in
+  // the requests and the nodes of new paths, or in all nodes and requests if a node of a new path may come from a
   // split.
   void update(std::span<const int32_t> kept, const TreePaths& read, Outdated& outdated);
 
-  // True if the forest has just these paths for these requests. Throws std::invalid_argument if `paths` are not as
-  // many.
+  // True if the forest has exactly these paths for these requests. Throws std::invalid_argument if there are not as
+  // many paths as requests.
   bool agrees(std::span<const int32_t> requests, const PathsView& paths) const;
 
-  // Arranges the batch for the accessors below. Rows behind the last request have an empty path. Throws
-  // std::invalid_argument if a request is shorter than its path or has none because it was outdated. Linear
-  // in requests + shared nodes.
+  // Arranges the batch for the accessors below. Rows after the last request have an empty path. Throws
+  // std::invalid_argument if a request is shorter than its path, or if its path was outdated and not given again. Takes
+  // time linear in requests and shared nodes.
   void arrange(std::span<const int32_t> seq_lens);
 
   const std::vector<ForestNode>& nodes() const { return nodes_; }
-  // Requests of `node`: a contiguous run, because requests are kept in tree order.
+  // The requests that hold `node`. They are contiguous, because requests are in tree order.
   std::span<const int32_t> holders(const ForestNode& node) const {
     return std::span(holders_).subspan(node.holder_begin, node.num_holders);
   }
-  // All requests in tree order: requests that share more lie closer together.
+  // All requests in tree order: the more requests share, the closer together they are.
   const std::vector<int32_t>& requests_in_tree_order() const { return holders_; }
-  // Node under which a request's private range begins; -1 if it shares nothing.
+  // The node at whose end a request's private range begins; -1 if it shares nothing.
   int32_t anchor(int32_t request) const { return anchor_[request]; }
   // First position of a request's private range.
   int32_t private_begin(int32_t request) const {
@@ -90,21 +88,21 @@ class PrefixForest {
   static constexpr int32_t kNoNewChild = std::numeric_limits<int32_t>::max();
   struct PathNode {
     int64_t id;
-    int32_t parent;  // index of a path node; -1: the path begins here
+    int32_t parent;  // index of a path node; -1 at the beginning of a path
     int32_t kv_begin;
     int32_t kv_end;
-    int32_t num_holders;  // 0: a free place
-    bool outdated;        // only within update(), as the next two
+    int32_t num_holders;  // 0 in a free place
+    bool outdated;        // used within update() only, as the next two
     bool suspect;
-    int32_t new_child_end;  // smallest end of what a new child shows; kNoNewChild without one
-    uint32_t visited;       // number of the last pass that came here
-    int32_t shared_node;    // its node in nodes() in the last arrangement, -1: root level
+    int32_t new_child_end;  // smallest end of a possible split by a new child, or kNoNewChild
+    uint32_t visited;       // number of the last pass that visited it
+    int32_t shared_node;    // its index in nodes() in the last arrangement; -1 at root level
   };
 
   int32_t num_requests() const { return static_cast<int32_t>(last_node_.size()); }
   // Requests whose path the last update() kept, outdated ones included: another update() follows then.
   int32_t num_kept() const { return num_kept_; }
-  // The path of a request, first node first. For checks.
+  // The path of a request from its first node on, for checks.
   std::vector<PathNode> path(int32_t request) const;
 
  private:
