@@ -66,7 +66,10 @@ bool CutFinder::find(const Tile& tile, const Position& at, int64_t budget_left, 
                                   ? std::max(budget / kCostUnit / kAgainPart, kLittleAgain)
                                   : std::numeric_limits<int64_t>::max();
   const int64_t shortest = context_.min_item_tokens;
-  const ItemCost& item = context_.item_costs[tile.num_requests - at.first];
+  const bool is_in_range = at.segment == tile.segment_begin && tile.is_read_again();
+  const int32_t num_requests =
+      aligned_ && is_in_range ? tile.widest_reader : tile.num_requests - at.first;
+  const ItemCost& item = context_.item_costs[num_requests];
   const int64_t for_tokens = budget_left - item.fixed;
   const int64_t fit = for_tokens < 0 ? -1 : for_tokens / item.token;
   const int64_t left = tile.kv_load - at.assigned + at.reread_load;

@@ -47,8 +47,9 @@ struct TilePart {  // of a tile
 // Writes cuts in place, because a plan tries hundreds of them.
 class CutFinder {
  public:
-  CutFinder(const Packing& packing, const SplitContext& context)
-      : packing_(packing), context_(context) {}
+  // aligned: tiles that read one range are cut at the same places of it, whatever their numbers of requests.
+  CutFinder(const Packing& packing, const SplitContext& context, bool aligned = false)
+      : packing_(packing), context_(context), aligned_(aligned) {}
 
   void take_rest(const Tile& tile, const Position& at, Cut& cut) const {
     cut.next.segment = tile.segment_end;
@@ -84,6 +85,7 @@ class CutFinder {
 
   const Packing& packing_;
   const SplitContext& context_;
+  bool aligned_;
 };
 
 }  // namespace pat

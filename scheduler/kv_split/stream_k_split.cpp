@@ -27,14 +27,14 @@ constexpr int64_t kOrderPart = 8;
 StreamKSplit::AssignResult StreamKSplit::assign(const SplitContext& context, const Packing& packing,
                                                 std::span<const Tile> tiles, int64_t budget,
                                                 bool aligned, Assignment& assignment) {
-  const CutFinder cut_finder(packing, context);
+  const CutFinder cut_finder(packing, context, aligned);
   assignment.clear();
   AssignResult result{.kv_load = 0, .uncut = 0, .largest = 0, .fits = false};
   int32_t ticket = 0;
   int64_t budget_left = budget;
   for (size_t i = 0; i < tiles.size(); ++i) {
     const Tile& tile = tiles[i];
-    if (aligned && tile.is_read_again && budget_left < budget && tile.uncut_cost > budget_left) {
+    if (aligned && tile.is_read_again() && budget_left < budget && tile.uncut_cost > budget_left) {
       result.largest = std::max(result.largest, budget - budget_left);
       if (++ticket == context.num_workers) return result;
       budget_left = budget;

@@ -34,9 +34,9 @@ void TileList::make(const Packing& packing, const SplitContext& context, bool pa
                         .segment_end = pack.segment_begin + pack.num_segments,
                         .tile = context.tiles.select(num_requests),
                         .is_shared = is_shared,
-                        .is_read_again = false,
                         .is_chunked = false,
                         .is_rest = false,
+                        .widest_reader = 0,
                         .num_tokens = num_tokens,
                         .kv_load = kv_load,
                         .uncut_cost = context.cost(num_requests, kv_load)});
@@ -69,17 +69,24 @@ void TileList::mark_common_ranges(const Packing& packing, int32_t least_tokens) 
     const Segment& range = packing.segments[tile.segment_begin];
     return range.num_tokens() >= least_tokens && range.first == 0 && range.end >= tile.num_requests;
   };
-  for (size_t i = 1; i < tiles_.size(); ++i) {
-    if (!is_same_range(packing, tiles_[i - 1], tiles_[i])) continue;
-    tiles_[i - 1].is_read_again = is_long(tiles_[i - 1]);
-    tiles_[i].is_read_again = is_long(tiles_[i]);
+  for (auto begin = tiles_.begin(); begin != tiles_.end();) {
+    const auto end = std::find_if_not(begin, tiles_.end(), [&](const Tile& tile) {
+      return &tile == &*begin || is_same_range(packing, *begin, tile);
+    });
+    const auto widest = std::max_element(
+        begin, end, [](const Tile& a, const Tile& b) { return a.num_requests < b.num_requests; });
+    const int32_t most_requests = widest->num_requests;
+    for (auto tile = begin; tile != end && end - begin > 1; ++tile) {
+      if (is_long(*tile)) tile->widest_reader = most_requests;
+    }
+    begin = end;
   }
 }
 
 void TileList::part_long_ranges(const Packing& packing, const SplitContext& context) {
   const size_t num_tiles = tiles_.size();
   for (size_t i = 0; i < num_tiles; ++i) {
-    if (!tiles_[i].is_read_again) continue;
+    if (!tiles_[i].is_read_again()) continue;
     tiles_[i].is_chunked = true;
     if (tiles_[i].segment_end == tiles_[i].segment_begin + 1) continue;
     Tile rest = tiles_[i];
@@ -92,7 +99,8 @@ void TileList::part_long_ranges(const Packing& packing, const SplitContext& cont
     rest.num_tokens -= range.num_tokens;
     rest.kv_load -= range.kv_load;
     rest.uncut_cost = context.cost(rest.num_requests, rest.kv_load);
-    rest.is_shared = rest.is_read_again = rest.is_chunked = false;
+    rest.is_shared = rest.is_chunked = false;
+    rest.widest_reader = 0;
     rest.is_rest = true;
     ++num_parted_;
     parted_requests_ += rest.num_requests;

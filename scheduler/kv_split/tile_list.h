@@ -20,12 +20,16 @@ struct Tile {
   int32_t segment_end;
   int32_t tile;
   bool is_shared;
-  bool is_read_again;  // its first segment is a range that other tiles read as well
-  bool is_chunked;     // it is such a range, and nothing else
-  bool is_rest;        // it is what remains of a tile without such a range
+  bool is_chunked;  // it is such a range, and nothing else
+  bool is_rest;     // it is what remains of a tile without such a range
+  // If other tiles read the range of the first segment as well: requests of the tile with most of them, this one
+  // included. Else 0.
+  int32_t widest_reader;
   int64_t num_tokens;
   int64_t kv_load;
   int64_t uncut_cost;
+
+  bool is_read_again() const { return widest_reader > 0; }
 };
 
 // Loads and costs are those of the context of make().
