@@ -46,6 +46,7 @@ void SubtreeTiler::pack(const PrefixForest& forest, std::span<const int32_t> seq
                         Packing& out) {
   find_common_nodes(forest);
   choose_cuts(forest);
+  even_out_runs();
   // This ends, because once all levels share a segment, a pack has at most two per request.
   for (int32_t levels = 0; !emit(forest, seq_lens, levels, out);) {
     levels = std::max(kFewestFusedLevels, 4 * levels);
@@ -122,6 +123,27 @@ bool SubtreeTiler::emit(const PrefixForest& forest, std::span<const int32_t> seq
     begin = end;
   }
   return true;
+}
+
+void SubtreeTiler::even_out_runs() {
+  std::vector<int32_t>& ends = candidates_;
+  const auto all_share = [&](int32_t node, int32_t begin, int32_t end) {
+    return std::all_of(common_.begin() + begin, common_.begin() + end,
+                       [&](int32_t common) { return common == node; });
+  };
+  int32_t begin = 0;
+  for (size_t first = 0, last = 0; first < ends.size(); begin = ends[last], first = ++last) {
+    if (first + 1 == ends.size()) break;
+    const int32_t node = common_[ends[first]];
+    if (node < 0 || !all_share(node, begin + 1, ends[first])) continue;
+    while (last + 1 < ends.size() && all_share(node, ends[last], ends[last + 1])) ++last;
+    const auto num_runs = static_cast<int64_t>(last - first + 1);
+    const int64_t num_places = ends[last] - begin;
+    for (size_t i = first; i < last; ++i) {
+      ends[i] =
+          begin + static_cast<int32_t>(num_places * static_cast<int64_t>(i - first + 1) / num_runs);
+    }
+  }
 }
 
 int64_t SubtreeTiler::num_common_segments() const {

@@ -77,6 +77,9 @@ class SubtreeTiler {
   // Finds, for each place in tree order, the deepest node that its request shares with the one before.
   void find_common_nodes(const PrefixForest& forest);
   void choose_cuts(const PrefixForest& forest);
+  // Where all neighbours of several runs share the same node, every place of a cut costs the same. Makes these runs
+  // equally long, so that their tiles take equally long over what they share.
+  void even_out_runs();
   int64_t cost_of_cut(const PrefixForest& forest, int32_t place) const;
   // Nodes that the same requests of a pack hold share a segment: short nodes, or, if `fused_levels` is not 0, up to
   // that many levels. Returns false if the batch then has too many segments.

@@ -78,9 +78,9 @@ def packs(case: ForestCase, group_size: int = 4) -> list[list[int]]:
     return [requests[first : first + count] for _, count, first, *_ in plan.work_items.tolist()]
 
 
-def test_memory_takes_as_many_neighbours_as_fit_into_a_tile() -> None:
+def test_memory_divides_requests_of_one_node_into_as_few_tiles_of_equal_size() -> None:
     case = make_case([(-1, 1000)], [(0, 100)] * 40)
-    assert [len(pack) for pack in packs(case)] == [8, 16, 16]
+    assert [len(pack) for pack in packs(case)] == [13, 13, 14]
     assert [len(pack) for pack in packs(case, group_size=16)] == [4] * 10
 
 
