@@ -48,10 +48,10 @@ class PatSpeculativeMixin(PatMixin):
         Masks cover the drafts alone if no layer falls back: the default backend reads full masks.
         """
         kind = self._pat.kinds.get(_VERIFY)
-        masks = _masks_of(kind)
-        if masks is None or self._pat.layer_support.fallback:
+        trees = _trees_of(kind)
+        if trees is None or trees.masks is None or self._pat.layer_support.fallback:
             return super().verify_mask
-        return VerifyMask(masks, TreeMaskMode.QLEN_ONLY, len(masks) // kind.shape.per_request**2)
+        return VerifyMask(trees.masks.view(-1), TreeMaskMode.QLEN_ONLY, len(trees.masks))
 
     def update_verify_buffers_to_fill_after_draft(
         self, spec_info: Any, cuda_graph_bs: int | None
@@ -138,14 +138,15 @@ class PatSpeculativeMixin(PatMixin):
             has_mask = forward_batch.forward_mode is _VERIFY and not self._pat.is_captured
             # In a warm-up the mask is a large buffer.
             has_mask = has_mask and REQUEST_TRACKER.is_within_step
-            undo_square_masks(forward_batch if has_mask else None, _masks_of(kind))
+            trees = _trees_of(kind)
+            undo_square_masks(forward_batch if has_mask else None, trees and trees.masks)
         super()._catch_up(forward_batch)
 
 
-def _masks_of(kind: Any) -> torch.Tensor | None:
-    """Return where SGLang may write the masks of a type of steps, if it has any."""
-    trees = kind.extra_kv if isinstance(kind, TargetVerifyStep) else None
-    return trees.masks if isinstance(trees, TreeKv) else None
+def _trees_of(kind: Any) -> TreeKv | None:
+    """Return the trees of verify steps, if their drafts may branch."""
+    extra_kv = kind.extra_kv if isinstance(kind, TargetVerifyStep) else None
+    return extra_kv if isinstance(extra_kv, TreeKv) else None
 
 
 class DraftStepsState:

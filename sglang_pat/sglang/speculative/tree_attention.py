@@ -50,8 +50,8 @@ class TreeKv(DraftKv):
     Attributes
     ----------
     masks
-        Where SGLang may write which draft tokens each one reads, over the draft tokens alone, for
-        as many requests as graphs have. None before `reserve`.
+        Where SGLang may write which draft tokens each one reads, for as many requests as graphs
+        have: bool `[requests, draft tokens, draft tokens]`. None before `reserve`.
     """
 
     def __init__(self, num_drafts: int, device: torch.device) -> None:
@@ -67,7 +67,7 @@ class TreeKv(DraftKv):
         if self._reserved is None or len(self._reserved) != max_requests:
             self._reserved = self._chain.expand(max_requests, -1, -1).clone()
             self._in_graphs = self._reserved[:0]
-            self.masks = torch.zeros_like(self._reserved, dtype=torch.bool).view(-1)
+            self.masks = torch.zeros_like(self._reserved, dtype=torch.bool)
 
     def update(self, forward_batch: Any, num_known: int, execution: ExecutionMode) -> None:
         num_requests: int = forward_batch.batch_size

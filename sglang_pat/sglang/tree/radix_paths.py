@@ -293,8 +293,8 @@ def extended_path(path: Path, node_id: int, end: int) -> Path:
     if not path:
         return [node]
     # The tree does not count this child of the last node.
-    *above, (*last, num_children) = path
-    return [*above, (*last, num_children + 1), node]
+    last = path[-1]
+    return [*path[:-1], (*last[:-1], last[-1] + 1), node]
 
 
 def _joined(slots: Iterable[torch.Tensor]) -> torch.Tensor:
