@@ -139,7 +139,8 @@ class PatSpeculativeMixin(PatMixin):
             # In a warm-up the mask is a large buffer.
             has_mask = has_mask and REQUEST_TRACKER.is_within_step
             trees = _trees_of(kind)
-            undo_square_masks(forward_batch if has_mask else None, trees and trees.masks)
+            buffer = None if trees is None else trees.masks
+            undo_square_masks(forward_batch if has_mask else None, buffer)
         super()._catch_up(forward_batch)
 
 
