@@ -431,78 +431,55 @@ def test_bad_paths_leave_the_last_plan_in_force(paths: list[list[PathNode]], mes
     assert torch.equal(attention.run(problem.q, problem.k, problem.v), before)
 
 
+def batch_of(lens: Any, paths: Any = 2, begun: Any = None) -> DecodeBatch:
+    """lens: int32, unless they are an array. paths: private ones of so many requests, or what."""
+    lens = np.array(lens, np.int32) if isinstance(lens, list) else lens
+    paths = PrefixPaths.private(paths) if isinstance(paths, int) else paths
+    return DecodeBatch(lens, paths, None, begun) if begun is not None else DecodeBatch(lens, paths)
+
+
 def good_step() -> dict[str, Any]:
-    lens = np.array([4, 5], dtype=np.int32)
     return {
-        "batch": DecodeBatch(lens, PrefixPaths.private(2)),
+        "batch": batch_of([4, 5]),
         "req_to_token": torch.zeros((3, 8), dtype=torch.int32),
         "req_pool_indices": torch.tensor([1, 2]),
-        "seq_lens": torch.from_numpy(lens),
+        "seq_lens": torch.tensor([4, 5], dtype=torch.int32),
     }
+
+
+INT_VECTOR = "must be 1-D torch.int64 or torch.int32, got"
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        (
-            "req_to_token",
-            torch.zeros((3, 8), dtype=torch.int64),
-            "req_to_token must be 2-D torch.int32",
-        ),
-        ("req_to_token", torch.zeros((3, 4), dtype=torch.int32), "req_to_token's width 4, got 5"),
+        ("req_to_token", torch.zeros((3, 8)).long(), "req_to_token must be 2-D torch.int32"),
+        ("req_to_token", torch.zeros((3, 4)).int(), "req_to_token's width 4, got 5"),
         ("req_to_token", None, "req_to_token must be a torch.Tensor, got NoneType"),
         ("req_pool_indices", np.array([1, 2]), "must be a torch.Tensor, got ndarray"),
         ("req_pool_indices", torch.tensor([1, 3]), "be rows of req_to_token, 0 to 2, got 3"),
         ("req_pool_indices", torch.tensor([-1, 2]), "be rows of req_to_token, 0 to 2, got -1"),
         ("seq_lens", [4, 5], "seq_lens must be a torch.Tensor, got list"),
         ("batch", None, "batch must be a DecodeBatch, got NoneType"),
-        (
-            "req_to_token",
-            torch.zeros((3, 8), dtype=torch.int32, device="meta"),
-            "must be on cpu, got meta",
-        ),
-        (
-            "req_pool_indices",
-            torch.tensor([1.0, 2.0]),
-            "1-D torch.int64 or torch.int32, got 1-D torch.float32",
-        ),
+        ("req_to_token", torch.zeros((3, 8), device="meta").int(), "must be on cpu, got meta"),
+        ("req_pool_indices", torch.tensor([1.0, 2.0]), f"{INT_VECTOR} 1-D torch.float32"),
         ("req_pool_indices", torch.tensor([1]), "one entry per request, 2, got 1"),
-        (
-            "seq_lens",
-            torch.tensor([[4, 5]]),
-            "seq_lens must be 1-D torch.int64 or torch.int32, got 2-D",
-        ),
-        (
-            "batch",
-            DecodeBatch(np.array([4, 5]), PrefixPaths.private(2)),
-            "1-D int32 NumPy array, got 1-D int64",
-        ),
+        ("seq_lens", torch.tensor([[4, 5]]), f"seq_lens {INT_VECTOR} 2-D"),
+        ("batch", batch_of(np.array([4, 5])), "1-D int32 NumPy array, got 1-D int64"),
+        ("batch", batch_of([4, -5]), "negative, got -5 for request 1"),
+        ("batch", batch_of([4, 5], 3), "path_begin must have num_requests"),
         (
             "batch",
-            DecodeBatch(np.array([4, -5], np.int32), PrefixPaths.private(2)),
-            "negative, got -5 for request 1",
-        ),
-        (
-            "batch",
-            DecodeBatch(np.array([4, 5], np.int32), PrefixPaths.private(3)),
-            "path_begin must have num_requests",
-        ),
-        (
-            "batch",
-            DecodeBatch(np.array([4, 0, 5, 0], np.int32)[::2], PrefixPaths.private(2)),
+            batch_of(np.array([4, 0, 5, 0], np.int32)[::2]),
             r"batch.seq_lens must be contiguous, got strides \(8,\)",
         ),
         (
             "batch",
-            DecodeBatch(np.array([4, 5], np.int32), [[(1, 0, 4)], []]),  # type: ignore
+            batch_of([4, 5], [[(1, 0, 4)], []]),
             r"batch.paths must be PrefixPaths, got list; PrefixPaths.from_lists\(\)",
         ),
         *(
-            (
-                "batch",
-                DecodeBatch(np.array([4, 5], np.int32), PrefixPaths.private(2), None, begun),
-                "batch.begun_ns must be an integer",
-            )
+            ("batch", batch_of([4, 5], 2, begun), "batch.begun_ns must be an integer")
             for begun in ("x", 10.5, True)
         ),
     ],
