@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
 import re
 import sys
@@ -184,6 +185,7 @@ def recorded() -> list[Run]:
     ]
 
 
+@functools.cache
 def suites() -> dict[str, str]:
     """Suites of benchmarks/ that write a result -> what they say of themselves."""
     found = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from sglang_pat import DecodeBatch, DecodePlan, PathNode, PrefixPaths
@@ -14,6 +15,14 @@ from sglang_pat.plan import copy_plan
 # Around the sizes at which something changes: tiles, cut granularity, shortest work item.
 LENGTHS = st.one_of(
     st.integers(1, 5), st.integers(60, 68), st.integers(120, 140), st.integers(200, 2500)
+)
+
+
+# Of what takes a tenth of a second per example, or what the C++ tests check on more of them.
+few = settings(
+    max_examples=max(20, settings.default.max_examples // 5),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 
 

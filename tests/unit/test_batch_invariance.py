@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plan_segments import plan_segments
-from sample_forests import ForestCase, forest_cases, make_case, three_level_case
+from sample_forests import ForestCase, few, forest_cases, make_case, three_level_case
 
 from sglang_pat import DecodeBatch, PackAttention, PrefixPaths
 from sglang_pat._scheduler import OPEN_END, SHARED_KV, CostModel, PackScheduler, num_chunks
@@ -95,7 +95,7 @@ def batches(draw: st.DrawFn) -> tuple[ForestCase, list[int], int]:
     return case, rows, draw(st.sampled_from([1, 3, 33]))
 
 
-@many
+@few
 @given(batches(), st.booleans())
 def test_a_request_has_the_same_bits_alone_and_in_any_batch(
     drawn: tuple[ForestCase, list[int], int], sinks: bool

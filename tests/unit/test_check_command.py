@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import random
@@ -270,7 +271,12 @@ class FakeServer:
         return {"plans_built": self.plans, **counted}
 
     def top(self, before: list[int]) -> list[tuple[float, int, None]]:
-        chooser = random.Random(hash(tuple(before[-9:])))
+        return self._top(tuple(before[-9:]))
+
+    @staticmethod
+    @functools.cache
+    def _top(before: tuple[int, ...]) -> list[tuple[float, int, None]]:
+        chooser = random.Random(hash(before))
         return [(logprob, chooser.randrange(300, 600), None) for logprob in (-0.1, -2.5, -4.0)]
 
     def answer(self, prompt: list[int], sampling: Any, **more: Any) -> Any:

@@ -359,7 +359,8 @@ def test_white_list(monkeypatch: pytest.MonkeyPatch, given: str, status: str) ->
 def test_sglang_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sglang_pat, "sglang_doctor", raising=False)
     monkeypatch.setitem(sys.modules, "sglang_pat.sglang.tree.request_tracker", None)
-    monkeypatch.setattr(doctor, "check_registration", lambda: Check("registration", "ok", ""))
+    for check in ("check_registration", "check_touchpoints"):
+        monkeypatch.setattr(doctor, check, lambda check=check: Check(check, "ok", ""))
     *_, check = doctor._checks_by_sglang()
     assert check.status == "failed"
     assert check.topic == "import of SGLang"

@@ -51,7 +51,6 @@ def test_the_documentation_shows_the_recorded_gains() -> None:
     [
         ("gain", ["serving-gates.json", "kernels.json"]),
         ("kernels", ["kernels.json"]),
-        ("kernels", ["kernels-cascade.json"]),  # without XQA
         ("sharing", ["sharing.json"]),
     ],
 )

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from plan_segments import plan_segments, segment_tokens
 from sample_forests import (
     ForestCase,
+    few,
     forest_cases,
     make_case,
     make_scheduler,
@@ -81,7 +82,7 @@ def check_tokens(plan: DecodePlan, case: ForestCase) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@many
+@few
 @given(
     case=forest_cases(),
     group_size=st.integers(1, 16),

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from problems import Problem
-from sample_forests import ForestCase, forest_cases, make_case, three_level_case
+from sample_forests import ForestCase, few, forest_cases, make_case, three_level_case
 
 from sglang_pat import PackAttention
 from sglang_pat.executors.reference import add_sinks, dense_attention, merge_partials
@@ -24,7 +24,7 @@ def make_sinks(num_heads: int, dtype: torch.dtype = torch.float32) -> torch.Tens
     return torch.linspace(-2.0, 9.0, num_heads).to(dtype)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@few
 @given(
     case=forest_cases(max_requests=12),
     group_size=st.integers(1, 16),
