@@ -58,6 +58,6 @@ def test_the_comparison_sees_other_bits() -> None:
     results = []
     for workers in (1, 33):
         step = planned_step(Heads(8, 2), num_workers=workers)
-        step.write(case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+        step.write(case.batch(), **tensors.index)
         results.append(run(step, tensors)[0])
     assert not torch.equal(*results)

@@ -26,9 +26,7 @@ def test_one_plan_serves_beams_that_change_places(heads: Heads, width: int) -> N
     tensors = Tensors.make(grown, heads)
     tensors.seq_lens -= STEPS
     step = planned_step(heads)
-    plan = step.write(
-        case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
-    )
+    plan = step.write(case.batch(), **tensors.index)
     assert plan.kv_tokens.planned < 0.3 * plan.kv_tokens.query_centric
     out, lse = run(step, tensors)
     check(out, lse, tensors)

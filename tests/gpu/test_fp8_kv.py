@@ -359,7 +359,7 @@ def test_queries_and_caches_may_be_slices() -> None:
 def test_a_graph_keeps_its_scales() -> None:
     heads = Heads(8, 2, kv_dtype=E4M3)
     tensors, step = converted(Tensors.make(MIXED, heads), E4M3), planned_step(heads)
-    step.write(MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    step.write(MIXED.batch(), **tensors.index)
     scales = [{"k_scale": 0.5, "v_scale": 3.0}, {}]
     expected = [run(step, tensors, **each) for each in scales]
     results = [tuple(torch.zeros_like(x) for x in each) for each in expected]
@@ -380,7 +380,7 @@ def test_a_graph_reads_scales_that_lie_on_the_device(logit_cap: float) -> None:
     """SGLang's layers have such scales: an update of the weights writes to them in place."""
     heads = Heads(8, 2, kv_dtype=E4M3)
     tensors, step = converted(Tensors.make(MIXED, heads), E4M3), planned_step(heads)
-    step.write(MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    step.write(MIXED.batch(), **tensors.index)
     scales = {name: torch.ones((), device="cuda") for name in ("k_scale", "v_scale")}
     out, lse = (x.clone() for x in run(step, tensors, logit_cap=logit_cap, **scales))
     graph = torch.cuda.CUDAGraph()
@@ -407,16 +407,11 @@ def test_pack_attention() -> None:
     tensors = converted(Tensors.make(MIXED, heads), E4M3)
     attention = PackAttention(8, 2, 128, dtype=BF16, kv_dtype=E4M3, device="cuda")
     assert attention.executor == "cuda"
-    index = {
-        "req_to_token": tensors.req_to_token,
-        "req_pool_indices": tensors.req_pool_indices,
-        "seq_lens": tensors.seq_lens,
-    }
-    attention.plan(MIXED.batch(), **index)
+    attention.plan(MIXED.batch(), **tensors.index)
     caches = tensors.k_cache, tensors.v_cache
     out = attention.run(tensors.q, *caches, k_scale=0.5, v_scale=3.0)
     wide = tensors.k_cache.double() * 0.5, tensors.v_cache.double() * 3.0
-    exact, _ = dense_attention(tensors.q, *wide, *index.values())
+    exact, _ = dense_attention(tensors.q, *wide, *tensors.index.values())
     torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=2e-2)
 
 
@@ -579,7 +574,7 @@ def test_a_latent_nan_reaches_the_requests_that_read_it_and_no_other() -> None:
 def test_a_latent_graph_has_the_bits_of_eager_steps() -> None:
     heads = latent(16)
     tensors, step = converted(Tensors.make(MIXED, heads), E4M3), planned_step(heads)
-    step.write(MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    step.write(MIXED.batch(), **tensors.index)
     expected, expected_lse = run(step, tensors)
     nope, rope = (each.contiguous() for each in tensors.q.split([COLUMNS, ROPE], dim=-1))
     out, lse = torch.full_like(expected, torch.nan), torch.full_like(expected_lse, torch.nan)

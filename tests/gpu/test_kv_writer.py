@@ -236,7 +236,7 @@ def test_attention_reads_what_was_just_written(
     rows = tensors.req_to_token[tensors.req_pool_indices]
     slots = rows.gather(1, tensors.seq_lens[:, None] - 1).squeeze(1).long()
     step = planned_step(heads)
-    step.write(case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    step.write(case.batch(), **tensors.index)
     writer = writer_of(kv_dtype=kv_dtype)
     divisor = torch.tensor(0.37, device="cuda")
     k_scale, scale = float(divisor) if kv_dtype else 1.0, writer.scale(divisor)

@@ -145,7 +145,7 @@ def test_logits_that_rise_or_fall(rise: float, length: int, dtype: torch.dtype) 
         column = (logits[:tokens] * (COLUMNS + ROPE) ** 0.5 / 8.0).to(dtype)
         tensors.k_cache[slots, :, COLUMNS] = column[:, None]
     step = planned_step(heads)
-    step.write(case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    step.write(case.batch(), **tensors.index)
     check(*run(step, tensors), tensors)
 
 
@@ -257,7 +257,7 @@ def test_a_graph_has_the_bits_of_eager_steps(group_size: int) -> None:
         assert torch.equal(out, expected)
         assert torch.equal(lse, expected_lse)
     other = dataclasses.replace(MIXED, paths=[path[:1] for path in MIXED.paths])
-    step.write(other.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    step.write(other.batch(), **tensors.index)
     graph.replay()
     check(out, lse, tensors)
 

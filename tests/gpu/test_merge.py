@@ -39,9 +39,7 @@ def split_finely(case: ForestCase, heads: Heads):
     """The case on the device, with a plan of many partials per request."""
     tensors = Tensors.make(case, heads)
     step = planned_step(heads, num_workers=264, min_piece_tokens=64)
-    plan = step.write(
-        case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
-    )
+    plan = step.write(case.batch(), **tensors.index)
     return tensors, step, plan
 
 
@@ -159,9 +157,7 @@ def test_nan_is_neither_hidden_nor_spread(long: bool) -> None:
         tensors, step, plan = split_finely(LONG_AND_SHORT, heads)
     else:
         tensors, step = Tensors.make(MIXED, heads), planned_step(heads)
-        plan = step.write(
-            MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
-        )
+        plan = step.write(MIXED.batch(), **tensors.index)
     clean, clean_lse = run(step, tensors)
     request = int(plan.merges[plan.merges[:, 2].argmax(), 0])
     tensors.q[request, 3] = torch.nan
@@ -178,9 +174,7 @@ def test_nan_is_neither_hidden_nor_spread(long: bool) -> None:
 def test_it_is_launched_where_there_is_something_to_merge(case: ForestCase) -> None:
     heads = Heads(8, 2)
     tensors, step = Tensors.make(case, heads), planned_step(heads)
-    plan = step.write(
-        case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
-    )
+    plan = step.write(case.batch(), **tensors.index)
     run(step, tensors)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

@@ -81,7 +81,7 @@ def test_logits_that_rise_or_fall(rise: float, length: int, dtype: torch.dtype) 
         column = (logits[:tokens] * 128**0.5 / 8.0).to(dtype)
         tensors.k_cache[slots, :, 0] = column[:, None]
     step = planned_step(heads)
-    step.write(case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    step.write(case.batch(), **tensors.index)
     check(*run(step, tensors), tensors)
 
 
@@ -94,7 +94,7 @@ def test_index_types(index_dtype: torch.dtype) -> None:
     heads = Heads(8, 2)
     tensors = Tensors.make(MIXED, heads, index_dtype=index_dtype)
     step = planned_step(heads)
-    step.write(MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    step.write(MIXED.batch(), **tensors.index)
     check(*run(step, tensors), tensors)
 
 
@@ -105,7 +105,7 @@ def test_queries_may_be_a_slice_of_a_wider_projection() -> None:
     wide[:, 2:10] = tensors.q
     tensors.q = wide[:, 2:10]
     step = planned_step(heads)
-    step.write(MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    step.write(MIXED.batch(), **tensors.index)
     out = torch.full((len(wide), 8, 128), torch.nan, device="cuda", dtype=BF16)
     lse = torch.full((len(wide), 8), torch.nan, device="cuda")
     step.decode(tensors.q, tensors.k_cache, tensors.v_cache, out, lse)
@@ -134,7 +134,7 @@ def test_slots_beyond_4_gib() -> None:
     tensors.req_to_token = torch.where(table < 2147480000, table + shift, table)
     step = planned_step(heads)
     batch = make_case([(-1, 100)], [(0, 40)] * 4).batch()
-    step.write(batch, tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    step.write(batch, **tensors.index)
     check(*run(step, tensors), tensors)
 
 

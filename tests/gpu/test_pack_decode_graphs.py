@@ -11,7 +11,17 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from pack_decode_cases import BF16, MIXED, Heads, Tensors, check, needs_gpu, planned_step, run
+from pack_decode_cases import (
+    BF16,
+    MIXED,
+    Heads,
+    Tensors,
+    check,
+    needs_gpu,
+    planned,
+    planned_step,
+    run,
+)
 from sample_forests import ForestCase, make_case
 
 from sglang_pat import PackAttention
@@ -25,9 +35,7 @@ def test_more_tickets_than_ctas() -> None:
     case = make_case([(-1, 700)], [(0, 1900 + 31 * r) for r in range(48)])
     tensors = Tensors.make(case, heads)
     step = planned_step(heads, num_workers=4)
-    plan = step.write(
-        case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
-    )
+    plan = step.write(case.batch(), **tensors.index)
     num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
     assert plan.header.num_tickets * heads.num_kv_heads > 2 * num_sms
     first = run(step, tensors)
@@ -41,9 +49,7 @@ def test_more_tickets_than_ctas() -> None:
 
 def test_bitwise_equal_from_run_to_run() -> None:
     heads = Heads(32, 8)
-    tensors = Tensors.make(MIXED, heads)
-    step = planned_step(heads)
-    step.write(MIXED.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    tensors, step = planned(MIXED, heads)
     first = run(step, tensors)
     for _ in range(50):
         again = run(step, tensors)
@@ -63,9 +69,7 @@ def test_a_layer_reads_what_the_layer_before_has_written(case: ForestCase) -> No
     with nothing in between.
     """
     heads = Heads(8, 2)
-    tensors = Tensors.make(case, heads)
-    step = planned_step(heads)
-    step.write(case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    tensors, step = planned(case, heads)
     outputs = tensors.q.new_empty((21, *tensors.q.shape))
 
     def layers(*, wait: bool) -> torch.Tensor:
@@ -140,7 +144,7 @@ def test_graph_replay_follows_plans_and_lengths() -> None:
 
     def plan(index: int) -> None:
         batch = cases[index].batch()
-        step.write(batch, static.req_to_token, static.req_pool_indices, static.seq_lens)
+        step.write(batch, **static.index)
 
     load(0, cases[0].seq_lens)
     plan(0)
@@ -181,12 +185,7 @@ def test_plans_under_way_to_a_slow_device_do_not_overwrite_each_other(
     torch.cuda._sleep(200_000_000)  # clock cycles
     results = []
     for case, each in zip(cases, tensors, strict=True):
-        attention.plan(
-            case.batch(),
-            req_to_token=each.req_to_token,
-            req_pool_indices=each.req_pool_indices,
-            seq_lens=each.seq_lens,
-        )
+        attention.plan(case.batch(), **each.index)
         results.append(attention.run(each.q, each.k_cache, each.v_cache, return_lse=True))
     for result, each in zip(results, tensors, strict=True):
         check(*result, each)

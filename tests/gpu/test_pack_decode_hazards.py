@@ -49,9 +49,7 @@ PRELUDE = """
         return tensors, torch.empty_like(tensors.q)
 
     def write(step, case, tensors):
-        step.write(
-            case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
-        )
+        step.write(case.batch(), **tensors.index)
 
     def capture(step, tensors, out, layers=1):
         graph = torch.cuda.CUDAGraph()
@@ -155,9 +153,7 @@ def test_the_counter_is_back_at_zero_without_a_merge() -> None:
     heads = Heads(64, 64, 64)
     case = make_case([], [(-1, 200)] * 48)
     tensors, step = Tensors.make(case, heads), planned_step(heads, num_workers=8)
-    plan = step.write(
-        case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
-    )
+    plan = step.write(case.batch(), **tensors.index)
     assert plan.header.num_tickets * heads.num_kv_heads > step.executor.kernels.num_ctas
     assert plan.header.num_merges == 0
     for _ in range(3):
@@ -177,7 +173,7 @@ class TwoPlans:
 
     def write(self, index: int) -> None:
         case, each = CASES[index], self.tensors[index]
-        self.step.write(case.batch(), each.req_to_token, each.req_pool_indices, each.seq_lens)
+        self.step.write(case.batch(), **each.index)
 
 
 def test_a_run_waits_for_the_plan_of_another_stream() -> None:
@@ -206,7 +202,7 @@ def test_lengths_beyond_the_table_end_with_it() -> None:
     case = make_case([(-1, 100)], [(0, 60)] * 3 + [(-1, 160)] * 2)
     tensors, step = Tensors.make(case, HEADS), planned_step(HEADS)
     tensors.req_to_token = tensors.req_to_token[:, :160]  # behind it: slots far outside the pool
-    step.write(case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    step.write(case.batch(), **tensors.index)
     expected = run(step, tensors)
     tensors.seq_lens += 3
     out, lse = run(step, tensors)

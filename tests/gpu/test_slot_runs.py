@@ -96,7 +96,7 @@ def placed(
 
 
 def write(step, case: ForestCase, tensors: Tensors) -> None:
-    step.write(case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+    step.write(case.batch(), **tensors.index)
 
 
 def results(case: ForestCase, heads: Heads, step, *, plan=None, seed: int = 0, **options):

@@ -143,7 +143,7 @@ def results(case: ForestCase, kv_name: str) -> list[torch.Tensor]:
             caches = {name: getattr(tensors, name).to(kv_dtype) for name in ("k_cache", "v_cache")}
             tensors = dataclasses.replace(tensors, **caches)
         step = planned_step(heads, num_workers=2000, min_piece_tokens=64)
-        step.write(case.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
+        step.write(case.batch(), **tensors.index)
         found += run(step, tensors)
         torch.cuda.synchronize()
     return found

@@ -40,12 +40,6 @@ PAGES = {
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def _sources(*suffixes: str) -> list[Path]:
-    folders = ("sglang_pat", "scheduler", "kernels", "benchmarks", "tests")
-    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*"))]
-    return [path for path in found if path.suffix in suffixes]
-
-
 def _relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
@@ -55,17 +49,6 @@ def _python(code: str) -> str:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return result.stdout
-
-
-def _imported(path: Path) -> set[str]:
-    """Top-level names of all absolute imports of a file, in functions too."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.add(node.module.partition(".")[0])
-    return names
 
 
 # --- README and documentation ---

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from common.counters import difference
-from common.models import MODELS, write_tokenizer
+from common.models import write_tokenizer
 from common.results import earlier, write
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.http_server import as_flags, running_process
 from sglang_pat.bench.server import unused_ports
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-LLAMA = MODELS["llama-3-8b"]
 META = {"commit": "c", "gpu": "g", "torch": "t", "cuda": "u", "versions": {}}
 
 
