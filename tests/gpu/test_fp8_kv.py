@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from handwritten_plans import MAX_ROWS, HandPlan, random_case, random_plan, tails, tails_case
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pack_decode_cases import (
     BF16,
@@ -16,16 +16,16 @@ from pack_decode_cases import (
     MIXED,
     Heads,
     Tensors,
+    load,
     make_sinks,
     needs_gpu,
     planned_step,
     run,
 )
-from sample_forests import ForestCase, forest_cases, make_case
+from sample_forests import ForestCase, forest_cases, make_case, many
 
 from kernel.numerics import compare
 from sglang_pat import PackAttention, support
-from sglang_pat.batch import Step
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kv_writer import KvWriter
 from sglang_pat.executors.reference import dense_attention
@@ -72,13 +72,10 @@ def run_case(
     case: ForestCase, heads: Heads, tensors: Tensors, *, workers=None, plan=None, **options
 ):
     step = planned_step(heads, **(workers or SPLIT))
-    index = tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
     if plan is None:
-        step.write(case.batch(), *index)
+        step.write(case.batch(), **tensors.index)
     else:
-        is_latent = support.is_latent(heads.head_dim, heads.v_head_dim)
-        plan = plan.as_latent() if is_latent else plan
-        step.executor.load_plan(plan, Step(*index, case.seq_lens))
+        load(step, plan, tensors, case.seq_lens)
     return run(step, tensors, **options)
 
 
@@ -415,12 +412,7 @@ def test_pack_attention() -> None:
     torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=2e-2)
 
 
-@settings(
-    max_examples=200,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+@settings(many, max_examples=200, database=None)
 @given(
     case=forest_cases(max_requests=30),
     geometry=st.sampled_from([(1, 1), (4, 2), (16, 1), (8, 8)]),

@@ -26,18 +26,19 @@ from pack_decode_cases import (
     Tensors,
     check,
     check_case,
+    check_plan,
+    load,
     make_sinks,
     needs_gpu,
     planned,
     planned_step,
     run,
 )
-from sample_forests import ForestCase, make_case, three_level_case
+from sample_forests import make_case, three_level_case
 
 from kernel.numerics import compare
 from sglang_pat import PackAttention, support
 from sglang_pat._scheduler import OPEN_END
-from sglang_pat.batch import Step
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kv_writer import KvWriter
 
@@ -55,17 +56,6 @@ COLUMNS, ROPE = 512, 64
 
 def latent(num_heads: int, dtype: torch.dtype = BF16) -> Heads:
     return Heads(num_heads, 1, COLUMNS + ROPE, dtype, COLUMNS)
-
-
-def check_plan(case: ForestCase, plan: HandPlan, heads: Heads, **options) -> None:
-    """Twice: the second run finds the counters at zero."""
-    tensors, step = Tensors.make(case, heads), planned_step(heads, num_workers=8)
-    tables = (tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
-    step.executor.load_plan(plan.as_latent(), Step(*tables, case.seq_lens))
-    first = run(step, tensors, **options)
-    check(*first, tensors, **options)
-    second = run(step, tensors, **options)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "same bits"
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -211,8 +201,7 @@ def test_broken_kv_stays_with_its_request(group_size: int, poison: float) -> Non
     lengths = [40, 70, 3, 129, 64, 1, 90, 33][: 64 // group_size]
     case, plan, heads = tails_case(lengths), tails(lengths, group_size), latent(group_size)
     tensors, step = Tensors.make(case, heads), planned_step(heads, num_workers=8)
-    tables = (tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
-    step.executor.load_plan(plan.as_latent(), Step(*tables, case.seq_lens))
+    load(step, plan, tensors, case.seq_lens)
     expected, expected_lse = run(step, tensors)
     broken = 1
     row = tensors.req_to_token[tensors.req_pool_indices[broken]]

@@ -16,6 +16,7 @@ from pack_decode_cases import (
     Heads,
     Tensors,
     check,
+    load,
     make_sinks,
     needs_gpu,
     planned_step,
@@ -24,7 +25,6 @@ from pack_decode_cases import (
 from sample_forests import ForestCase, make_case
 
 from sglang_pat._scheduler import OPEN_END
-from sglang_pat.batch import Step
 
 pytestmark = needs_gpu
 
@@ -128,8 +128,7 @@ def test_many_rows_have_the_bits_of_few(name: str, heads: Heads, sinks: bool) ->
             seq_lens=tensors.seq_lens[chosen],
         )
         plan = cut(counts[rows], lens, heads.num_qo_heads // heads.num_kv_heads)
-        index = part.req_to_token, part.req_pool_indices, part.seq_lens
-        step.executor.load_plan(plan, Step(*index, lens))
+        load(step, plan, part, lens)
         return run(step, part, **options)
 
     num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count

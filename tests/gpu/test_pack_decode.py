@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pack_decode_cases import (
     BF16,
@@ -18,7 +18,7 @@ from pack_decode_cases import (
     planned_step,
     run,
 )
-from sample_forests import ForestCase, forest_cases, make_case, three_level_case
+from sample_forests import ForestCase, forest_cases, make_case, many, three_level_case
 
 from kernel.request_forests import Forest
 from sglang_pat.support import POLICIES
@@ -138,12 +138,7 @@ def test_slots_beyond_4_gib() -> None:
     check(*run(step, tensors), tensors)
 
 
-@settings(
-    max_examples=1000,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+@settings(many, max_examples=1000, database=None)
 @given(
     case=forest_cases(max_requests=40),
     geometry=st.sampled_from([(1, 1), (4, 2), (16, 1), (5, 1), (8, 8), (14, 2)]),

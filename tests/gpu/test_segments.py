@@ -23,6 +23,8 @@ from pack_decode_cases import (
     Heads,
     Tensors,
     check,
+    check_plan,
+    load,
     make_sinks,
     needs_gpu,
     planned_step,
@@ -32,24 +34,8 @@ from sample_forests import ForestCase, broken_token, make_case
 
 from kernel.numerics import compare
 from sglang_pat._scheduler import OPEN_END, SHARED_KV
-from sglang_pat.batch import Step
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
-
-
-def load(step, plan: HandPlan, tensors: Tensors, seq_lens: np.ndarray) -> None:
-    tables = (tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
-    step.executor.load_plan(plan, Step(*tables, seq_lens))
-
-
-def check_plan(case: ForestCase, plan: HandPlan, heads: Heads, **options) -> None:
-    """Twice, with what lies behind the plan poisoned: the second run finds the counters at zero."""
-    tensors, step = Tensors.make(case, heads), planned_step(heads, num_workers=8)
-    load(step, plan, tensors, case.seq_lens)
-    first = run(step, tensors, **options)
-    check(*first, tensors, **options)
-    second = run(step, tensors, **options)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "same bits"
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 7, 8, 12, 16])

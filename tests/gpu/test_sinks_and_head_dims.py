@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pack_decode_cases import (
     BF16,
@@ -21,7 +21,7 @@ from pack_decode_cases import (
     planned,
     run,
 )
-from sample_forests import ForestCase, forest_cases, make_case
+from sample_forests import ForestCase, forest_cases, make_case, many
 
 from sglang_pat import PackAttention
 from sglang_pat.support import GQA_HEAD_DIMS
@@ -189,12 +189,7 @@ def test_pack_attention(pair: tuple[int, int]) -> None:
     check(out, lse, tensors, sinks=sinks)
 
 
-@settings(
-    max_examples=100,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+@settings(many, max_examples=100, database=None)
 @given(
     case=forest_cases(max_requests=20),
     pair=st.sampled_from(GQA_HEAD_DIMS),

@@ -16,6 +16,7 @@ from pack_decode_cases import (
     Heads,
     Tensors,
     check,
+    load,
     make_sinks,
     needs_gpu,
     planned_step,
@@ -24,7 +25,6 @@ from pack_decode_cases import (
 from sample_forests import ForestCase, make_case
 from slot_placements import PLACEMENTS, move, place
 
-from sglang_pat.batch import Step
 from sglang_pat.executors import cuda
 from sglang_pat.executors.loaded_kernels import kv_map
 
@@ -107,8 +107,7 @@ def results(case: ForestCase, heads: Heads, step, *, plan=None, seed: int = 0, *
         if plan is None:
             write(step, case, tensors)
         else:
-            index = tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
-            step.executor.load_plan(plan, Step(*index, case.seq_lens))
+            load(step, plan, tensors, case.seq_lens)
         found[placement] = run(step, tensors, **options)
         if placement == "ranges" and heads.kv_dtype is None:
             check(*found[placement], tensors, options.get("logit_cap", 0.0), options.get("sinks"))

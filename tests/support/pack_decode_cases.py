@@ -7,10 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from handwritten_plans import HandPlan
 from sample_forests import ForestCase, make_case
 
 from kernel.numerics import compare
 from sglang_pat import support
+from sglang_pat.batch import Step
 from sglang_pat.executors.reference import dense_attention
 
 needs_gpu = [
@@ -129,6 +131,24 @@ def planned(case: ForestCase, heads: Heads, **options):
     tensors, step = Tensors.make(case, heads), planned_step(heads, **options)
     step.write(case.batch(), **tensors.index)
     return tensors, step
+
+
+def load(step, plan: HandPlan, tensors: Tensors, seq_lens: np.ndarray) -> None:
+    """Let the step execute a plan made by hand."""
+    is_latent = support.is_latent(tensors.q.shape[-1], tensors.v_cache.shape[-1])
+    step.executor.load_plan(
+        plan.as_latent() if is_latent else plan, Step(*tensors.index.values(), seq_lens)
+    )
+
+
+def check_plan(case: ForestCase, plan: HandPlan, heads: Heads, **options) -> None:
+    """Twice, with what lies behind the plan poisoned: the second run finds the counters at zero."""
+    tensors, step = Tensors.make(case, heads), planned_step(heads, num_workers=8)
+    load(step, plan, tensors, case.seq_lens)
+    first = run(step, tensors, **options)
+    check(*first, tensors, **options)
+    second = run(step, tensors, **options)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "same bits"
 
 
 def run(step, tensors: Tensors, **options) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,12 +18,9 @@ LENGTHS = st.one_of(
 )
 
 
+many = settings(deadline=None, suppress_health_check=list(HealthCheck))
 # Of what takes a tenth of a second per example, or what the C++ tests check on more of them.
-few = settings(
-    max_examples=max(20, settings.default.max_examples // 5),
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+few = settings(many, max_examples=max(20, settings.default.max_examples // 5))
 
 
 @dataclass(frozen=True)

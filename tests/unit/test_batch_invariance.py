@@ -8,10 +8,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plan_segments import plan_segments
-from sample_forests import ForestCase, few, forest_cases, make_case, three_level_case
+from sample_forests import ForestCase, few, forest_cases, make_case, many, three_level_case
 
 from sglang_pat import DecodeBatch, PackAttention, PrefixPaths
 from sglang_pat._scheduler import OPEN_END, SHARED_KV, CostModel, PackScheduler, num_chunks
@@ -20,7 +20,6 @@ from sglang_pat.plan import BufferSizes, DecodePlan, copy_plan, new_scheduler, s
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 STEP = 64
-many = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def boundaries(length: int) -> list[int]:

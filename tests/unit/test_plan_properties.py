@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plan_segments import plan_segments, segment_tokens
 from sample_forests import (
@@ -13,6 +13,7 @@ from sample_forests import (
     forest_cases,
     make_case,
     make_scheduler,
+    many,
     plan_case,
 )
 
@@ -25,8 +26,6 @@ from sglang_pat._scheduler import (
 )
 from sglang_pat.plan import DecodePlan, new_scheduler
 from sglang_pat.support import POLICIES
-
-many = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def serves(scheduler: PackScheduler, seq_lens: np.ndarray) -> bool:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from handwritten_plans import HandItem, HandPlan, HandSegment, random_plan
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import Problem
-from sample_forests import ForestCase, broken_token, forest_cases, make_case
+from sample_forests import ForestCase, broken_token, forest_cases, make_case, many
 
 from sglang_pat._scheduler import OPEN_END
 from sglang_pat.batch import Step
@@ -44,7 +44,7 @@ def check(case: ForestCase, plan: HandPlan, group_size: int, seq_lens: np.ndarra
     torch.testing.assert_close(lse, exact_lse, rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(many, max_examples=25)
 @given(case=forest_cases(max_requests=20), group_size=st.integers(1, 16), seed=st.integers(0, 1000))
 def test_random_plans(case: ForestCase, group_size: int, seed: int) -> None:
     check(case, random_plan(case, group_size, seed), group_size, case.seq_lens)
