@@ -162,51 +162,46 @@ def test_the_metrics_of_sglang_are_in_its_source() -> None:
         assert f'"{name.removesuffix("_bucket")}"' in sources, name
 
 
-@pytest.mark.parametrize(
-    ("counts", "falls_back"),
-    [
-        ({("default", "sliding window 4096"): 32}, True),
-        ({("default", "no attention layer in Mamba"): 0}, True),
-        ({("pat", ""): 16, ("default", "sliding window 4096"): 16}, False),
-        ({("pat", ""): 32}, False),
-    ],
-)
-def test_what_the_code_publishes_of_a_whole_fallback_fires(
-    counts: dict[tuple[str, str], int], falls_back: bool, tmp_path: Path
-) -> None:
-    series = []
+FALLBACKS: list[tuple[dict[tuple[str, str], int], bool]] = [
+    ({("default", "sliding window 4096"): 32}, True),
+    ({("default", "no attention layer in Mamba"): 0}, True),
+    ({("pat", ""): 16, ("default", "sliding window 4096"): 16}, False),
+    ({("pat", ""): 32}, False),
+]
+
+
+def test_what_the_code_publishes_of_a_whole_fallback_fires(tmp_path: Path) -> None:
+    series: list[dict[str, str]] = []
 
     class Gauge:
         def __init__(self, *, name: str, **_: object) -> None:
             self.name = name
 
         def labels(self, **labels: str) -> Gauge:
-            self.series = json.dumps(labels)[1:-1]
-            self.series = re.sub(r'"(\w+)": "', r'\1="', self.series)
+            self.series = ", ".join(f"{name}={json.dumps(text)}" for name, text in labels.items())
             return self
 
         def set(self, value: int) -> None:
             text = f'{self.name}{{instance="a", {self.series}}}'
             series.append({"series": text, "values": f"{value}+0x60"})
 
-    labels = {"model_name": "m", "tp_rank": "0"}
-    ours.LayerMetrics(labels, ours.MetricClasses(Gauge, Gauge, Gauge)).set(counts)
-    reason = next(iter(counts))[1]
     (rule,) = (each for each in rules() if each.get("alert") == "PatFallsBack")
-    annotations = {
-        name: text.replace("{{ $labels.instance }}", "a").replace("{{ $labels.reason }}", reason)
-        for name, text in rule["annotations"].items()
-    }
-    fired = {
-        "exp_labels": {"severity": "warning", "instance": "a", "reason": reason},
-        "exp_annotations": annotations,
-    }
-    check = {"eval_time": "30m", "alertname": rule["alert"], "exp_alerts": [fired] * falls_back}
-    test = {"interval": "1m", "input_series": series, "alert_rule_test": [check]}
+    tests = []
+    for counts, falls_back in FALLBACKS:
+        series.clear()
+        labels = {"model_name": "m", "tp_rank": "0"}
+        ours.LayerMetrics(labels, ours.MetricClasses(Gauge, Gauge, Gauge)).set(counts)
+        told = {"instance": "a", "reason": next(iter(counts))[1]}
+        annotations = {
+            name: re.sub(r"{{ \$labels\.(\w+) }}", lambda found, told=told: told[found[1]], text)
+            for name, text in rule["annotations"].items()
+        }
+        fired = {"exp_labels": {"severity": "warning", **told}, "exp_annotations": annotations}
+        check = {"eval_time": "30m", "alertname": rule["alert"], "exp_alerts": [fired] * falls_back}
+        tests.append({"interval": "1m", "input_series": [*series], "alert_rule_test": [check]})
     file = tmp_path / "test.yml"
-    file.write_text(
-        yaml.safe_dump({"rule_files": [str(FOLDER / "pat-rules.yml")], "tests": [test]})
-    )
+    rule_files = [str(FOLDER / "pat-rules.yml")]
+    file.write_text(yaml.safe_dump({"rule_files": rule_files, "tests": tests}))
     promtool("test", "rules", str(file), folder=tmp_path)
 
 
