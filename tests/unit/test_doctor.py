@@ -425,7 +425,7 @@ def ask_hub(monkeypatch: pytest.MonkeyPatch, answer: Exception | None, *, cached
         ("", "--model '': no file; allowed: "),
         ("9" * 5000, "no config.json of that name (Name or service not known); allowed: "),
         ("some/model", "no config.json of that name (Name or service not known); allowed: "),
-        ("{folder}", "'{folder}'; allowed: llama-3.1-8b, "),
+        ("{folder}", "'{folder}': no config.json in this folder; allowed: llama-3.1-8b, "),
         ("{folder}/broken.json", "{folder}/broken.json: not a config.json: "),
         ("{folder}/nested.json", "{folder}/nested.json: not a config.json: "),
         ("{folder}/empty.json", "{folder}/empty.json: no config.json of a model: it names no arch"),
