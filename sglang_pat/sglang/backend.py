@@ -98,10 +98,10 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         pat.kind, pat.is_captured = kind, True
         if pat.layer_support.fallback:
             super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
-        graph = forward_batch.forward_mode, forward_batch.batch_size
-        if in_capture and pat.layer_support.shapes:
-            pat.graphs.add(graph)
-        if pat.layer_support.shapes or graph in pat.graphs:
+        has_layers = bool(pat.layer_support.shapes)
+        if in_capture and has_layers:
+            pat.graphs.add((forward_batch.forward_mode, forward_batch.batch_size))
+        if has_layers or (forward_batch.forward_mode, forward_batch.batch_size) in pat.graphs:
             pat.plans = pat.planner.plan_captured(kind, forward_batch, in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
