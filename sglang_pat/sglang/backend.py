@@ -44,8 +44,11 @@ class BackendState:
         self.plans: StepPlans | None = None
         self.kind: Any = kinds[0]
         self.is_captured = False
-        # Graphs in which pat has layers, by mode and size. They stay when all layers fall back.
-        self.graphs: set[tuple[ForwardMode, int]] = set()
+        # Whether pat has layers in captured graphs, and whether the default backend has, by mode
+        # and size. A graph keeps the layers of its capture when more layers fall back.
+        self.graphs: dict[tuple[ForwardMode, int], tuple[bool, bool]] = {}
+        # The same of graphs that were captured for this size before: with and without LoRA.
+        self.earlier = (False, False)
         # Whether the default backend is preparing an eager step. It may call overridden methods.
         self.in_default = False
         # Arguments of init_cuda_graph_state() that the default backend has not been given.
@@ -96,13 +99,25 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
             super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
             return
         pat.kind, pat.is_captured = kind, True
-        if pat.layer_support.fallback:
+        routes = bool(pat.layer_support.shapes), bool(pat.layer_support.fallback)
+        if in_capture:
+            pat.earlier = pat.graphs.get(_graph(forward_batch), (False, False))
+            self._note_graph(forward_batch)
+        elif pat.layer_support.fallback:  # perhaps since the capture
+            routes = pat.graphs.get(_graph(forward_batch), routes)
+        has_pat, has_default = routes
+        if has_default:
             super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
-        has_layers = bool(pat.layer_support.shapes)
-        if in_capture and has_layers:
-            pat.graphs.add((forward_batch.forward_mode, forward_batch.batch_size))
-        if has_layers or (forward_batch.forward_mode, forward_batch.batch_size) in pat.graphs:
+        if has_pat:
             pat.plans = pat.planner.plan_captured(kind, forward_batch, in_capture)
+
+    def _note_graph(self, forward_batch: Any) -> None:
+        """Note who has layers in the graph that is being captured, or in an earlier one."""
+        pat, (had_pat, had_default) = self._pat, self._pat.earlier
+        pat.graphs[_graph(forward_batch)] = (
+            had_pat or bool(pat.layer_support.shapes),
+            had_default or bool(pat.layer_support.fallback),
+        )
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Record what a CUDA graph does before its layers. pat plans before the replay."""
@@ -186,8 +201,8 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
         if not pat.layer_support.fallback:  # the default backend is not prepared for this step
             self._catch_up(forward_batch)
         pat.layer_support.fall_back(layer_id, reason)
-        if pat.is_captured and not pat.layer_support.shapes:  # in the warm-up of this graph
-            pat.graphs.discard((forward_batch.forward_mode, forward_batch.batch_size))
+        if pat.is_captured:  # in the warm-up of this graph
+            self._note_graph(forward_batch)
         pat.report(pat.layer_support)
 
     def _catch_up(self, forward_batch: Any) -> None:
@@ -201,6 +216,10 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
             super().init_forward_metadata_in_graph(forward_batch)
         else:
             self._prepare_default(forward_batch)
+
+
+def _graph(forward_batch: Any) -> tuple[ForwardMode, int]:
+    return forward_batch.forward_mode, forward_batch.batch_size
 
 
 def attach(

@@ -264,14 +264,45 @@ def test_graphs_that_pat_was_captured_in_are_planned_after_all_layers_fell_back(
         forward(backend, model_runner, layer_id, eager, score_mod=max)
     assert not inside.layer_support(backend).shapes
     view = replay_view([1], [3], [10], 1)
+    backend.calls.clear()
     backend.init_forward_metadata_out_graph(view)
     assert inside.plans(backend).seq_lens.tolist() == [3]
+    # FlashInfer and FA3 look up what they prepared in the capture, which was nothing.
+    assert backend.calls == []
     # Graphs that are captured from now on have no layer of pat.
     backend.init_cuda_graph_state(max_bs=2, max_num_tokens=2)
     planned = inside.planner(backend).counters()["plans_built"]
     backend.init_forward_metadata_out_graph(view, in_capture=True)
     backend.init_forward_metadata_out_graph(view)
     assert inside.planner(backend).counters()["plans_built"] == planned
+
+
+def test_each_graph_is_prepared_for_the_layers_that_it_was_captured_with() -> None:
+    """SGLang captures large graphs first, and a layer may fall back in the warm-up of a small one.
+
+    FlashInfer and FA3 raise KeyError in the replay of a graph that they did not see captured.
+    """
+    model_runner = runner()
+    backend = pat_backend(model_runner)
+    backend.init_cuda_graph_state(max_bs=2, max_num_tokens=2)
+    large, small = decode_batch([0, 0], [1, 1], [0, 0]), decode_batch([0], [1], [0])
+    backend.init_forward_metadata_out_graph(large, in_capture=True)
+    backend.init_forward_metadata_out_graph(small, in_capture=True)
+    forward(backend, model_runner, 1, small, score_mod=max)
+    assert set(inside.layer_support(backend).shapes) == {0}
+    for count, calls in ((2, []), (1, ["out_graph"])):
+        backend.calls.clear()
+        rows = [*range(1, count + 1)]
+        view = replay_view(rows, [3] * count, [10, 11][:count], count)
+        backend.init_forward_metadata_out_graph(view)
+        assert backend.calls == calls
+        assert inside.plans(backend).seq_lens.tolist() == [3] * count
+    # With LoRA there are two graphs of a size, and pat has no layer in the second one.
+    backend.init_forward_metadata_out_graph(small, in_capture=True)
+    forward(backend, model_runner, 0, small, score_mod=max)
+    assert not inside.layer_support(backend).shapes
+    backend.init_forward_metadata_out_graph(replay_view([1], [4], [10], 1))
+    assert inside.plans(backend).seq_lens.tolist() == [4]
 
 
 def test_such_arguments_are_refused_in_strict_mode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -393,9 +393,13 @@ def test_several_draft_layers_read_under_the_plan_of_the_verify_step(graph: int)
 
 def test_graphs_of_several_draft_layers_are_prepared_before_each_replay() -> None:
     """Otherwise the plan that they read would be that of another step."""
-    backend = several_layers().extend.backend
+    scene = several_layers()
+    backend = scene.extend.backend
     assert not backend.draft_extend_metadata_captured_in_graph()
     assert not backend.supports_draft_extend_metadata_staging
+    scene.extend.capture(2)
+    inside.layer_support(backend).fall_back_all(Unsupported("attention", "of a later step"))
+    assert not backend.supports_draft_extend_metadata_staging  # these graphs are replayed still
     default = RefreshedInGraphs()
     left = Extending(draft_attention_backend="fa3", default=default).extend.backend
     assert left.draft_extend_metadata_captured_in_graph()

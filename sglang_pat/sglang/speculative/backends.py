@@ -87,10 +87,10 @@ class PatSpeculativeMixin(PatMixin):
         return not self._extends() and super().supports_draft_extend_metadata_staging
 
     def _extends(self) -> bool:
-        """Return True if pat plans draft extend."""
-        return ForwardMode.DRAFT_EXTEND_V2 in self._pat.kinds and bool(
-            self._pat.layer_support.shapes
-        )
+        """Return True if pat plans draft extend, or did when its graphs were captured."""
+        pat = self._pat
+        has_layers = pat.layer_support.shapes or any(has for has, _ in pat.graphs.values())
+        return ForwardMode.DRAFT_EXTEND_V2 in pat.kinds and bool(has_layers)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what graphs capture: before the first one, and before all are captured again.
