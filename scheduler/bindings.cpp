@@ -396,14 +396,14 @@ PYBIND11_MODULE(_scheduler, m) {
 
   py::class_<pat::PackScheduler>(m, "PackScheduler")
       .def(py::init([](int32_t group_size, int32_t num_workers, int32_t max_block_q,
-                       const std::string& policy, int32_t min_piece_tokens, int32_t growth_tokens,
+                       const std::string& policy, int32_t min_item_tokens, int32_t growth_tokens,
                        const pat::CostModel& cost, bool batch_invariant, bool one_tile,
                        bool by_time, bool latent) {
              return pat::PackScheduler({.group_size = group_size,
                                         .num_workers = num_workers,
                                         .max_block_q = max_block_q,
                                         .policy = pat::policy_from_name(policy),
-                                        .min_item_tokens = min_piece_tokens,
+                                        .min_item_tokens = min_item_tokens,
                                         .growth_tokens = growth_tokens,
                                         .cost = cost,
                                         .batch_invariant = batch_invariant,
@@ -412,7 +412,7 @@ PYBIND11_MODULE(_scheduler, m) {
                                         .latent = latent});
            }),
            py::kw_only(), py::arg("group_size"), py::arg("num_workers"), py::arg("max_block_q"),
-           py::arg("policy"), py::arg("min_piece_tokens"), py::arg("growth_tokens"),
+           py::arg("policy"), py::arg("min_item_tokens"), py::arg("growth_tokens"),
            py::arg("cost") = pat::CostModel{}, py::arg("batch_invariant") = false,
            py::arg("one_tile") = false, py::arg("by_time") = true, py::arg("latent") = false)
       .def("plan", &plan, py::arg("path_begin").noconvert(), py::arg("node_id").noconvert(),

@@ -166,7 +166,7 @@ class PackScheduler:
         num_workers: int,
         max_block_q: int,
         policy: str,
-        min_piece_tokens: int,
+        min_item_tokens: int,
         growth_tokens: int,
         cost: CostModel = ...,
         batch_invariant: bool = ...,

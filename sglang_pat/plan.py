@@ -33,7 +33,7 @@ from sglang_pat.batch import IntArray
 from sglang_pat.reasons import StepReason
 from sglang_pat.support import GROWTH_TOKENS, is_latent
 
-MIN_PIECE_TOKENS = 256
+MIN_ITEM_TOKENS = 256
 _ONE_BYTE_LATENT_TILE = 32  # query rows
 _Integers = TypeVar("_Integers", int, npt.NDArray[np.int64])
 
@@ -70,7 +70,7 @@ def new_scheduler(
         num_workers=num_workers,
         max_block_q=largest_tile(group_size, latent=latent, one_byte=one_byte),
         policy=policy,
-        min_piece_tokens=MIN_PIECE_TOKENS,
+        min_item_tokens=MIN_ITEM_TOKENS,
         growth_tokens=growth_tokens,
         batch_invariant=batch_invariant,
         one_tile=one_tile,

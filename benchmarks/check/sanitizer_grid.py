@@ -54,7 +54,7 @@ WIDE = make_case([(-1, 130)], [(0, 1 + 7 * (i % 5)) for i in range(40)])
 # Many items in a ticket, or more tickets than a device runs CTAs: the ring's stages are used again.
 MANY = make_case([(-1, 20)] * 10, [(node, 1 + 5 * node) for node in range(10)] * 14)
 MORE = make_case([(-1, 20)] * 10, [(node, 1 + 5 * node) for node in range(10)] * 32)
-SPLIT = {"num_workers": 33, "min_piece_tokens": 64}
+SPLIT = {"num_workers": 33, "min_item_tokens": 64}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Case:
                 group_size, latent=config.is_latent, one_byte=config.kv_dtype is not None
             ),
             "policy": "memory",
-            "min_piece_tokens": 128,
+            "min_item_tokens": 128,
             "by_time": False,  # small cases, which are to share
             "one_tile": batch_invariant and not config.tiles_agree,
             "latent": config.is_latent,

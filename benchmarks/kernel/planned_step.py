@@ -15,7 +15,7 @@ from sglang_pat.executors.cuda import CudaExecutor
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.layer import LayerInputs
 from sglang_pat.executors.loaded_kernels import load_kernels
-from sglang_pat.plan import MIN_PIECE_TOKENS, BufferSizes, DecodePlan, largest_tile
+from sglang_pat.plan import MIN_ITEM_TOKENS, BufferSizes, DecodePlan, largest_tile
 
 
 class PlannedStep:
@@ -30,7 +30,7 @@ class PlannedStep:
         num_workers: int | None = None,
         policy: str = "memory",
         max_block_q: int | None = None,
-        min_piece_tokens: int = MIN_PIECE_TOKENS,
+        min_item_tokens: int = MIN_ITEM_TOKENS,
         cost: CostModel | None = None,
         max_requests: int = 4096,
         max_shared_slots: int = 1 << 17,
@@ -51,7 +51,7 @@ class PlannedStep:
                 group_size, latent=config.is_latent, one_byte=config.cache_dtype.itemsize == 1
             ),
             policy=policy,
-            min_piece_tokens=min_piece_tokens,
+            min_item_tokens=min_item_tokens,
             growth_tokens=GROWTH_TOKENS,
             cost=cost or CostModel(),
             batch_invariant=batch_invariant,

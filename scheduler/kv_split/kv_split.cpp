@@ -25,7 +25,7 @@ KvSplitter::KvSplitter(const SplitConfig& config, const CostModel& cost, const T
             "num_workers must be 1 to ", kMaxWorkers, ", got ", config.num_workers);
   PAT_CHECK(
       config.min_item_tokens >= kCutGranularity && config.min_item_tokens % kCutGranularity == 0,
-      "min_piece_tokens must be a positive multiple of ", kCutGranularity, ", got ",
+      "min_item_tokens must be a positive multiple of ", kCutGranularity, ", got ",
       config.min_item_tokens);
 }
 

@@ -38,7 +38,7 @@ both_types = pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m
 all_head_dims = pytest.mark.parametrize(
     "pair", GQA_HEAD_DIMS, ids=lambda pair: f"{pair[0]}-{pair[1]}"
 )
-SPLIT = {"num_workers": 66, "min_piece_tokens": 64}
+SPLIT = {"num_workers": 66, "min_item_tokens": 64}
 LONG = make_case([(-1, 300)], [(-1, 9000)] + [(0, 90)] * 7 + [(-1, 5000), (-1, 30), (-1, 0)])
 
 
@@ -257,7 +257,7 @@ def test_segments_that_count_for_some_rows(group_size: int, kv_dtype: torch.dtyp
 @pytest.mark.parametrize("num_workers", [1, 2, 33, 1000])
 @pytest.mark.parametrize("max_block_q", [16, 32, 64])
 def test_splits_and_bodies(num_workers: int, max_block_q: int) -> None:
-    workers = {"num_workers": num_workers, "max_block_q": max_block_q, "min_piece_tokens": 64}
+    workers = {"num_workers": num_workers, "max_block_q": max_block_q, "min_item_tokens": 64}
     for group_size in (1, 8):
         check_near_exact(MIXED, Heads(2 * group_size, 2, kv_dtype=E4M3), workers=workers)
 
@@ -508,7 +508,7 @@ def test_latent_segments_that_count_for_some_rows(group_size: int) -> None:
 @needs_latent_kernels
 @pytest.mark.parametrize("num_workers", [1, 2, 33, 1000])
 def test_latent_splits(num_workers: int) -> None:
-    workers = {"num_workers": num_workers, "min_piece_tokens": 64}
+    workers = {"num_workers": num_workers, "min_item_tokens": 64}
     for group_size in (5, 16, 32):
         check_near_exact(MIXED, latent(group_size), workers=workers)
 

@@ -67,7 +67,7 @@ def test_group_sizes(dtype: torch.dtype, group_size: int) -> None:
 @pytest.mark.parametrize("num_workers", [1, 2, 33, 132, 1000])
 def test_splits(num_workers: int) -> None:
     for group_size in (5, 16, 32):
-        check_case(MIXED, latent(group_size), num_workers=num_workers, min_piece_tokens=64)
+        check_case(MIXED, latent(group_size), num_workers=num_workers, min_item_tokens=64)
 
 
 @pytest.mark.parametrize("num_requests", [1, 2, 31, 1024])

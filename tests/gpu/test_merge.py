@@ -38,7 +38,7 @@ ALONE = make_case([], [(-1, 40000)])
 def split_finely(case: ForestCase, heads: Heads):
     """The case on the device, with a plan of many partials per request."""
     tensors = Tensors.make(case, heads)
-    step = planned_step(heads, num_workers=264, min_piece_tokens=64)
+    step = planned_step(heads, num_workers=264, min_item_tokens=64)
     plan = step.write(case.batch(), **tensors.index)
     return tensors, step, plan
 

@@ -44,7 +44,7 @@ def test_kv_heads_and_policies(num_kv_heads: int, policy: str) -> None:
 def test_splits_and_bodies(num_workers: int, max_block_q: int) -> None:
     for group_size in (1, 4, 8):
         heads = Heads(2 * group_size, 2)
-        options = {"num_workers": num_workers, "max_block_q": max_block_q, "min_piece_tokens": 64}
+        options = {"num_workers": num_workers, "max_block_q": max_block_q, "min_item_tokens": 64}
         check_case(MIXED, heads, **options)
 
 

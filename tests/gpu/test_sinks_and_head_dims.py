@@ -33,7 +33,7 @@ all_head_dims = pytest.mark.parametrize(
     "pair", GQA_HEAD_DIMS, ids=lambda pair: f"{pair[0]}-{pair[1]}"
 )
 other_head_dims = pytest.mark.parametrize("pair", OTHER, ids=lambda pair: f"{pair[0]}-{pair[1]}")
-SPLIT_FINELY = {"num_workers": 264, "min_piece_tokens": 64}
+SPLIT_FINELY = {"num_workers": 264, "min_item_tokens": 64}
 LONG = make_case([(-1, 300)], [(-1, 9000)] + [(0, 90)] * 7 + [(-1, 5000), (-1, 30), (-1, 0)])
 
 
@@ -56,7 +56,7 @@ def test_group_sizes(group_size: int, with_sinks: bool, pair: tuple[int, int]) -
 @pytest.mark.parametrize("num_workers", [1, 33, 1000])
 @pytest.mark.parametrize("max_block_q", [16, 32, 64])
 def test_splits_and_bodies(max_block_q: int, num_workers: int, pair: tuple[int, int]) -> None:
-    options = {"num_workers": num_workers, "max_block_q": max_block_q, "min_piece_tokens": 64}
+    options = {"num_workers": num_workers, "max_block_q": max_block_q, "min_item_tokens": 64}
     check_case(MIXED, heads_of(pair, 4, 2), **options)
 
 

@@ -31,7 +31,7 @@ from sglang_pat.executors.loaded_kernels import kv_map
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-SPLIT = {"num_workers": 66, "min_piece_tokens": 64}
+SPLIT = {"num_workers": 66, "min_item_tokens": 64}
 UNSHARED = make_case([], [(-1, length) for length in (1, 31, 32, 33, 64, 500, 800, 2000)] * 2)
 Result = tuple[torch.Tensor, torch.Tensor]
 

@@ -39,7 +39,7 @@ def packed_cost(case: ForestCase, group_size: int, block_q: int) -> float:
         num_workers=1,
         max_block_q=block_q,
         policy="memory",
-        min_piece_tokens=_UNCUT,
+        min_item_tokens=_UNCUT,
         growth_tokens=256,
         by_time=False,
     )

@@ -132,7 +132,7 @@ def make_scheduler(
     max_block_q: int = 0,
     *,
     growth_tokens: int = 256,
-    min_piece_tokens: int = 128,
+    min_item_tokens: int = 128,
     by_time: bool = True,
     cost: CostModel | None = None,
 ) -> PackScheduler:
@@ -141,7 +141,7 @@ def make_scheduler(
         num_workers=num_workers,
         max_block_q=max_block_q or TILE_TABLE[-1][0],
         policy=policy,
-        min_piece_tokens=min_piece_tokens,
+        min_item_tokens=min_item_tokens,
         growth_tokens=growth_tokens,
         by_time=by_time,
         cost=cost or CostModel(),

@@ -142,7 +142,7 @@ def results(case: ForestCase, kv_name: str) -> list[torch.Tensor]:
         if kv_dtype is not None:
             caches = {name: getattr(tensors, name).to(kv_dtype) for name in ("k_cache", "v_cache")}
             tensors = dataclasses.replace(tensors, **caches)
-        step = planned_step(heads, num_workers=2000, min_piece_tokens=64)
+        step = planned_step(heads, num_workers=2000, min_item_tokens=64)
         step.write(case.batch(), **tensors.index)
         found += run(step, tensors)
         torch.cuda.synchronize()

@@ -71,7 +71,7 @@ def test_compute_merges_where_tiles_are_padded_no_more() -> None:
 
 def packs(case: ForestCase, group_size: int = 4) -> list[list[int]]:
     """The requests of every pack of `memory`, in tree order. One worker: no KV is cut."""
-    scheduler = make_scheduler(group_size, num_workers=1, min_piece_tokens=1 << 24)
+    scheduler = make_scheduler(group_size, num_workers=1, min_item_tokens=1 << 24)
     plan = plan_case(scheduler, case)
     assert plan.header.num_partials == 0
     requests = plan.item_requests[:, 0].tolist()
@@ -171,7 +171,7 @@ def test_memory_lets_short_levels_share_a_segment() -> None:
 
     def segments(upper: int, lower: int) -> list[int]:
         case = make_case([(-1, upper), (0, lower)], [(1, 9)] * 16 + [(0, 9)])
-        plan = plan_case(make_scheduler(num_workers=1, min_piece_tokens=1 << 24), case)
+        plan = plan_case(make_scheduler(num_workers=1, min_item_tokens=1 << 24), case)
         shared = [s for s in plan_segments(plan) if s.kv_request == SHARED_KV]
         return [s.kv_end - s.kv_begin for s in shared]
 

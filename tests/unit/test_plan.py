@@ -193,7 +193,7 @@ def test_every_tile_of_the_table_is_chosen() -> None:
             {"policy": "best"},
             f"policy must be one of {', '.join(POLICIES)}, got best",
         ),
-        ({"min_piece_tokens": 100}, "min_piece_tokens must be a positive multiple of 64, got 100"),
+        ({"min_item_tokens": 100}, "min_item_tokens must be a positive multiple of 64, got 100"),
         ({"num_workers": 0}, "num_workers must be 1 to 65536, got 0"),
         ({"num_workers": 65537}, "num_workers must be 1 to 65536, got 65537"),
         ({"growth_tokens": 0}, "growth_tokens must be at least 1, got 0"),
@@ -205,7 +205,7 @@ def test_bad_scheduler_configurations(config: dict[str, object], message: str) -
         "num_workers": 33,
         "max_block_q": TILE_TABLE[-1][0],
         "policy": "memory",
-        "min_piece_tokens": 128,
+        "min_item_tokens": 128,
         "growth_tokens": 256,
     }
     with pytest.raises(ValueError, match=message):
