@@ -107,9 +107,9 @@ def _parse_record(record: object, errors: TraceErrors) -> LoggedRequest:
 def dump_files(folder: Path) -> list[Path]:
     """The dumps of a folder, by name, which is by time; SGLang makes a folder per host.
 
-    ValueError if there are none.
+    ValueError if there are none. Nothing deeper is searched: a whole disk takes its time.
     """
-    files = sorted(folder.glob("**/*.pkl"))
+    files = sorted([*folder.glob("*.pkl"), *folder.glob("*/*.pkl")])
     if not files:
-        raise ValueError(f"{folder}: no request dump (*.pkl) in this folder")
+        raise ValueError(f"{folder}: no request dump (*.pkl) in this folder or one below it")
     return files

@@ -228,6 +228,9 @@ def test_unusable_file_is_refused(tmp_path, content, format, reason):
 
 
 def test_missing_file_and_folder_without_dumps_are_refused(tmp_path):
+    deeper = tmp_path / "disk" / "of" / "others"
+    deeper.mkdir(parents=True)
+    (deeper / "data.pkl").touch()  # SGLang writes dumps at most one folder down
     with pytest.raises(ValueError, match="there is no such file"):
         open_trace(tmp_path / "nothing")
     with pytest.raises(ValueError, match="no request dump"):
