@@ -118,7 +118,8 @@ class Builds:
         self.events.append(python)
 
     def run(self, *words: str) -> int:
-        self.monkeypatch.setattr(sys, "argv", ["wheels.py", "--uv", str(self.uv), *words])
+        uv = () if "--uv" in words else ("--uv", str(self.uv))
+        self.monkeypatch.setattr(sys, "argv", ["wheels.py", *uv, *words])
         try:
             status: int = self.namespace["main"]()
         except SystemExit as ended:
