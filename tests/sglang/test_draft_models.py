@@ -398,6 +398,15 @@ def test_a_layer_that_is_passed_more_is_left_to_the_default_backend() -> None:
     assert scene.calls == ["eager"] * 3
 
 
+def test_graphs_with_a_layer_of_pat_are_planned_after_all_layers_fell_back() -> None:
+    """Their kernels read the plan in each replay, whoever decodes eager rounds by then."""
+    scene = Drafting(model=layers(sliding_window_size=8), graphs=(4,))
+    assert scene.round.attend(scene.round.step([21, 30]), rope=1)[1].isinf().all()
+    assert not inside.layer_support(scene.round.backend).shapes
+    scene.round.step([25, 31], 4)
+    assert inside.plans(scene.round.backend).seq_lens.tolist() == [26, 32, 0, 0]
+
+
 def test_a_layer_that_was_not_found_is_left_to_the_default_backend() -> None:
     """In the round that shows it, which all others have run in, and in those that follow."""
     scene = Drafting()

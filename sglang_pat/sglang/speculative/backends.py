@@ -163,6 +163,8 @@ class DraftStepsState:
         self.plans: StepPlans | None = None  # of the last round
         self.seen: set[int] = set()  # layers that have run
         self.has_default = False  # whether the default backend is prepared for this round
+        self.in_capture = False  # whether this round is that of a graph which is being captured
+        self.has_graphs = False  # whether pat has layers in any graph
 
 
 class DraftStepState(NamedTuple):
@@ -197,6 +199,7 @@ class PatDraftSteps:
             super().init_forward_metadata(forward_batch)  # type: ignore[misc]
         if self._pat.layer_support.shapes:
             self._pat.plans = self._pat.planner.plan_eager(self._pat.round, forward_batch)
+        self._pat.in_capture = False
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Prepare a round whose CUDA graph is captured or replayed next."""
@@ -204,7 +207,8 @@ class PatDraftSteps:
             super().init_forward_metadata_out_graph(  # type: ignore[misc]
                 forward_batch, in_capture=in_capture
             )
-        if self._pat.layer_support.shapes:
+        self._pat.in_capture = in_capture
+        if self._pat.layer_support.shapes or self._pat.has_graphs:
             self._pat.plans = self._pat.planner.plan_captured(
                 self._pat.round, forward_batch, in_capture
             )
@@ -218,6 +222,7 @@ class PatDraftSteps:
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what graphs capture, before the first one."""
         super().init_cuda_graph_state(max_bs, max_num_tokens)  # type: ignore[misc]
+        self._pat.has_graphs = False
         self._pat.planner.reserve(max_bs)
 
     def attends(self, layer: RadixAttention, arguments: dict[str, Any]) -> bool:
@@ -250,6 +255,7 @@ class PatDraftSteps:
     ) -> torch.Tensor:
         """Attend in a step of the round. See `LayerAttention.attend`."""
         self._pat.seen.add(layer.layer_id)
+        self._pat.has_graphs |= self._pat.in_capture
         if self._pat.plans is not None:
             self._pat.round.go_to(step, self._pat.plans)
         extra_kv = self._pat.round.extra_kv
