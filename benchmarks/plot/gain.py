@@ -1,4 +1,4 @@
-"""Draw the picture of the README: what sharing a prefix is worth, in SGLang and in the kernels.
+"""Draw the picture of docs/index.md: what sharing a prefix is worth, in SGLang and in the kernels.
 
 Left, time per output token in SGLang (`server compare`). Right, the speed-up of attention
 alone over the fastest other kernel, by how often a KV token is shared (`kernel attention`).

@@ -373,7 +373,7 @@ def test_zstd_is_read_and_damage_is_reported(tmp_path, frames):
         read(path)
 
 
-# --- SGLang's request dump. tests/test_sglang_request_dump.py reads one of SGLang's own. ---
+# --- SGLang's request dump ---
 
 
 class GenerateReqInput:
