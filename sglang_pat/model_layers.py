@@ -404,7 +404,7 @@ def _block(config: Mapping[str, Any], index: int) -> Mapping[str, Any]:
 
 
 def _every(config: Mapping[str, Any], every: int, others: str) -> list[str]:
-    """Of every `n` layers, the last one attends to everything."""
+    """Return the kinds of layers of which every `n`-th attends to everything."""
     return [FULL if (index + 1) % every == 0 else others for index in range(_num_layers(config))]
 
 

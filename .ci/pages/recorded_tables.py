@@ -142,7 +142,7 @@ def gain(case: Case) -> float:
 
 
 def lost(case: Case) -> bool:
-    """Whether another kernel is faster by more than noise."""
+    """Return whether another kernel is faster by more than noise."""
     return gain(case) < 1 - NOISE
 
 

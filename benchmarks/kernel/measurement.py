@@ -150,7 +150,7 @@ def _tree(text: str) -> Forest:
 
 
 def described(workload: Workload) -> dict[str, Any]:
-    """What a record says of a case, whichever its attention."""
+    """Return what a record says of a case, for any kind of attention."""
     forest = workload.forest
     return {
         "suite": workload.suite,

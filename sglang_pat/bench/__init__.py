@@ -1,1 +1,1 @@
-"""What `bench`, `check` and `calibrate` measure: servers, answers and kernels on this machine."""
+"""Measurements of `bench`, `check`, `calibrate`: servers, answers and kernels on this machine."""
