@@ -140,22 +140,14 @@ def test_prefill_in_pieces(case: DenseAttentionCase, breakable: bool) -> None:
 
 
 @pytest.mark.parametrize(("kind", "topk"), VERIFIED)
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("page_size", "in_graph"), [(1, False), (16, False), (16, True)])
 @pytest.mark.parametrize("case", [verify_case(name) for name in BACKENDS], ids=name_of)
 def test_verification_of_drafts(
-    case: DenseAttentionCase, page_size: int, kind: str, topk: int
+    case: DenseAttentionCase, page_size: int, in_graph: bool, kind: str, topk: int
 ) -> None:
     with kernels_of_default():
-        verify_by_pat(verify_case(case.backend, page_size), kind, topk, dtype=DTYPE)
-
-
-@pytest.mark.parametrize(("kind", "topk"), VERIFIED)
-@pytest.mark.parametrize("case", [verify_case(name, 16) for name in BACKENDS], ids=name_of)
-def test_verification_of_drafts_around_a_cuda_graph(
-    case: DenseAttentionCase, kind: str, topk: int
-) -> None:
-    with kernels_of_default():
-        verify_by_pat(case, kind, topk, dtype=DTYPE, in_graph=True)
+        case = verify_case(case.backend, page_size)
+        verify_by_pat(case, kind, topk, dtype=DTYPE, in_graph=in_graph)
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["against the default", "against itself"])

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from pack_decode_cases import Heads, Tensors, check, needs_gpu, planned_step, run
+from pack_decode_cases import Heads, Tensors, captured, check, needs_gpu, planned_step, run
 from sample_forests import make_case
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
@@ -28,11 +28,8 @@ def test_one_plan_serves_beams_that_change_places(heads: Heads, width: int) -> N
     step = planned_step(heads)
     plan = step.write(case.batch(), **tensors.index)
     assert plan.kv_tokens.planned < 0.3 * plan.kv_tokens.query_centric
-    out, lse = run(step, tensors)
-    check(out, lse, tensors)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step.decode(tensors.q, tensors.k_cache, tensors.v_cache, out, lse)
+    check(*run(step, tensors), tensors)
+    graph, out, lse = captured(step, tensors)
     generator = torch.Generator("cuda").manual_seed(width)
     rows, behind = tensors.req_pool_indices[:width], slice(PROMPT, PROMPT + ANSWER + STEPS)
     for _ in range(STEPS):

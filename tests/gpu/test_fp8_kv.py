@@ -7,18 +7,26 @@ import math
 
 import pytest
 import torch
-from handwritten_plans import MAX_ROWS, HandPlan, random_case, random_plan, tails, tails_case
+from handwritten_plans import lengths_of_tails, random_case, random_plan, tails, tails_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pack_decode_cases import (
     BF16,
+    COLUMNS,
     FP16,
+    LONG,
     MIXED,
+    ROPE,
     Heads,
     Tensors,
+    all_head_dims,
+    captured,
+    group_sizes,
+    latent,
     load,
     make_sinks,
     needs_gpu,
+    needs_latent_kernels,
     planned_step,
     run,
 )
@@ -29,17 +37,12 @@ from sglang_pat import PackAttention, support
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kv_writer import KvWriter
 from sglang_pat.executors.reference import dense_attention
-from sglang_pat.support import GQA_HEAD_DIMS
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 both_types = pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-all_head_dims = pytest.mark.parametrize(
-    "pair", GQA_HEAD_DIMS, ids=lambda pair: f"{pair[0]}-{pair[1]}"
-)
 SPLIT = {"num_workers": 66, "min_item_tokens": 64}
-LONG = make_case([(-1, 300)], [(-1, 9000)] + [(0, 90)] * 7 + [(-1, 5000), (-1, 30), (-1, 0)])
 
 
 def converted(tensors: Tensors, dtype: torch.dtype) -> Tensors:
@@ -148,17 +151,21 @@ def largest_products(tensors: Tensors) -> torch.Tensor:
 
 @both_types
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("group_size", [1, 4, 5, 8, 16])
-def test_groups(group_size: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-    heads = Heads(3 * group_size, 3, 128, dtype, 0, kv_dtype)
+@group_sizes([1, 4, 5, 8, 16], [1, 5, 8, 16, 20, 33, 64])
+def test_groups(heads: Heads, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    heads = dataclasses.replace(heads, dtype=dtype, kv_dtype=kv_dtype)
     check_near_exact(MIXED, heads)
-    check_near_exact(LONG, heads)
+    if not heads.is_latent:
+        check_near_exact(LONG, heads)
 
 
 @both_types
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_every_number_is_converted_exactly(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-    heads = Heads(8, 2, 128, dtype, 0, kv_dtype)
+@group_sizes([4], [8])
+def test_every_number_is_converted_exactly(
+    heads: Heads, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    heads = dataclasses.replace(heads, dtype=dtype, kv_dtype=kv_dtype)
     tensors = random_bytes(Tensors.make(MIXED, heads), kv_dtype)
     check_near_exact(MIXED, heads, tensors, sm_scale=1e-4 if kv_dtype == E4M3 else 1e-9)
 
@@ -198,12 +205,15 @@ def test_a_query_that_is_infinite_or_nan_gives_nan() -> None:
     assert torch.equal(out.isnan(), expected[..., None].expand_as(out))
 
 
-def test_queries_that_float16_cannot_hold() -> None:
+@group_sizes([4], [8])
+def test_queries_that_float16_cannot_hold(heads: Heads) -> None:
     """Some rows of a tile only, beyond it and just below; and numbers far below its least."""
-    heads = Heads(8, 2, kv_dtype=E4M3)
+    heads = dataclasses.replace(heads, kv_dtype=E4M3)
     tensors = converted(Tensors.make(MIXED, heads), E4M3)
     factors = torch.tensor([1.0, 1e30, 3e4, 1e-30], device="cuda").repeat(2)
     tensors.q *= factors.to(BF16)[:, None]
+    if heads.is_latent:  # four warps share a row's columns, and one has small numbers only
+        tensors.q[:, 1, 16:48] *= 2.0**-90
     for sm_scale in (1e-31, 1e-5):
         picked = tensors.q.float().abs().amax(-1) * sm_scale < 10
         some = dataclasses.replace(tensors, q=torch.where(picked[..., None], tensors.q, 0))
@@ -233,24 +243,25 @@ def test_head_dims(pair: tuple[int, int], dtype: torch.dtype) -> None:
         check_near_exact(LONG, heads, sinks=make_sinks(heads))
 
 
-@pytest.mark.parametrize("length", [1, 15, 31, 32, 33, 63, 65, 127, 129, 4096, 65536])
-def test_lengths(length: int) -> None:
-    heads = Heads(8, 2, kv_dtype=E4M3)
+@pytest.mark.parametrize("length", [1, 15, 31, 32, 33, 63, 64, 65, 127, 129, 4096, 65536])
+@group_sizes([4], [8, 16])
+def test_lengths(heads: Heads, length: int) -> None:
+    heads = dataclasses.replace(heads, kv_dtype=E4M3)
     check_near_exact(make_case([], [(-1, length)] * 3), heads)
     check_near_exact(make_case([(-1, length)], [(0, 7)] * 3), heads)
 
 
 @both_types
-@pytest.mark.parametrize("group_size", [1, 4, 7, 16])
-def test_segments_that_count_for_some_rows(group_size: int, kv_dtype: torch.dtype) -> None:
+@group_sizes([1, 4, 7, 16], [1, 5, 8, 16, 20, 64])
+def test_segments_that_count_for_some_rows(heads: Heads, kv_dtype: torch.dtype) -> None:
     """Rows of verified drafts have such segments; so have plans that no scheduler makes."""
-    heads = Heads(2 * group_size, 2, kv_dtype=kv_dtype)
+    heads, group_size = dataclasses.replace(heads, kv_dtype=kv_dtype), heads.group_size
     for seed in range(4):
         case = random_case(100 * group_size + seed)
         check_near_exact(case, heads, plan=random_plan(case, group_size, seed))
-    lengths = [1, 31, 32, 33, 5, 64, 2, 17, 90, 3, 1, 40, 7, 96, 129, 4][: MAX_ROWS // group_size]
+    lengths = lengths_of_tails(group_size)
     for reverse in (False, True):
-        plan: HandPlan = tails(lengths, group_size, reverse=reverse)
+        plan = tails(lengths, group_size, reverse=reverse)
         check_near_exact(tails_case(lengths), heads, plan=plan)
 
 
@@ -340,19 +351,6 @@ def test_a_nan_reaches_the_requests_that_read_it_and_no_other() -> None:
     assert not out[4:].isnan().any()
 
 
-def test_queries_and_caches_may_be_slices() -> None:
-    heads = Heads(8, 2, kv_dtype=E4M3)
-    tensors = converted(Tensors.make(MIXED, heads), E4M3)
-    expected = run_case(MIXED, heads, tensors)
-    for name in ("k_cache", "v_cache"):
-        rows = getattr(tensors, name).view(torch.uint8)
-        wide = rows.new_full((len(rows), rows.shape[1] + 2, rows.shape[2]), 0x7F)
-        wide[:, 1:-1] = rows
-        setattr(tensors, name, wide[:, 1:-1].view(E4M3))
-    for result, like in zip(run_case(MIXED, heads, tensors), expected, strict=True):
-        assert torch.equal(result, like)
-
-
 def test_a_graph_keeps_its_scales() -> None:
     heads = Heads(8, 2, kv_dtype=E4M3)
     tensors, step = converted(Tensors.make(MIXED, heads), E4M3), planned_step(heads)
@@ -379,12 +377,7 @@ def test_a_graph_reads_scales_that_lie_on_the_device(logit_cap: float) -> None:
     tensors, step = converted(Tensors.make(MIXED, heads), E4M3), planned_step(heads)
     step.write(MIXED.batch(), **tensors.index)
     scales = {name: torch.ones((), device="cuda") for name in ("k_scale", "v_scale")}
-    out, lse = (x.clone() for x in run(step, tensors, logit_cap=logit_cap, **scales))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step.decode(
-            tensors.q, tensors.k_cache, tensors.v_cache, out, lse, logit_cap=logit_cap, **scales
-        )
+    graph, out, lse = captured(step, tensors, logit_cap=logit_cap, **scales)
     for k_scale, v_scale in ((1.0, 1.0), (0.37, 2.5), (1.7, 0.04)):
         scales["k_scale"].fill_(k_scale)
         scales["v_scale"].fill_(v_scale)
@@ -424,41 +417,11 @@ def test_random_forests(case: ForestCase, geometry: tuple[int, int], num_workers
 
 # --- latent attention ---
 
-COLUMNS, ROPE = 512, 64
-needs_latent_kernels = pytest.mark.skipif(
-    not torch.cuda.is_available()
-    or torch.cuda.get_device_capability() not in support.LATENT_CAPABILITIES,
-    reason="has no kernels of latent attention on this GPU",
-)
-
-
-def latent(num_heads: int, dtype: torch.dtype = BF16, kv_dtype: torch.dtype = E4M3) -> Heads:
-    return Heads(num_heads, 1, COLUMNS + ROPE, dtype, COLUMNS, kv_dtype)
-
-
-@needs_latent_kernels
-@both_types
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("group_size", [1, 5, 8, 16, 20, 33, 64])
-def test_latent_groups(group_size: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-    check_near_exact(MIXED, latent(group_size, dtype, kv_dtype))
-
-
-@needs_latent_kernels
-@both_types
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_every_latent_number_is_converted_exactly(
-    dtype: torch.dtype, kv_dtype: torch.dtype
-) -> None:
-    heads = latent(8, dtype, kv_dtype)
-    tensors = random_bytes(Tensors.make(MIXED, heads), kv_dtype)
-    check_near_exact(MIXED, heads, tensors, sm_scale=1e-4 if kv_dtype == E4M3 else 1e-9)
-
 
 @needs_latent_kernels
 def test_every_column_of_latent_keys_counts_once() -> None:
     """Keys pick one column: all logits are the query's number there."""
-    heads = latent(8)
+    heads = latent(8, kv_dtype=E4M3)
     case = make_case([(-1, 127)], [(0, 1)] * 16)
     tensors = converted(Tensors.make(case, heads), E4M3)
     for column in (*range(0, COLUMNS + ROPE, 37), COLUMNS, COLUMNS + ROPE - 1):
@@ -486,50 +449,16 @@ def test_latent_values_of_one_token_are_the_output(kv_dtype: torch.dtype) -> Non
 
 
 @needs_latent_kernels
-@pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 64, 65, 129, 4096, 65536])
-def test_latent_lengths(length: int) -> None:
-    check_near_exact(make_case([], [(-1, length)] * 3), latent(16))
-    check_near_exact(make_case([(-1, length)], [(0, 7)] * 3), latent(8))
-
-
-@needs_latent_kernels
-@pytest.mark.parametrize("group_size", [1, 5, 8, 16, 20, 64])
-def test_latent_segments_that_count_for_some_rows(group_size: int) -> None:
-    heads = latent(group_size)
-    for seed in range(4):
-        case = random_case(100 * group_size + seed)
-        check_near_exact(case, heads, plan=random_plan(case, group_size, seed))
-    lengths = [1, 31, 32, 33, 5, 64, 2, 17, 90, 3, 1, 40, 7, 96, 129, 4][: MAX_ROWS // group_size]
-    for reverse in (False, True):
-        plan: HandPlan = tails(lengths, group_size, reverse=reverse)
-        check_near_exact(tails_case(lengths), heads, plan=plan)
-
-
-@needs_latent_kernels
 @pytest.mark.parametrize("num_workers", [1, 2, 33, 1000])
 def test_latent_splits(num_workers: int) -> None:
     workers = {"num_workers": num_workers, "min_item_tokens": 64}
     for group_size in (5, 16, 32):
-        check_near_exact(MIXED, latent(group_size), workers=workers)
-
-
-@needs_latent_kernels
-def test_latent_queries_that_float16_cannot_hold() -> None:
-    """Four warps share a row's columns: each scales its own."""
-    heads = latent(8)
-    tensors = converted(Tensors.make(MIXED, heads), E4M3)
-    factors = torch.tensor([1.0, 1e30, 3e4, 1e-30], device="cuda").repeat(2)
-    tensors.q *= factors.to(BF16)[:, None]
-    tensors.q[:, 1, 16:48] *= 2.0**-90  # a warp has small numbers only
-    for sm_scale in (1e-31, 1e-5):
-        picked = tensors.q.float().abs().amax(-1) * sm_scale < 10
-        some = dataclasses.replace(tensors, q=torch.where(picked[..., None], tensors.q, 0))
-        check_near_exact(MIXED, heads, some, sm_scale=sm_scale)
+        check_near_exact(MIXED, latent(group_size, kv_dtype=E4M3), workers=workers)
 
 
 @needs_latent_kernels
 def test_latent_scales_and_sinks() -> None:
-    heads = latent(16)
+    heads = latent(16, kv_dtype=E4M3)
     tensors, sinks = converted(Tensors.make(LONG, heads), E4M3), make_sinks(heads)
     on_device = {
         "k_scale": torch.tensor(0.37, device="cuda"),
@@ -547,7 +476,7 @@ def test_latent_scales_and_sinks() -> None:
 @needs_latent_kernels
 def test_a_latent_nan_reaches_the_requests_that_read_it_and_no_other() -> None:
     lengths = [40, 70, 3, 129, 64, 1, 90, 33]
-    case, plan, heads = tails_case(lengths), tails(lengths, 8), latent(8)
+    case, plan, heads = tails_case(lengths), tails(lengths, 8), latent(8, kv_dtype=E4M3)
     tensors = converted(Tensors.make(case, heads), E4M3)
     expected, expected_lse = run_case(case, heads, tensors, plan=plan)
     row = tensors.req_to_token[tensors.req_pool_indices[1]]
@@ -564,15 +493,12 @@ def test_a_latent_nan_reaches_the_requests_that_read_it_and_no_other() -> None:
 
 @needs_latent_kernels
 def test_a_latent_graph_has_the_bits_of_eager_steps() -> None:
-    heads = latent(16)
+    heads = latent(16, kv_dtype=E4M3)
     tensors, step = converted(Tensors.make(MIXED, heads), E4M3), planned_step(heads)
     step.write(MIXED.batch(), **tensors.index)
     expected, expected_lse = run(step, tensors)
     nope, rope = (each.contiguous() for each in tensors.q.split([COLUMNS, ROPE], dim=-1))
-    out, lse = torch.full_like(expected, torch.nan), torch.full_like(expected_lse, torch.nan)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step.decode(nope, tensors.k_cache, tensors.v_cache, out, lse, q_rope=rope)
+    graph, out, lse = captured(step, dataclasses.replace(tensors, q=nope), q_rope=rope)
     for _ in range(3):
         out.fill_(torch.nan)
         graph.replay()

@@ -20,7 +20,6 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KV_DTYPES = [E4M3, E5M2, None]  # of the pool. None: that of the model
 KV_NAMES = ["e4m3", "e5m2", "as they are"]
 all_types = pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=KV_NAMES)
-both_types = pytest.mark.parametrize("kv_dtype", KV_DTYPES[:2], ids=KV_NAMES[:2])
 both_pools = pytest.mark.parametrize("kv_dtype", [E4M3, None], ids=["e4m3", "as they are"])
 both_dtypes = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 # 1 changes only the sign of NaN. float16 rounds 1e-9 to 0, and 1e30 to infinity.
@@ -95,19 +94,10 @@ def test_every_number_by_every_scale(dtype: torch.dtype, kv_dtype: torch.dtype |
     writer = writer_of(dtype, kv_dtype)
     numbers = all_numbers(dtype)
     check_write(writer, numbers, numbers.flip(0))
-    for divisor in DIVISORS:
+    for divisor in DIVISORS + (torch.rand(20) * 0.2 + 1e-4).tolist():
         on_device = torch.tensor(divisor, dtype=torch.float32, device="cuda")
         check_write(writer, numbers, numbers.flip(0), divisor, on_device)
         check_write(writer, numbers, numbers.flip(0), on_device, divisor)
-
-
-@both_types
-@both_dtypes
-def test_random_scales(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-    writer = writer_of(dtype, kv_dtype)
-    numbers = all_numbers(dtype)
-    for divisor in torch.rand(40, device="cuda") * 0.2 + 1e-4:
-        check_write(writer, numbers, numbers.flip(0), divisor.clone(), float(divisor))
 
 
 @both_dtypes
@@ -130,12 +120,8 @@ def test_shapes(pair: tuple[int, int], kv_dtype: torch.dtype | None, dtype: torc
         apart = torch.randn(num_heads, num_tokens, pair[0], device="cuda").to(dtype).transpose(0, 1)
         check_write(writer, apart, v, 0.2, None)
         check_write(writer, k[:, :1].expand(k.shape), v)
-
-
-@both_pools
-def test_keys_may_be_the_values(kv_dtype: torch.dtype | None) -> None:
-    both = torch.randn(9, 3, 128, device="cuda", dtype=BF16)
-    check_write(writer_of(kv_dtype=kv_dtype), both, both)
+        if pair[0] == pair[1]:
+            check_write(writer, k, k)
 
 
 @both_pools

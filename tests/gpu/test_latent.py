@@ -9,27 +9,23 @@ import dataclasses
 
 import pytest
 import torch
-from handwritten_plans import (
-    HandItem,
-    HandPlan,
-    HandSegment,
-    random_case,
-    random_plan,
-    tails,
-    tails_case,
-)
+from handwritten_plans import HandItem, HandPlan, HandSegment, tails, tails_case
 from pack_decode_cases import (
     BF16,
+    COLUMNS,
     FP16,
     MIXED,
-    Heads,
+    ROPE,
     Tensors,
+    captured,
     check,
     check_case,
     check_plan,
+    latent,
     load,
     make_sinks,
     needs_gpu,
+    needs_latent_kernels,
     planned,
     planned_step,
     run,
@@ -37,25 +33,12 @@ from pack_decode_cases import (
 from sample_forests import make_case, three_level_case
 
 from kernel.numerics import compare
-from sglang_pat import PackAttention, support
+from sglang_pat import PackAttention
 from sglang_pat._scheduler import OPEN_END
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kv_writer import KvWriter
 
-HAS_KERNELS = (
-    torch.cuda.is_available() and torch.cuda.get_device_capability() in support.LATENT_CAPABILITIES
-)
-pytestmark = [
-    *needs_gpu,
-    pytest.mark.skipif(not HAS_KERNELS, reason="has no kernels on this GPU"),
-    pytest.mark.usefixtures("kernel_body"),
-]
-
-COLUMNS, ROPE = 512, 64
-
-
-def latent(num_heads: int, dtype: torch.dtype = BF16) -> Heads:
-    return Heads(num_heads, 1, COLUMNS + ROPE, dtype, COLUMNS)
+pytestmark = [*needs_gpu, needs_latent_kernels, pytest.mark.usefixtures("kernel_body")]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -82,35 +65,6 @@ def test_lengths(length: int, num_requests: int) -> None:
     check_case(make_case([(-1, length)], [(0, 7)] * num_requests), latent(8))
 
 
-@pytest.mark.parametrize("group_size", [1, 5, 12, 16, 20, 64])
-def test_random_plans(group_size: int) -> None:
-    for seed in range(8):
-        case = random_case(100 * group_size + seed)
-        check_plan(case, random_plan(case, group_size, seed), latent(group_size))
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("group_size", [1, 3, 8, 16, 20])
-def test_rows_may_be_masked_before_they_count(group_size: int, *, reverse: bool) -> None:
-    lengths = [1, 31, 32, 33, 5, 64, 2, 17, 90, 3, 1, 40, 7, 96, 129, 4][: 64 // group_size]
-    check_plan(tails_case(lengths), tails(lengths, group_size, reverse=reverse), latent(group_size))
-
-
-def test_tails_may_be_empty() -> None:
-    for lengths in ([0, 0, 9], [9, 0, 0], [0, 0, 0], [0] * 16, [33] + [0] * 15):
-        for reverse in (False, True):
-            check_plan(tails_case(lengths), tails(lengths, 4, reverse=reverse), latent(4))
-
-
-def test_items_may_have_no_kv() -> None:
-    case = make_case([], [(-1, 50), (-1, 0), (-1, 33), (-1, 0)])
-    whole = [HandItem([r], [HandSegment(r, 0, OPEN_END, 0, 1)]) for r in range(4)]
-    nothing = HandItem([0, 1, 2], [HandSegment(0, 50, OPEN_END, 0, 2), HandSegment(2, 8, 8, 2, 3)])
-    items = [nothing, *whole, nothing, nothing]
-    for tickets in ([7], [1] * 7, [1, 5, 1], [2, 2, 3]):
-        check_plan(case, HandPlan(4, 4, items, tickets=tickets), latent(4))
-
-
 @pytest.mark.parametrize("count", [31, 33, 64, 100])
 def test_many_items_in_a_ticket(count: int) -> None:
     """More than the producers look ahead, each of an odd or even number of stages."""
@@ -118,25 +72,6 @@ def test_many_items_in_a_ticket(count: int) -> None:
     items = [HandItem([r], [HandSegment(r, 0, OPEN_END, 0, 1)]) for r in range(count)]
     check_plan(case, HandPlan(count, 16, items, tickets=[count]), latent(16))
     check_plan(case, HandPlan(count, 16, items), latent(16))
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize(("rise", "length"), [(3.0, 330), (-3.0, 330), (15.0, 150), (-15.0, 150)])
-def test_logits_that_rise_or_fall(rise: float, length: int, dtype: torch.dtype) -> None:
-    """By `rise` every 32 tokens: the maximum passes from one warpgroup to the other."""
-    case = make_case([(-1, length)], [(0, 1), (0, 70)] * 3 + [(-1, length)])
-    heads = latent(8, dtype)
-    tensors = Tensors.make(case, heads)
-    tensors.q[..., COLUMNS] = 8.0
-    position = torch.arange(case.tokens.shape[1], device="cuda")
-    logits = rise * (position // 32 - (length // 32 if rise > 0 else 0))
-    for request, tokens in enumerate(case.seq_lens):
-        slots = tensors.req_to_token[tensors.req_pool_indices[request], :tokens].long()
-        column = (logits[:tokens] * (COLUMNS + ROPE) ** 0.5 / 8.0).to(dtype)
-        tensors.k_cache[slots, :, COLUMNS] = column[:, None]
-    step = planned_step(heads)
-    step.write(case.batch(), **tensors.index)
-    check(*run(step, tensors), tensors)
 
 
 # --- queries ---
@@ -233,11 +168,7 @@ def test_a_graph_has_the_bits_of_eager_steps(group_size: int) -> None:
     heads = latent(group_size)
     tensors, step = planned(MIXED, heads)
     expected, expected_lse = run(step, tensors)
-    out, lse = torch.full_like(expected, torch.nan), torch.full_like(expected_lse, torch.nan)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(3):
-            step.decode(tensors.q, tensors.k_cache, tensors.v_cache, out, lse)
+    graph, out, lse = captured(step, tensors, layers=3)
     for _ in range(3):
         out.fill_(torch.nan)
         lse.fill_(torch.nan)

@@ -15,6 +15,7 @@ from pack_decode_cases import (
     MIXED,
     Heads,
     Tensors,
+    captured,
     check,
     load,
     make_sinks,
@@ -60,10 +61,7 @@ def test_the_launch_does_not_change_the_bits(head_dim: int) -> None:
     """The grid of a graph is sized for other plans, that of an eager launch for this one."""
     tensors, step, _ = split_finely(LONG_AND_SHORT, Heads(8, 1, head_dim))
     eager = run(step, tensors)
-    out, lse = torch.full_like(eager[0], torch.nan), torch.full_like(eager[1], torch.nan)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step.decode(tensors.q, tensors.k_cache, tensors.v_cache, out, lse)
+    graph, out, lse = captured(step, tensors)
     for _ in range(20):
         graph.replay()
         assert torch.equal(out, eager[0])

@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pack_decode_cases import (
     BF16,
+    COLUMNS,
     FP16,
+    LONG,
     MIXED,
     Heads,
     Tensors,
+    all_head_dims,
     check,
     check_case,
+    latent,
+    make_sinks,
     needs_gpu,
+    needs_latent_kernels,
+    planned,
     planned_step,
     run,
 )
 from sample_forests import ForestCase, forest_cases, make_case, many, three_level_case
 
 from kernel.request_forests import Forest
-from sglang_pat.support import POLICIES
+from sglang_pat.support import GQA_HEAD_DIMS, POLICIES
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@all_head_dims
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
-def test_group_sizes(dtype: torch.dtype, head_dim: int, group_size: int) -> None:
-    check_case(MIXED, Heads(3 * group_size, 3, head_dim, dtype))
+def test_group_sizes(dtype: torch.dtype, pair: tuple[int, int], group_size: int) -> None:
+    heads = Heads(3 * group_size, 3, pair[0], dtype, pair[1])
+    check_case(MIXED, heads)
+    check_case(MIXED, heads, sinks=make_sinks(heads))
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 5, 8, 32])
@@ -41,17 +52,29 @@ def test_kv_heads_and_policies(num_kv_heads: int, policy: str) -> None:
 
 @pytest.mark.parametrize("num_workers", [1, 2, 33, 264, 1000])
 @pytest.mark.parametrize("max_block_q", [16, 32, 64])
-def test_splits_and_bodies(num_workers: int, max_block_q: int) -> None:
+@all_head_dims
+def test_splits_and_bodies(num_workers: int, max_block_q: int, pair: tuple[int, int]) -> None:
     for group_size in (1, 4, 8):
-        heads = Heads(2 * group_size, 2)
+        heads = Heads(2 * group_size, 2, pair[0], BF16, pair[1])
         options = {"num_workers": num_workers, "max_block_q": max_block_q, "min_item_tokens": 64}
         check_case(MIXED, heads, **options)
 
 
+@all_head_dims
+def test_long_rows_are_merged(pair: tuple[int, int]) -> None:
+    heads, options = (
+        Heads(8, 2, pair[0], BF16, pair[1]),
+        {"num_workers": 264, "min_item_tokens": 64},
+    )
+    check_case(LONG, heads, **options)
+    check_case(LONG, heads, sinks=make_sinks(heads), **options)
+
+
 @pytest.mark.parametrize("logit_cap", [1.0, 30.0])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_logit_cap(logit_cap: float, dtype: torch.dtype) -> None:
-    check_case(MIXED, Heads(8, 2, dtype=dtype), logit_cap=logit_cap)
+@all_head_dims
+def test_logit_cap(logit_cap: float, dtype: torch.dtype, pair: tuple[int, int]) -> None:
+    check_case(MIXED, Heads(8, 2, pair[0], dtype, pair[1]), logit_cap=logit_cap)
 
 
 @pytest.mark.parametrize("num_requests", [1, 2, 31, 256, 1024])
@@ -61,25 +84,40 @@ def test_batch_sizes(num_requests: int) -> None:
 
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 64, 65, 127, 4096, 65536])
 @pytest.mark.parametrize("num_requests", [1, 3])
-def test_lengths(length: int, num_requests: int) -> None:
-    check_case(make_case([], [(-1, length)] * num_requests), Heads(8, 2))
-    check_case(make_case([(-1, length)], [(0, 7)] * num_requests), Heads(8, 2))
+@all_head_dims
+def test_lengths(length: int, num_requests: int, pair: tuple[int, int]) -> None:
+    heads = Heads(8, 2, pair[0], BF16, pair[1])
+    check_case(make_case([], [(-1, length)] * num_requests), heads)
+    check_case(make_case([(-1, length)], [(0, 7)] * num_requests), heads)
 
 
+@pytest.mark.parametrize(
+    "heads_of",
+    [
+        pytest.param(lambda dtype: Heads(8, 2, dtype=dtype), id="gqa"),
+        pytest.param(lambda dtype: latent(8, dtype), id="latent", marks=needs_latent_kernels),
+    ],
+)
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(("rise", "length"), [(3.0, 330), (-3.0, 330), (15.0, 150), (-15.0, 150)])
-def test_logits_that_rise_or_fall(rise: float, length: int, dtype: torch.dtype) -> None:
-    """By `rise` every 32 tokens: little, so that sums are rescaled now and then, and much."""
+def test_logits_that_rise_or_fall(
+    rise: float, length: int, dtype: torch.dtype, heads_of: Callable[[torch.dtype], Heads]
+) -> None:
+    """By `rise` every 32 tokens: little, so that sums are rescaled now and then, and much.
+
+    In latent attention the maximum passes from one warpgroup to the other.
+    """
     case = make_case([(-1, length)], [(0, 1), (0, 70)] * 3 + [(-1, length)])
-    heads = Heads(8, 2, dtype=dtype)
+    heads = heads_of(dtype)
+    column = COLUMNS if heads.is_latent else 0
     tensors = Tensors.make(case, heads)
-    tensors.q[..., 0] = 8.0
+    tensors.q[..., column] = 8.0
     position = torch.arange(case.tokens.shape[1], device="cuda")
     logits = rise * (position // 32 - (length // 32 if rise > 0 else 0))
     for request, tokens in enumerate(case.seq_lens):
         slots = tensors.req_to_token[tensors.req_pool_indices[request], :tokens].long()
-        column = (logits[:tokens] * 128**0.5 / 8.0).to(dtype)
-        tensors.k_cache[slots, :, 0] = column[:, None]
+        keys = (logits[:tokens] * heads.head_dim**0.5 / 8.0).to(dtype)
+        tensors.k_cache[slots, :, column] = keys[:, None]
     step = planned_step(heads)
     step.write(case.batch(), **tensors.index)
     check(*run(step, tensors), tensors)
@@ -98,18 +136,18 @@ def test_index_types(index_dtype: torch.dtype) -> None:
     check(*run(step, tensors), tensors)
 
 
-def test_queries_may_be_a_slice_of_a_wider_projection() -> None:
-    heads = Heads(8, 2)
-    tensors = Tensors.make(MIXED, heads)
-    wide = torch.full((len(tensors.q), 12, 128), torch.nan, device="cuda", dtype=BF16)
-    wide[:, 2:10] = tensors.q
-    tensors.q = wide[:, 2:10]
-    step = planned_step(heads)
-    step.write(MIXED.batch(), **tensors.index)
-    out = torch.full((len(wide), 8, 128), torch.nan, device="cuda", dtype=BF16)
-    lse = torch.full((len(wide), 8), torch.nan, device="cuda")
-    step.decode(tensors.q, tensors.k_cache, tensors.v_cache, out, lse)
-    check(out, lse, tensors)
+@all_head_dims
+def test_queries_and_caches_may_be_slices(pair: tuple[int, int]) -> None:
+    """The pools' rows may lie apart, and what lies between them is never used."""
+    tensors, step = planned(MIXED, Heads(8, 2, pair[0], BF16, pair[1]))
+    expected = run(step, tensors)
+    for name in ("q", "k_cache", "v_cache"):
+        rows = getattr(tensors, name)
+        wide = rows.new_full((len(rows), rows.shape[1] + 2, rows.shape[2]), torch.nan)
+        wide[:, 1:-1] = rows
+        setattr(tensors, name, wide[:, 1:-1])
+    for result, like in zip(run(step, tensors), expected, strict=True):
+        assert torch.equal(result, like)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
@@ -141,8 +179,18 @@ def test_slots_beyond_4_gib() -> None:
 @settings(many, max_examples=1000, database=None)
 @given(
     case=forest_cases(max_requests=40),
-    geometry=st.sampled_from([(1, 1), (4, 2), (16, 1), (5, 1), (8, 8), (14, 2)]),
+    geometry=st.sampled_from([(1, 1), (2, 2), (4, 2), (16, 1), (5, 1), (8, 8), (14, 2)]),
+    pair=st.sampled_from([*GQA_HEAD_DIMS, *[(128, 128)] * 9]),
+    with_sinks=st.booleans(),
     num_workers=st.sampled_from([1, 7, 33, 132]),
 )
-def test_random_forests(case: ForestCase, geometry: tuple[int, int], num_workers: int) -> None:
-    check_case(case, Heads(*geometry), num_workers=num_workers)
+def test_random_forests(
+    case: ForestCase,
+    geometry: tuple[int, int],
+    pair: tuple[int, int],
+    with_sinks: bool,
+    num_workers: int,
+) -> None:
+    heads = Heads(*geometry, pair[0], BF16, pair[1])
+    sinks = make_sinks(heads) if with_sinks else None
+    check_case(case, heads, sinks=sinks, num_workers=num_workers)

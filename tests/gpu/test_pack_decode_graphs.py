@@ -16,6 +16,7 @@ from pack_decode_cases import (
     MIXED,
     Heads,
     Tensors,
+    captured,
     check,
     needs_gpu,
     planned,
@@ -129,8 +130,6 @@ def test_graph_replay_follows_plans_and_lengths() -> None:
         torch.empty_like(tensors[0].seq_lens),
     )
     step = planned_step(heads)
-    out = torch.empty_like(static.q)
-    lse = torch.empty(out.shape[:2], device="cuda")
 
     def load(index: int, seq_lens: np.ndarray) -> None:
         source = tensors[index]
@@ -148,11 +147,9 @@ def test_graph_replay_follows_plans_and_lengths() -> None:
 
     load(0, cases[0].seq_lens)
     plan(0)
-    step.decode(static.q, static.k_cache, static.v_cache, out, lse)
+    run(step, static)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step.decode(static.q, static.k_cache, static.v_cache, out, lse)
+    graph, out, lse = captured(step, static)
 
     for index in (0, 1, 2, 3, 1, 0):
         for growth in (0, 1, grown_by):

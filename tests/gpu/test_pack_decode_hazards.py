@@ -17,6 +17,7 @@ from pack_decode_cases import (
     MIXED,
     Heads,
     Tensors,
+    captured,
     check,
     config_of,
     needs_gpu,
@@ -40,23 +41,9 @@ CASES = [
 PRELUDE = """
     import torch
     from sample_forests import make_case
-    from pack_decode_cases import Heads, Tensors, planned_step
+    from pack_decode_cases import Heads, Tensors, captured, planned
 
     heads = Heads(8, 2)
-
-    def prepare(case):
-        tensors = Tensors.make(case, heads)
-        return tensors, torch.empty_like(tensors.q)
-
-    def write(step, case, tensors):
-        step.write(case.batch(), **tensors.index)
-
-    def capture(step, tensors, out, layers=1):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(layers):
-                step.decode(tensors.q, tensors.k_cache, tensors.v_cache, out)
-        return graph
 """
 
 
@@ -79,14 +66,12 @@ def test_a_graph_stops_at_the_plan_of_another_batch(num_requests: int) -> None:
     assert_stopped(
         run_apart(f"""
             case, other = (make_case([(-1, 300)], [(0, 40)] * n) for n in (6, {num_requests}))
-            tensors, out = prepare(case)
-            step = planned_step(heads)
-            write(step, case, tensors)
-            graph = capture(step, tensors, out)
+            tensors, step = planned(case, heads)
+            graph, *outputs = captured(step, tensors)
             graph.replay()
             torch.cuda.synchronize()
             print("prepared", flush=True)
-            write(step, other, Tensors.make(other, heads))
+            step.write(other.batch(), **Tensors.make(other, heads).index)
             graph.replay()
             torch.cuda.synchronize()
             print("not stopped")
@@ -98,17 +83,15 @@ def test_graphs_that_run_at_once_on_the_same_buffers_stop() -> None:
     assert_stopped(
         run_apart("""
             case = make_case([(-1, 3000)], [(0, 2000)] * 64)
-            tensors, out = prepare(case)
-            step = planned_step(heads)
-            write(step, case, tensors)
-            graphs = [capture(step, tensors, out, layers=50) for _ in range(2)]
+            tensors, step = planned(case, heads)
+            graphs = [captured(step, tensors, layers=50) for _ in range(2)]
             streams = [torch.cuda.Stream() for _ in graphs]
-            for graph in graphs:  # one after the other, all is well
+            for graph, *_ in graphs:  # one after the other, all is well
                 graph.replay()
             torch.cuda.synchronize()
             print("prepared", flush=True)
             for _ in range(20):
-                for graph, stream in zip(graphs, streams):
+                for (graph, *_), stream in zip(graphs, streams):
                     with torch.cuda.stream(stream):
                         graph.replay()
             torch.cuda.synchronize()
@@ -120,10 +103,9 @@ def test_graphs_that_run_at_once_on_the_same_buffers_stop() -> None:
 def test_the_first_launch_of_a_process_may_be_in_a_capture() -> None:
     done = run_apart("""
         case = make_case([], [(-1, 90)] * 5)  # nothing to gather before it
-        tensors, out = prepare(case)
-        step = planned_step(heads, num_workers=8)
-        write(step, case, tensors)
-        capture(step, tensors, out).replay()
+        tensors, step = planned(case, heads, num_workers=8)
+        graph, out, _ = captured(step, tensors)
+        graph.replay()
         torch.cuda.synchronize()
         print(bool(out.isfinite().all()))
     """)
@@ -133,17 +115,12 @@ def test_the_first_launch_of_a_process_may_be_in_a_capture() -> None:
 def test_each_graph_has_a_ticket_counter() -> None:
     """So a graph that is stopped half-way, or runs beside another, leaves no trace in theirs."""
     tensors, step = planned(CASES[0], HEADS)
-    out = torch.empty_like(tensors.q)
-    graphs = []
-    for _ in range(2):
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1]):
-            step.decode(tensors.q, tensors.k_cache, tensors.v_cache, out)
+    graphs = [captured(step, tensors) for _ in range(2)]
     owners = []
-    for graph in graphs:
+    for graph, *_ in graphs:
         graph.replay()
         owners.append(int(step.executor.buffers.counters[0, 0]))
-    step.decode(tensors.q, tensors.k_cache, tensors.v_cache, out)
+    run(step, tensors)
     owners.append(int(step.executor.buffers.counters[0, 0]))
     assert len(set(owners)) == 3
     assert owners[-1] == 1
@@ -210,14 +187,6 @@ def test_lengths_beyond_the_table_end_with_it() -> None:
     assert torch.equal(lse, expected[1])
 
 
-def test_queries_of_another_batch_are_refused() -> None:
-    tensors, step = planned(MIXED, HEADS)
-    q, out = tensors.q[1:], torch.empty_like(tensors.q[1:])
-    count = len(tensors.q)
-    with pytest.raises(ValueError, match=f"of the plan, {count} and 4, got {count - 1} and 4"):
-        step.decode(q, tensors.k_cache, tensors.v_cache, out)
-
-
 def test_the_first_plan_waits_for_the_stream_that_made_the_buffers() -> None:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -237,14 +206,6 @@ def test_buffers_grow_on_another_stream() -> None:
             out, lse = attention.run(tensors.q, tensors.k_cache, tensors.v_cache, return_lse=True)
             torch.cuda.synchronize()
         check(out, lse, tensors)
-
-
-def test_nothing_runs_before_a_plan_is_loaded() -> None:
-    tensors, step = planned(MIXED, HEADS)
-    buffers = step.executor.buffers
-    buffers.loaded = buffers.loaded._replace(num_requests=-1, group_size=-1)
-    with pytest.raises(ValueError, match="of the plan, -1 and -1"):
-        run(step, tensors)
 
 
 def test_workers_are_the_ctas_that_the_device_holds() -> None:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from handwritten_plans import (
-    MAX_ROWS,
     HandItem,
     HandPlan,
     HandSegment,
+    lengths_of_tails,
     random_case,
     random_plan,
     tails,
@@ -24,6 +24,7 @@ from pack_decode_cases import (
     Tensors,
     check,
     check_plan,
+    group_sizes,
     load,
     make_sinks,
     needs_gpu,
@@ -38,11 +39,11 @@ from sglang_pat._scheduler import OPEN_END, SHARED_KV
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
 
 
-@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 7, 8, 12, 16])
-def test_random_plans(group_size: int) -> None:
+@group_sizes([1, 2, 3, 4, 5, 7, 8, 12, 16], [1, 5, 12, 16, 20, 64])
+def test_random_plans(heads: Heads) -> None:
     for seed in range(8):
-        case = random_case(100 * group_size + seed)
-        check_plan(case, random_plan(case, group_size, seed), Heads(2 * group_size, 2))
+        case = random_case(100 * heads.group_size + seed)
+        check_plan(case, random_plan(case, heads.group_size, seed), heads)
 
 
 @pytest.mark.parametrize("head_dims", [(64, 64), (192, 128), (256, 256)])
@@ -60,12 +61,11 @@ def test_logit_cap(logit_cap: float) -> None:
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("group_size", [1, 3, 4, 8, 16])
-def test_rows_may_be_masked_before_they_count(group_size: int, *, reverse: bool) -> None:
+@group_sizes([1, 3, 4, 8, 16], [1, 3, 8, 16, 20])
+def test_rows_may_be_masked_before_they_count(heads: Heads, *, reverse: bool) -> None:
     """A row's first tokens come after segments of other rows of its warp, and of other warps."""
-    lengths = [1, 31, 32, 33, 5, 64, 2, 17, 90, 3, 1, 40, 7, 96, 129, 4][: MAX_ROWS // group_size]
-    plan = tails(lengths, group_size, reverse=reverse)
-    check_plan(tails_case(lengths), plan, Heads(2 * group_size, 2))
+    lengths = lengths_of_tails(heads.group_size)
+    check_plan(tails_case(lengths), tails(lengths, heads.group_size, reverse=reverse), heads)
 
 
 @pytest.mark.parametrize("reader", [0, 7, 15])
@@ -77,20 +77,22 @@ def test_many_stages_of_one_request(reader: int) -> None:
         check_plan(tails_case(lengths), tails(lengths, 4, reverse=reverse), Heads(8, 2))
 
 
-def test_tails_may_be_empty() -> None:
+@group_sizes([4], [4])
+def test_tails_may_be_empty(heads: Heads) -> None:
     for lengths in ([0, 0, 9], [9, 0, 0], [0, 0, 0], [0] * 16, [33] + [0] * 15):
         for reverse in (False, True):
-            check_plan(tails_case(lengths), tails(lengths, 4, reverse=reverse), Heads(8, 2))
+            check_plan(tails_case(lengths), tails(lengths, 4, reverse=reverse), heads)
 
 
-def test_items_may_have_no_kv() -> None:
+@group_sizes([4], [4])
+def test_items_may_have_no_kv(heads: Heads) -> None:
     """Some alone in their ticket, some before and behind others; some rows have it elsewhere."""
     case = make_case([], [(-1, 50), (-1, 0), (-1, 33), (-1, 0)])
     whole = [HandItem([r], [HandSegment(r, 0, OPEN_END, 0, 1)]) for r in range(4)]
     nothing = HandItem([0, 1, 2], [HandSegment(0, 50, OPEN_END, 0, 2), HandSegment(2, 8, 8, 2, 3)])
     items = [nothing, *whole, nothing, nothing]
     for tickets in ([7], [1] * 7, [1, 5, 1], [2, 2, 3]):
-        check_plan(case, HandPlan(4, 4, items, tickets=tickets), Heads(8, 2))
+        check_plan(case, HandPlan(4, 4, items, tickets=tickets), heads)
 
 
 def test_a_row_without_kv_in_its_item_is_an_empty_partial() -> None:
@@ -220,7 +222,7 @@ def test_broken_kv_stays_with_its_requests(group_size: int) -> None:
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("group_size", [1, 3, 4, 16])
 def test_every_request_of_an_item_may_be_the_broken_one(group_size: int, *, reverse: bool) -> None:
-    lengths = [1, 31, 32, 33, 5, 64, 2, 17, 90, 3, 1, 40, 7, 96, 129, 4][: MAX_ROWS // group_size]
+    lengths = lengths_of_tails(group_size)
     plan, case = tails(lengths, group_size, reverse=reverse), tails_case(lengths)
     heads = Heads(2 * group_size, 2)
     for request, length in enumerate(lengths):

@@ -15,6 +15,7 @@ from pack_decode_cases import (
     MIXED,
     Heads,
     Tensors,
+    captured,
     check,
     load,
     make_sinks,
@@ -252,9 +253,6 @@ def test_a_graph_follows_plans_and_places() -> None:
     static = placed(cases[0], heads, "scattered", num_slots=num_slots)
     static.req_to_token = torch.zeros(16, width, dtype=torch.int32, device="cuda")
     step, other = (planned_step(heads, **SPLIT) for _ in range(2))
-    out = torch.full_like(static.q, torch.nan)
-    lse = torch.full(out.shape[:2], torch.nan, device="cuda")
-    graph = torch.cuda.CUDAGraph()
     for index, case in enumerate(cases + cases[:1]):
         for placement in PLACEMENTS:
             tensors = placed(case, heads, placement, num_slots=num_slots, seed=index)
@@ -263,10 +261,9 @@ def test_a_graph_follows_plans_and_places() -> None:
             static.req_to_token[:, : case.tokens.shape[1]] = tensors.req_to_token
             write(step, case, static)
             if (index, placement) == (0, "scattered"):
-                step.decode(static.q, static.k_cache, static.v_cache, out, lse)
+                run(step, static)
                 torch.cuda.synchronize()
-                with torch.cuda.graph(graph):
-                    step.decode(static.q, static.k_cache, static.v_cache, out, lse)
+                graph, out, lse = captured(step, static)
             out.fill_(torch.nan)
             lse.fill_(torch.nan)
             graph.replay()

@@ -295,5 +295,11 @@ def tails(lengths: list[int], group_size: int, *, reverse: bool = False) -> Hand
     return HandPlan(len(lengths), group_size, items, [(0, 0, 100)])
 
 
+def lengths_of_tails(group_size: int) -> list[int]:
+    """Around the sizes of stages, as many as fit into one item."""
+    lengths = [1, 31, 32, 33, 5, 64, 2, 17, 90, 3, 1, 40, 7, 96, 129, 4]
+    return lengths[: MAX_ROWS // group_size]
+
+
 def tails_case(lengths: list[int]) -> ForestCase:
     return make_case([(-1, 100)], [(0, length) for length in lengths])

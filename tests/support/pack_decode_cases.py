@@ -20,7 +20,17 @@ needs_gpu = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
+needs_latent_kernels = pytest.mark.skipif(
+    not torch.cuda.is_available()
+    or torch.cuda.get_device_capability() not in support.LATENT_CAPABILITIES,
+    reason="has no kernels of latent attention on this GPU",
+)
+all_head_dims = pytest.mark.parametrize(
+    "pair", support.GQA_HEAD_DIMS, ids=lambda pair: f"{pair[0]}-{pair[1]}"
+)
+
 BF16, FP16 = torch.bfloat16, torch.float16
+COLUMNS, ROPE = 512, 64  # of latent attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +41,28 @@ class Heads:
     dtype: torch.dtype = BF16
     v_head_dim: int = 0  # 0: head_dim
     kv_dtype: torch.dtype | None = None  # None: dtype
+
+    @property
+    def group_size(self) -> int:
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def is_latent(self) -> bool:
+        return support.is_latent(self.head_dim, self.v_head_dim)
+
+
+def latent(num_heads: int, dtype: torch.dtype = BF16, kv_dtype: torch.dtype | None = None) -> Heads:
+    return Heads(num_heads, 1, COLUMNS + ROPE, dtype, COLUMNS, kv_dtype)
+
+
+def group_sizes(of_gqa: list[int], of_latent: list[int]) -> pytest.MarkDecorator:
+    """Parametrise a test by `heads`: two KV heads and latent ones, with groups of these sizes."""
+    heads = [pytest.param(Heads(2 * size, 2), id=str(size)) for size in of_gqa]
+    heads += [
+        pytest.param(latent(size), id=f"latent-{size}", marks=needs_latent_kernels)
+        for size in of_latent
+    ]
+    return pytest.mark.parametrize("heads", heads)
 
 
 @dataclasses.dataclass
@@ -67,7 +99,7 @@ class Tensors:
             np.concatenate([row[:n] for row, n in zip(case.tokens, case.seq_lens, strict=True)])
         )
         slots = torch.from_numpy(used).cuda().long() + shift
-        if support.is_latent(heads.head_dim, heads.v_head_dim):
+        if heads.is_latent:
             v_cache = k_cache[..., : heads.v_head_dim]
         for cache in (v_cache, k_cache):
             cache[slots] = random(len(slots), *cache.shape[1:])
@@ -151,12 +183,27 @@ def check_plan(case: ForestCase, plan: HandPlan, heads: Heads, **options) -> Non
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "same bits"
 
 
+def _outputs(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    out = tensors.q.new_full((*tensors.q.shape[:2], tensors.v_cache.shape[2]), torch.nan)
+    return out, torch.full(tensors.q.shape[:2], torch.nan, device="cuda")
+
+
 def run(step, tensors: Tensors, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    columns = tensors.v_cache.shape[2]
-    out = tensors.q.new_full((*tensors.q.shape[:2], columns), torch.nan)
-    lse = torch.full(tensors.q.shape[:2], torch.nan, device="cuda")
+    out, lse = _outputs(tensors)
     step.decode(tensors.q, tensors.k_cache, tensors.v_cache, out, lse, **options)
     return out, lse
+
+
+def captured(
+    step, tensors: Tensors, layers: int = 1, **options
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]:
+    """A CUDA graph of equal layers, and the outputs that they write: NaN until it is replayed."""
+    out, lse = _outputs(tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(layers):
+            step.decode(tensors.q, tensors.k_cache, tensors.v_cache, out, lse, **options)
+    return graph, out, lse
 
 
 def check(
@@ -206,3 +253,4 @@ MIXED = make_case(
     + [(4, 0)] * 6
     + [(-1, 900), (-1, 0)],
 )
+LONG = make_case([(-1, 300)], [(-1, 9000)] + [(0, 90)] * 7 + [(-1, 5000), (-1, 30), (-1, 0)])
