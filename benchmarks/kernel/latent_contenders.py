@@ -15,32 +15,39 @@ from importlib import import_module
 import torch
 
 from kernel.contenders import WORKSPACE_BYTES
-from kernel.pages import PagedCopies
+from kernel.latent_workloads import COLUMNS, LatentWorkload
+from kernel.pages import PagedCopies, Unsupported
 from kernel.planned_step import PlannedStep
-from kernel.workloads import Workload, WorkloadTensors
+from kernel.workloads import WorkloadTensors
 from sglang_pat.executors.calibration import costs_of
 from sglang_pat.executors.jit import KernelConfig
-from sglang_pat.support import LATENT_HEAD_DIMS
+from sglang_pat.plan import largest_tile
 
 LatentLayer = Callable[[torch.Tensor], torch.Tensor]  # KV [slots, 1, 576] -> output
-Contender = Callable[[Workload, WorkloadTensors], LatentLayer]
+Contender = Callable[[LatentWorkload, WorkloadTensors], LatentLayer]
 
-COLUMNS = LATENT_HEAD_DIMS[1]  # of values; those of rope are behind them
 SM_SCALE = (128 + 64) ** -0.5  # of the models: their heads have 128 columns and 64 of rope
 _TRITON_SPLITS = 16  # SGLang's default is 8; on long contexts it takes up to 16
 
 
-def pat(workload: Workload, tensors: WorkloadTensors) -> LatentLayer:
-    """The package itself."""
+def pat(
+    workload: LatentWorkload, tensors: WorkloadTensors, max_block_q: int | None = None
+) -> LatentLayer:
+    """The package itself. max_block_q: query rows of the largest tile, if not its own choice."""
     device = tensors.q.device
     config = KernelConfig.for_device(
         workload.dtype, workload.head_dim, device, COLUMNS, workload.cache_dtype
     )
     cost = costs_of(device, latent=True, one_byte=workload.cache_dtype.itemsize == 1)
-    step = PlannedStep(config, workload.num_qo_heads, 1, cost=cost)
-    step.write(
-        workload.forest.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
+    step = PlannedStep(
+        config,
+        workload.num_qo_heads,
+        1,
+        cost=cost,
+        max_block_q=max_block_q,
+        max_shared_slots=max(1 << 17, workload.forest.num_tokens),
     )
+    step.write(workload.batch(), tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens)
     nope, rope = _parts(tensors.q)
     out = torch.empty_like(nope)
 
@@ -51,13 +58,21 @@ def pat(workload: Workload, tensors: WorkloadTensors) -> LatentLayer:
     return run
 
 
-def fa3(workload: Workload, tensors: WorkloadTensors) -> LatentLayer:
+def pat_64(workload: LatentWorkload, tensors: WorkloadTensors) -> LatentLayer:
+    """The package over fp8, with the tile of 64 rows where it prefers two of 32."""
+    own = largest_tile(workload.num_qo_heads, latent=True, one_byte=workload.kv_dtype is not None)
+    if own == 64:
+        raise Unsupported("the package's own choice")
+    return pat(workload, tensors, 64)
+
+
+def fa3(workload: LatentWorkload, tensors: WorkloadTensors) -> LatentLayer:
     """FA3, SGLang's default on Hopper: sglang-kernel, page table in tokens."""
     from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
     nope, rope = _parts(tensors.q)
-    lengths = tensors.seq_lens.int()
-    ends = torch.arange(len(nope) + 1, dtype=torch.int32, device=nope.device)
+    lengths = _lengths(workload, tensors)
+    ends = torch.arange(len(lengths) + 1, dtype=torch.int32, device=nope.device) * workload.drafts
 
     def run(kv: torch.Tensor) -> torch.Tensor:
         pages = kv.unsqueeze(1)
@@ -69,7 +84,7 @@ def fa3(workload: Workload, tensors: WorkloadTensors) -> LatentLayer:
             page_table=tensors.req_to_token,
             cache_seqlens=lengths,
             cu_seqlens_q=ends,
-            max_seqlen_q=1,
+            max_seqlen_q=workload.drafts,
             softmax_scale=SM_SCALE,
             causal=True,
         )
@@ -78,10 +93,11 @@ def fa3(workload: Workload, tensors: WorkloadTensors) -> LatentLayer:
     return run
 
 
-def flashinfer(workload: Workload, tensors: WorkloadTensors) -> LatentLayer:
+def flashinfer(workload: LatentWorkload, tensors: WorkloadTensors) -> LatentLayer:
     """FlashInfer's MLA, page size 1."""
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
+    _refuse_drafts(workload)
     wrapper = BatchMLAPagedAttentionWrapper(_workspace(), backend="fa3")
     indptr, indices = _indices(tensors)
     wrapper.plan(
@@ -107,18 +123,19 @@ def flashinfer(workload: Workload, tensors: WorkloadTensors) -> LatentLayer:
     return run
 
 
-def flashmla(workload: Workload, tensors: WorkloadTensors) -> LatentLayer:
+def flashmla(workload: LatentWorkload, tensors: WorkloadTensors) -> LatentLayer:
     """FlashMLA, over a copy of the KV in its pages of 64 tokens, shared where whole pages are.
 
     Over an fp8 cache the queries are converted to fp8, in every layer.
     """
     from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
-    lengths = tensors.seq_lens.int()
+    lengths = _lengths(workload, tensors)
     over_fp8 = workload.kv_dtype is not None
-    metadata, splits = get_mla_metadata(lengths, workload.num_qo_heads, 1, is_fp8_kvcache=over_fp8)
+    rows = workload.num_qo_heads * workload.drafts
+    metadata, splits = get_mla_metadata(lengths, rows, 1, is_fp8_kvcache=over_fp8)
     copies = PagedCopies(tensors.req_to_token, workload.token_bytes)
-    queries = tensors.q.unsqueeze(1)
+    queries = tensors.q.unflatten(0, (-1, workload.drafts))
     scales = {}
     if over_fp8:
         one = torch.ones(1, dtype=torch.float32, device="cuda")
@@ -137,13 +154,14 @@ def flashmla(workload: Workload, tensors: WorkloadTensors) -> LatentLayer:
             causal=True,
             **scales,
         )
-        return result.squeeze(1)
+        return result.flatten(0, 1)
 
     return run
 
 
-def triton(workload: Workload, tensors: WorkloadTensors) -> LatentLayer:
+def triton(workload: LatentWorkload, tensors: WorkloadTensors) -> LatentLayer:
     """SGLang's Triton kernel, its default before Hopper."""
+    _refuse_drafts(workload)
     decode = _triton_decode()
     indptr, indices = _indices(tensors)
     batch, heads = tensors.q.shape[:2]
@@ -196,6 +214,16 @@ def _indices(tensors: WorkloadTensors) -> tuple[torch.Tensor, torch.Tensor]:
     return indptr, tensors.req_to_token[columns < tensors.seq_lens.unsqueeze(1)]
 
 
+def _lengths(workload: LatentWorkload, tensors: WorkloadTensors) -> torch.Tensor:
+    """Of the requests: each reads as much as its last row."""
+    return tensors.seq_lens[workload.drafts - 1 :: workload.drafts].int()
+
+
+def _refuse_drafts(workload: LatentWorkload) -> None:
+    if workload.drafts > 1:
+        raise Unsupported("not called with draft tokens here")
+
+
 @functools.cache
 def _workspace() -> torch.Tensor:
     return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
@@ -204,7 +232,7 @@ def _workspace() -> torch.Tensor:
 def _converted(contender: Contender) -> Contender:
     """Convert the whole pool first, where it is of another type: so SGLang does in each layer."""
 
-    def converting(workload: Workload, tensors: WorkloadTensors) -> LatentLayer:
+    def converting(workload: LatentWorkload, tensors: WorkloadTensors) -> LatentLayer:
         layer = contender(workload, tensors)
         if workload.cache_dtype == workload.dtype:
             return layer
@@ -215,6 +243,7 @@ def _converted(contender: Contender) -> Contender:
 
 CONTENDERS: dict[str, Contender] = {
     "pat": pat,
+    "pat-64": pat_64,
     "fa3": _converted(fa3),
     "flashinfer": _converted(flashinfer),
     "flashmla": flashmla,

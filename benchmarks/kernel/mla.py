@@ -9,6 +9,7 @@ longer. What has to hold is in gates.py.
     python benchmarks/kernel mla --json mla.json
     python benchmarks/kernel mla --quick --seconds 60 --contenders pat fa3 flashmla
     python benchmarks/kernel mla --tree 1,128_8192,256 --heads 16
+    python benchmarks/kernel mla --suite many-rows --contenders pat fa3 flashmla
 
 The exit status is 1 if a result of pat was wrong.
 """
@@ -17,131 +18,38 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from common.metadata import gpu_state, metadata
-from kernel.gates import fp8_latent_gates, latent_gates
-from kernel.latent_contenders import COLUMNS, CONTENDERS, SM_SCALE
+from kernel.gates import Gate, fp8_latent_gates, latent_gates, many_rows_gates
+from kernel.latent_contenders import CONTENDERS, SM_SCALE
+from kernel.latent_workloads import (
+    COLUMNS,
+    MANY_ROWS,
+    SUITE,
+    SUITES,
+    LatentWorkload,
+    many_rows,
+    workloads,
+)
 from kernel.measurement import add_case_options, described, run_cases
 from kernel.measurement import measure as measure_contenders
-from kernel.request_forests import Forest, lognormal_lengths
-from kernel.workloads import E4M3, LAYERS, Workload, WorkloadTensors
+from kernel.workloads import LAYERS, WorkloadTensors
 from sglang_pat.bench import timing
 from sglang_pat.cli.arguments import whole_number
 from sglang_pat.executors.reference import dense_attention
-from sglang_pat.support import LATENT_HEAD_DIMS
 
-HEADS = (8, 12, 16, 20, 32)
-SUITE = "mla"
 _CHECKED_REQUESTS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class LatentWorkload(Workload):
-    """One decode step of latent attention: one KV head, whose values are a part of its keys."""
-
-    num_kv_heads: int = 1
-    head_dim: int = LATENT_HEAD_DIMS[0]
-    suite: str = SUITE
-
-    @property
-    def name(self) -> str:
-        name = f"{self.forest.name} h{self.num_qo_heads}"
-        return name + " e4m3" * (self.kv_dtype == E4M3)
-
-    @property
-    def token_bytes(self) -> int:
-        return self.head_dim * self.cache_dtype.itemsize
-
-    @property
-    def flops(self) -> int:
-        return 2 * int(self.forest.seq_lens.sum()) * self.num_qo_heads * (self.head_dim + COLUMNS)
-
-    @property
-    def sharing(self) -> int:
-        """Requests that share the first node."""
-        return sum(bool(path) and path[0].node_id == 0 for path in self.forest.paths)
-
-    @property
-    def prefix(self) -> int:
-        """Tokens of the first node."""
-        return self.forest.nodes[0][1] if self.forest.nodes else 0
-
-    def least_us(self, copy_bandwidth: float, flops: float) -> float:
-        """Every KV token, query and output moved once, or the arithmetic without padding."""
-        columns = self.head_dim + COLUMNS
-        query_bytes = self.forest.num_requests * self.num_qo_heads * columns * self.dtype.itemsize
-        memory = (self.unique_kv_bytes + query_bytes) / copy_bandwidth
-        return 1e6 * max(memory, self.flops / flops)
-
-
-def _ragged(count: int, prefix: int, median: int) -> Forest:
-    tails = lognormal_lengths(count, median)
-    name = f"1,{count}_{prefix},lognormal-{median}"
-    return Forest(name, ((-1, prefix),), tuple((0, tail) for tail in tails))
-
-
-def workloads(*, quick: bool = False) -> list[LatentWorkload]:
-    """All cases, the most telling ones first. quick: a few that stand for all."""
-    gated = [("1,128_8192,256", 16), ("1,128_8192,256", 8)]
-    gated += [("1,32_16384,512", 16), ("1,64_2048,128", 16)]
-    unshared = [
-        Forest.of_tree("128_1024"),
-        Forest.of_tree("32_512"),
-        Forest.of_tree("64_4096"),
-        Forest.of_tree("8_16384"),
-        Forest.of_tree("1_65536"),
-        Forest.unshared("64_lognormal-1000", lognormal_lengths(64, 1000)),
-    ]
-    cases = [LatentWorkload(Forest.of_tree(tree), heads, quick=True) for tree, heads in gated]
-    cases += [
-        LatentWorkload(forest, heads, quick=heads == 16 and index in (0, 5))
-        for heads in (16, 8, 20, 32)
-        for index, forest in enumerate(unshared)
-    ]
-    shared = [
-        f"1,{count}_{prefix},{tail}"
-        for count, prefix, tail in (
-            *((count, 4096, 512) for count in (2, 4, 16, 64, 256)),
-            *((64, prefix, 512) for prefix in (1024, 16384, 65536)),
-            *((count, 16384, 512) for count in (2, 4, 16)),
-            *((64, 4096, tail) for tail in (128, 2048)),
-            (256, 1024, 64),
-            (256, 65536, 128),
-        )
-    ]
-    cases += [
-        LatentWorkload(Forest.of_tree(tree), 16, quick=index == 2)
-        for index, tree in enumerate(shared)
-    ]
-    trees = [
-        Forest.of_tree("1,4,64_4096,1024,256"),
-        Forest.of_tree("1,8,128_8192,512,256"),
-        Forest.of_tree("1,4,16,128_2048,1024,512,128"),
-        _ragged(64, 8192, 400),
-        _ragged(128, 2048, 1000),
-    ]
-    cases += [
-        LatentWorkload(forest, heads, quick=heads == 16 and index == 0)
-        for heads in (16, 8)
-        for index, forest in enumerate(trees)
-    ]
-    cases += [
-        LatentWorkload(Forest.of_tree(tree), heads)
-        for heads in HEADS
-        if heads != 16
-        for tree in ("1,64_4096,512", "1,16_16384,512", "1,64_16384,512", "1,256_1024,64")
-    ]
-    return [case for case in cases if case.quick] if quick else cases
 
 
 def measure(
     workload: LatentWorkload, names: list[str], rounds: int, *, dirty: bool
 ) -> dict[str, object]:
     """Check and time one case. dirty: also behind an L2 that was written to."""
-    tensors = WorkloadTensors.make(workload)
+    tensors = _tensors(workload)
     generator = torch.Generator("cuda").manual_seed(1)
     shape = LAYERS, workload.forest.num_tokens + 1, 1, workload.head_dim
     pool = torch.empty(shape, dtype=workload.dtype, device="cuda").normal_(generator=generator)
@@ -156,6 +64,20 @@ def measure(
         checked_requests=_CHECKED_REQUESTS,
         rounds=rounds,
         dirty=dirty,
+    )
+
+
+def _tensors(workload: LatentWorkload) -> WorkloadTensors:
+    """The step on the GPU: queries, lengths and requests by row, the table by request."""
+    tensors = WorkloadTensors.make(workload)
+    if workload.drafts == 1:
+        return tensors
+    queries = [torch.randn_like(tensors.q) for _ in range(workload.drafts)]
+    return replace(
+        tensors,
+        q=torch.stack(queries, 1).flatten(0, 1),
+        req_pool_indices=tensors.req_pool_indices.repeat_interleave(workload.drafts),
+        seq_lens=torch.from_numpy(workload.row_lens).to(tensors.seq_lens),
     )
 
 
@@ -186,6 +108,7 @@ def matmul_flops() -> float:
 
 def _described(workload: LatentWorkload, copy_bandwidth: float, flops: float) -> dict[str, object]:
     return described(workload) | {
+        "drafts": workload.drafts,
         "sharing": workload.sharing,
         "prefix": workload.prefix,
         "floor_us": workload.least_us(copy_bandwidth, flops),
@@ -196,6 +119,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_case_options(parser, CONTENDERS)
     parser.add_argument(
         "--heads", type=whole_number(1, 64), default=16, help="of --tree; %(default)s"
+    )
+    parser.add_argument("--suite", choices=SUITES, default=SUITE, help="%(default)s")
+    parser.add_argument(
+        "--drafts", type=whole_number(1, 64), default=1, help="of --tree; %(default)s"
     )
     parser.add_argument(
         "--kv-dtype",
@@ -226,15 +153,23 @@ def run(args: argparse.Namespace) -> int:
             _described(workload, copy_bandwidth, flops)
             | measure(workload, names, rounds, dirty=not args.no_dirty)
         ),
-        fp8_latent_gates if args.kv_dtype else latent_gates,
+        _gates(args),
         names=names,
         info=info,
         begin=begin,
     )
 
 
+def _gates(args: argparse.Namespace) -> Callable[[list[dict[str, object]]], list[Gate]]:
+    if args.suite == MANY_ROWS:
+        return many_rows_gates
+    return fp8_latent_gates if args.kv_dtype else latent_gates
+
+
 def _workloads(args: argparse.Namespace) -> list[LatentWorkload]:
-    chosen = [LatentWorkload(args.tree, args.heads)] if args.tree else workloads(quick=args.quick)
+    chosen = many_rows() if args.suite == MANY_ROWS else workloads(quick=args.quick)
+    if args.tree:
+        chosen = [LatentWorkload(args.tree, args.heads, suite=args.suite, drafts=args.drafts)]
     dtype = getattr(torch, args.dtype)
     kv_dtype = getattr(torch, args.kv_dtype) if args.kv_dtype else None
     return [replace(case, dtype=dtype, slots=args.slots, kv_dtype=kv_dtype) for case in chosen]

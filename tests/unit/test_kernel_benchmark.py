@@ -16,9 +16,12 @@ from kernel import gates as gates_module
 from kernel import measurement
 from kernel.contenders import cascade_groups, level_of
 from kernel.gates import gates, latent_gates
+from kernel.latent_workloads import COLUMNS, LatentWorkload
 from kernel.pages import PagedCopies, Unsupported, pages_of
 from kernel.request_forests import SLOTS, Forest, random_forest
 from kernel.workloads import LAYERS, PAGE_SIZE, KvPool, Workload
+from sglang_pat import PackAttention
+from sglang_pat.executors.reference import dense_attention
 
 
 @pytest.mark.parametrize("slots", SLOTS)
@@ -34,6 +37,27 @@ def test_equal_slots_are_equal_tokens(slots: str) -> None:
         ends = [0, *(node.kv_end for node in path), len(row)]
         follow = [bool((row[a:b].diff() == 1).all()) for a, b in pairwise(ends)]
         assert follow == [slots == "runs"] * len(follow)
+
+
+@pytest.mark.parametrize("tree", ["1,3_40,60", "3_50", "1,2_40,20"])
+def test_rows_of_drafts_read_what_a_chain_reads(tree: str) -> None:
+    """Each row one token more than the one before it, from the slots of its request."""
+    case = LatentWorkload(Forest.of_tree(tree), 16, drafts=4)
+    requests, rows = case.forest.num_requests, len(case.row_lens)
+    assert rows == 4 * requests
+    assert case.row_lens.reshape(-1, 4)[:, -1].tolist() == case.forest.seq_lens.tolist()
+    assert (case.row_lens.reshape(-1, 4)[:, 1:] - case.row_lens.reshape(-1, 4)[:, :-1] == 1).all()
+    kv = torch.randn(case.forest.num_tokens + 1, 1, case.head_dim)
+    q = torch.randn(rows, 16, case.head_dim)
+    table = case.forest.token_table(device="cpu")
+    pool, lens = torch.arange(requests).repeat_interleave(4), torch.from_numpy(case.row_lens).long()
+    attention = PackAttention(16, 1, case.head_dim, v_head_dim=COLUMNS, dtype=torch.float32)
+    plan = attention.plan(case.batch(), req_to_token=table, req_pool_indices=pool, seq_lens=lens)
+    out = attention.run(q, kv, kv[..., :COLUMNS])
+    exact, _ = dense_attention(q, kv, kv[..., :COLUMNS], table, pool, lens, dtype=torch.float64)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-5)
+    # A plan that shares nothing of a request would read everything once per row.
+    assert plan.kv_tokens.planned <= plan.kv_tokens.query_centric / 1.3
 
 
 def test_layers_have_kv_of_their_own_if_the_pool_holds_it() -> None:
