@@ -33,10 +33,6 @@ def run(*command: str, **options: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_there_are_suites() -> None:
-    assert {("kernel", "attention"), ("server", "compare"), ("check", "soak")} <= set(SUITES)
-
-
 @pytest.mark.parametrize("name", MODULES)
 def test_it_imports(name: str) -> None:
     assert importlib.import_module(name).__doc__
@@ -54,18 +50,6 @@ def test_it_prints_its_help(
     printed = capsys.readouterr().out
     assert printed.startswith(f"usage: benchmarks/{folder} {suite} [-h]")
     assert suites.said(package, suite)
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_a_folder_lists_its_suites(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    package = importlib.import_module(folder)
-    assert suites.main(package, ["--help"]) == 0
-    shown = capsys.readouterr().out
-    listed = [line.split()[0] for line in shown.splitlines() if line.startswith("  ")]
-    assert listed == list(package.SUITES)
-    assert suites.main(package, ["nope"]) == 2
-    allowed = ", ".join(package.SUITES)
-    assert capsys.readouterr().err == f"benchmarks/{folder}: error: 'nope'; allowed: {allowed}\n"
 
 
 def test_folders_import_one_way() -> None:

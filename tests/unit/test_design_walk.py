@@ -49,9 +49,3 @@ def test_the_page_lists_the_files_of_a_step(title: str, files: set[str]) -> None
     assert set(re.findall(r"`(.*?)`", row[1])) == files
     lines = sum(len((ADAPTER / each).read_text().splitlines()) for each in files)
     assert int(row[2].replace(",", "")) == pytest.approx(lines, rel=0.1)
-
-
-def test_a_plain_decode_step_is_read_in_an_hour() -> None:
-    assert not [each for each in DECODE if each.startswith("speculative/")]
-    assert len(DECODE) <= 15
-    assert sum(len((ADAPTER / each).read_text().splitlines()) for each in DECODE) <= 3700

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.fleet import Member, fill_all, groups_that_fit, wait, watched
+from common.fleet import Member, groups_that_fit, wait, watched
 
 
 class StubServer:
@@ -18,7 +18,6 @@ class StubServer:
         self.log = log
         self.looks = looks
         self.ends = ends
-        self.asked: list[Any] = []
         log.write_text("".join(f"line {i}\n" for i in range(100)))
 
     def is_ready(self) -> bool:
@@ -26,14 +25,6 @@ class StubServer:
             raise RuntimeError("the server ended")
         self.looks -= 1
         return self.looks <= 0
-
-    def flush(self) -> None:
-        self.asked.append("flush")
-
-    def generate(self, prompts: Any, sampling: dict[str, Any]) -> None:
-        if self.ends:
-            raise RuntimeError("connection refused")
-        self.asked.append((prompts, sampling["max_new_tokens"]))
 
 
 def member(tmp_path: Path, name: str, **more: Any) -> Member:
@@ -55,19 +46,6 @@ def test_servers_that_end_or_hang_do_not_hold_up_the_others(
     assert "line 69" not in printed
 
 
-def test_a_failure_names_the_last_error_of_the_log(tmp_path: Path) -> None:
-    ended = member(tmp_path, "ended", ends=True)
-    (tmp_path / "ended").write_text(
-        "ValueError: an earlier one\n[2026-11-25] Scheduler hit an exception\n"
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\nKilled\n"
-    )
-    wait([ended], seconds=1.0)
-    assert ended.failure == (
-        "ended while it started: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate "
-        "2 GiB"
-    )
-
-
 def test_servers_start_together_as_far_as_the_memory_goes() -> None:
     gigabytes = {"a": 30.0, "b": 30.0, "c": 30.0, "d": 90.0, "e": 10.0}
     needs = {name: (2, need) for name, need in gigabytes.items()}
@@ -83,10 +61,3 @@ def test_an_error_is_the_failure_of_servers_that_do_not_answer(tmp_path: Path) -
         raise ValueError("too few slices")
     assert good.failure is None
     assert ended.failure == "a case: ValueError: too few slices"
-
-
-def test_caches_are_filled_in_order_and_a_failure_is_kept_apart(tmp_path: Path) -> None:
-    good, ended = member(tmp_path, "good"), member(tmp_path, "ended", ends=True)
-    fill_all([good, ended], [[1, 2, 3]], [[1, 2]], [])
-    assert good.server.asked == ["flush", ([[1, 2]], 1), ([[1, 2, 3]], 4)]  # type: ignore[attr-defined]
-    assert (good.failure, ended.failure is None) == (None, False)

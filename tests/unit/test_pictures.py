@@ -20,11 +20,6 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/h100"
 
 
-def test_sharing_is_what_is_read_over_what_there_is() -> None:
-    assert gain.sharing("256_1024") == 1
-    assert gain.sharing("1,4_100,50") == pytest.approx(4 * 150 / (100 + 4 * 50))
-
-
 def test_the_documentation_shows_the_recorded_gains() -> None:
     page = (ROOT / "docs/when-it-does-not-pay.md").read_text()
     rows = re.findall(

@@ -38,24 +38,12 @@ def page(*lines: str) -> str:
     [
         ("It takes 9.5 ms.", "9.5 = cases[?name=='a'].ms", None),
         ("It takes 9.4 ms.", "9.4 = cases[?name=='a'].ms", "has 9.46"),
-        ("It takes 9.46.", "9.46 = cases[?name=='a'].ms", None),
         ("It takes 19.5 ms.", "9.5 = cases[?name=='a'].ms", "does not show"),
-        ("It takes 9.55 ms.", "9.5 = cases[?name=='a'].ms", "does not show"),
         ("At least 9.4.", "9.4 <= min(cases[].ms)", None),
-        ("At least 9.5.", "9.5 <= min(cases[].ms)", "has 9.46"),
-        ("At most 20.1.", "20.1 >= max(cases[].ms)", None),
         ("At most 20.", "20 >= max(cases[].ms)", "has 20.05"),
-        ("On average 13.8", "13.8 = geomean(cases[].ms)", None),
-        ("2.1 times", "2.1 = divide(cases[1].ms, cases[0].ms)", None),
-        ("1.5 times", "1.5 = best_over_pat(us)", None),
-        ("47% fewer", "47% = saved", None),
-        ("about 1,200 steps", "1,200 = steps", None),
         ("9.5 and 20.1", "9.5 20.1 = cases[].ms", None),
-        ("9.5 and 47%", "9.5 47% = [cases[0].ms, saved]", None),
         ("9.5 and 20.2", "9.5 20.2 = cases[].ms", "has 20.05"),
         ("9.5", "9.5 = cases[?name=='c'].ms", "1 numbers, but run.json has []"),
-        ("9.5", "9.5 = cases[].ms", "1 numbers, but run.json has [9.46, 20.05]"),
-        ("1", "1 = flag", "1 numbers, but run.json has []"),
         ("9.5", "9.5 cases", "expected NUMBER"),
     ],
 )
@@ -63,9 +51,7 @@ def test_what_a_record_contradicts_is_named(
     text: str, line: str, expected: str | None, tmp_path: Path
 ) -> None:
     cases = [{"name": "a", "ms": 9.46}, {"name": "b", "ms": 20.05}]
-    record = {"cases": cases, "saved": 0.466, "steps": 1200, "flag": True}
-    record["us"] = {"pat": 2, "pat-replan": 1, "fa3": 4, "xqa": 3}
-    (tmp_path / "run.json").write_text(json.dumps(record))
+    (tmp_path / "run.json").write_text(json.dumps({"cases": cases}))
     wrong = wrong_numbers(text + page(line), tmp_path)
     assert wrong == [] if expected is None else len(wrong) == 1 and expected in wrong[0]
 
@@ -95,22 +81,6 @@ def measured_by_hand(page: str) -> list[str]:
         page = re.sub(pattern, "", page, flags=re.DOTALL | re.MULTILINE)
     found = [match[0] for match in MEASURED.finditer(page)]
     return [number for number in found if re.split("x$| ", number)[0] not in traced]
-
-
-@pytest.mark.parametrize(
-    ("page", "expected"),
-    [
-        ("It takes 3 ms, or 1.5x, or\n1.25 times as long.", ["3 ms", "1.5x", "1.25 times"]),
-        ("1,200.5 us (12%), 2 times as fast", ["1,200.5 us", "12%", "2 times as"]),
-        ("three times as fast, three times", ["three times as"]),
-        ("9 s for 1,000 requests per second", ["9 s", "1,000 requests per s"]),
-        ("<!-- generated: a -->\n3 ms\n<!-- end: a -->\n4 us", ["4 us"]),
-        ("3 ms, 4 ms, 5x\n<!-- recorded in a.json:\n3 = b\n5 = c\n-->", ["4 ms"]),
-        ("```\n3 ms\n```\n`4 us` 5 tokens, 0.5.17, 10.x, 64 times", []),
-    ],
-)
-def test_a_number_that_was_typed_is_found(page: str, expected: list[str]) -> None:
-    assert measured_by_hand(page) == expected
 
 
 def test_users_read_recorded_numbers_only() -> None:
