@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from command_line import Answer, answer
 from hypothesis import settings
 
 from common.tiny_model import TinyModel
@@ -37,6 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("engine") and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group("engine"))
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
+    """Run a command: `cli("doctor", "--json", path)`."""
+    return partial(answer, capsys)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import pytest
 
 import sglang_pat
 from sglang_pat import support
-from sglang_pat.cli import build, doctor, main
+from sglang_pat.cli import build, main
 from sglang_pat.cli.gpus import Gpu
 from sglang_pat.executors import jit
 from sglang_pat.executors.jit import KernelBuildError, KernelConfig
@@ -39,16 +39,12 @@ def answer(*words: str) -> subprocess.CompletedProcess[str]:
         ("serve", "'serve' (choose from 'doctor', 'build', 'calibrate', 'demo', 'bench', "),
         ("--verbose", "unknown argument '--verbose'; allowed: --help, --version"),
         ("doctor --jsn f", "unknown argument '--jsn'; allowed: --help, --json"),
-        ("doctor --js f", "unknown argument '--js'; allowed: --help, --json"),
         ("doctor everything", "unknown argument 'everything'; allowed: --help, --json"),
         ("doctor --json /no/f", "--json: '/no/f': its folder /no does not exist"),
         ("doctor --json", "--json: expected one argument"),
-        ("doctor --model nofile", "model 'nofile': no file, and the Hugging Face hub gives no "),
-        ("doctor --model /etc/passwd", "/etc/passwd: not a config.json: "),
         ("build --arch 8.5", "--arch: '8.5'; allowed: 8.0, 8.6, 8.7, 8.9, 9.0, 10.0"),
-        ("build --arch sm_90", "--arch: 'sm_90'; allowed: 8.0,"),
-        ("build --arch 9", "--arch: '9'; allowed: 8.0,"),
         ("build --arch 7.5", "--arch: '7.5'; allowed: 8.0,"),
+        ("build --tp 8", "--tp '8': allowed: with --model"),
         ("build --dtype float32", "'float32' (choose from 'float16', 'bfloat16')"),
         ("build --head-dim 72", "--head-dim: '72'; allowed: 64, 80, 96, 128, 192/128, 256"),
         ("build --head-dim 128/64", "--head-dim: '128/64'; allowed: 64, 80"),
@@ -60,15 +56,12 @@ def answer(*words: str) -> subprocess.CompletedProcess[str]:
             "writable, or name another folder by --cache",
         ),
         ("demo --requests 47", "--requests: '47'; allowed: a whole number from 48 to 10,000"),
-        ("demo --requests 10000000000000", "allowed: a whole number from 48 to 10,000"),
-        ("demo --requests many", "--requests: 'many'; allowed: a whole number from 48"),
         ("demo --json /proc/x", "--json: '/proc/x': No such file or directory"),
         ("demo --json /", "--json: '/': it is a folder; name a file"),
         ("demo --write-model", "--write-model: expected one argument"),
         ("demo --write-model /etc", "'/etc' is not empty; allowed: a new or an empty folder"),
         ("demo --write-model /etc/passwd", "'/etc/passwd'; allowed: the path of a folder"),
         ("advise --model qwen3-8b", "one of the arguments --trace --generate is required"),
-        ("advise --model qwen3-8b --trace /etc/passwd --tp 3", "--tp 3: 32 query heads; allowed: "),
         ("advise --model qwen3-8b --trace /etc/passwd --gpu V100", "'V100' (choose from 'H100', "),
         ("advise --model llama-3.1-70b --generate toolagent", "GB on each of 1 H100 with 80 GB: "),
         ("calibrate --samples /no/f", "--samples: '/no/f': its folder /no does not exist"),
@@ -77,23 +70,10 @@ def answer(*words: str) -> subprocess.CompletedProcess[str]:
             "advise --generate toolagent --page 1",
             "unknown argument '--page'; allowed: --help, --trace",
         ),
-        ("advise --generate toolagent --rate -1", "--rate: '-1'; allowed: a number from 0.001 "),
-        ("advise --trace /etc/passwd --format nope", "'nope'; allowed: auto, mooncake, "),
-        ("advise --trace /etc/passwd", "/etc/passwd: no known format: "),
-        ("advise --trace /etc/passwd --json /etc/passwd", "would overwrite the input /etc/passwd"),
     ],
 )
-def test_wrong_input_is_answered_in_one_line(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        status = main.main(words.split())
-    except SystemExit as ended:  # of argparse
-        status = int(ended.code or 0)
-    out, err = capsys.readouterr()
-    assert (status, out) == (2, "")
-    assert message in err
-    assert err.count("\n") == 1, err
+def test_wrong_input_is_answered_in_one_line(words: str, message: str, cli: Any) -> None:
+    cli(*words.split()).check_refusal(message)
 
 
 @pytest.mark.parametrize(
@@ -110,14 +90,12 @@ def test_wrong_input_is_answered_at_once(words: str) -> None:
 
 
 def test_build_without_a_gpu_asks_for_an_architecture(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, cli: Any
 ) -> None:
     for found in ([], [Gpu("Tesla V100", (7, 0), "580.1")]):
         monkeypatch.setattr(build, "find_gpus", lambda found=found: found)
-        assert main.main(["build"]) == 2
-        error = capsys.readouterr().err
-        assert "no GPU with compute capability 8.0 or newer here: use --arch X.Y" in error
-        assert error.count("\n") == 1
+        message = "no GPU with compute capability 8.0 or newer here: use --arch X.Y"
+        cli("build").check_refusal(message)
 
 
 def test_what_is_wrong_with_a_cache_is_told_with_the_option_that_names_it(
@@ -133,12 +111,10 @@ def test_what_is_wrong_with_a_cache_is_told_with_the_option_that_names_it(
         assert capsys.readouterr().err.endswith(f"run chmod go-w {tmp_path}, {advice}")
 
 
-def test_a_bad_variable_is_wrong_input(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_variable_is_wrong_input(monkeypatch: pytest.MonkeyPatch, cli: Any) -> None:
     monkeypatch.setenv("SGLANG_PAT_KERNEL_CACHE", "kernels")
-    assert main.main(["build", "--arch", "9.0"]) == 2
-    assert "SGLANG_PAT_KERNEL_CACHE='kernels'; allowed: an abs" in capsys.readouterr().err
+    message = "SGLANG_PAT_KERNEL_CACHE='kernels'; allowed: an abs"
+    cli("build", "--arch", "9.0").check_refusal(message)
 
 
 # --- what is promised ---
@@ -176,17 +152,6 @@ def test_a_reader_that_has_enough_is_no_error(
             child.stdout.close()
             assert child.stderr.read() == b""
         assert child.returncode == 141
-
-
-def test_a_full_disk_is_told_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(doctor, "all_checks", lambda: [doctor.Check("topic", "ok", "found", "do")])
-    for words in ("doctor", "advise --model qwen3-8b --generate toolagent --limit 5"):
-        assert main.main([*words.split(), "--json", "/dev/full"]) == 2
-        told = capsys.readouterr()
-        assert told.err == "sglang-pat: --json /dev/full: No space left on device\n"
-        assert told.out.strip(), "what was found"
 
 
 def _options(command: str) -> list[Any]:
@@ -313,14 +278,12 @@ def test_build_says_in_one_line_what_it_cannot_compile(
     message: str,
     built: list[Any],
     needs: dict[str, Any],
-    capsys: pytest.CaptureFixture[str],
+    cli: Any,
 ) -> None:
     needs |= changed
-    assert main.main(["build", "--arch", "9.0", "--model", "qwen3-8b", *options]) == status
-    out, err = capsys.readouterr()
-    assert err.startswith(f"sglang-pat build: error: {message}")
-    assert err.count("\n") == 1
-    assert (out, built) == ("", [])
+    told = cli("build", "--arch", "9.0", "--model", "qwen3-8b", *options)
+    told._replace(status=2).check_refusal(f"sglang-pat build: error: {message}")
+    assert (told.status, built) == (status, [])
 
 
 def test_build_asks_the_gpus_at_hand(built: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,8 +310,3 @@ def test_build_fails_in_one_line(
     monkeypatch.setattr(jit, "build", fail)
     assert main.main(["build", "--arch", "9.0"]) == 1
     assert capsys.readouterr().err == f"sglang-pat build: error: {error}\n"
-
-
-def test_architectures_are_those_of_the_kernels() -> None:
-    assert min(support.CAPABILITIES) == support.OLDEST_CAPABILITY
-    assert [*support.CAPABILITIES] == sorted(support.CAPABILITIES)

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from sglang_pat.cli import tiny_model
-from sglang_pat.cli.main import build_parser, main
-from sglang_pat.messages import listed, one_line, quoted
+from sglang_pat.cli.main import build_parser
 from sglang_pat.output_file import OutputError, written
 
 TRACE = Path(__file__).parents[1] / "support" / "data" / "conversation.jsonl"
@@ -90,7 +89,7 @@ def test_a_draft_replaces_the_file_only_when_it_is_whole(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("option", ["save", "csv", "html", "json"])
 def test_a_full_disk_leaves_no_file_and_is_told_with_the_path(
-    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Any
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -100,16 +99,15 @@ def test_a_full_disk_leaves_no_file_and_is_told_with_the_path(
     monkeypatch.setattr("sglang_pat.workload.record.Recorder.write_csv", fail)
     monkeypatch.setattr(Path, "write_text", fail)
     path = tmp_path / "out"
-    words = ["advise", "--generate", "toolagent", "--limit", "5", f"--{option}", str(path)]
-    assert main(words) == 2
-    error = f"sglang-pat: --{option} {path}: No space left on device\n"
-    assert capsys.readouterr().err == error
+    told = cli("advise", "--generate", "toolagent", "--limit", 5, f"--{option}", path)
+    assert told.status == 2
+    assert told.err == f"sglang-pat: --{option} {path}: No space left on device\n"
     assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("was_there", [True, False])
 def test_a_model_on_a_full_disk_can_be_written_again(
-    was_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    was_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Any
 ) -> None:
     folder, copied = tmp_path / "model", []
 
@@ -123,10 +121,9 @@ def test_a_model_on_a_full_disk_can_be_written_again(
         folder.mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(tiny_model.shutil, "copyfile", copy)
-        assert main(["demo", "--write-model", str(folder)]) == 2
-    assert "No space left on device" in capsys.readouterr().err
+        cli("demo", "--write-model", folder).check_refusal("No space left on device")
     assert folder.exists() == was_there
-    assert main(["demo", "--write-model", str(folder)]) == 0
+    assert cli("demo", "--write-model", folder).status == 0
     assert json.loads((folder / "config.json").read_text())
 
 
@@ -136,43 +133,18 @@ LONG = "private words, " * 400
 
 
 @pytest.mark.parametrize("command", build_parser()._subparsers._group_actions[0].choices)  # type: ignore[union-attr]
-def test_no_value_of_an_option_is_repeated_at_length(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_value_of_an_option_is_repeated_at_length(command: str, cli: Any) -> None:
     parser = build_parser()._subparsers._group_actions[0].choices[command]  # type: ignore[union-attr, index]
     options = [each.option_strings[-1] for each in parser._actions if each.nargs is None]
     for words in ([LONG], [f"--{LONG}"], *([f"{each}={LONG}"] for each in options if each)):
-        try:
-            status = main([command, *words])
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-        told = capsys.readouterr()
-        if status == 0:  # a folder of any name may be written, say
+        told = cli(command, *words)
+        if told.status == 0:  # a folder of any name may be written, say
             continue
         assert told.err.count("private words") <= 200 / len("private words, ")
         assert told.err.count("\n") == 1, told.err
 
 
-def test_messages_are_bounded() -> None:
-    assert len(quoted("x" * 9999)) < 130
-    assert len(quoted({"x" * 9999: ["y" * 9999] * 99})) < 130
-    assert len(listed(["x" * 9999] * 9999)) < 200
-    assert listed([]) == "(none)"
-    assert listed(["a", "b"]) == "a, b"
-    assert one_line("a\n  b") == "a b"
-    assert len(one_line(f"x {LONG} y", [LONG])) < 120
-    assert len(one_line("x" * 99_999)) < 200
-    assert len(one_line(LONG * 9)) < 1000
-
-
 # --- one command, once ---
-
-
-def test_a_second_trace_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["advise", "--trace", str(TRACE), "--trace", str(TRACE)])
-    assert stop.value.code == 2
-    assert "argument --trace: given twice" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -183,16 +155,10 @@ def test_a_second_trace_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         ("tiny-model {tmp}/model", "demo --write-model"),
     ],
 )
-def test_old_names_work_and_say_the_new_one(
-    old: str, new: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_old_names_work_and_say_the_new_one(old: str, new: str, tmp_path: Path, cli: Any) -> None:
     words = old.format(tmp=tmp_path).split()
-    assert main(words) == 0
-    told = capsys.readouterr()
-    assert told.err == f"sglang-pat: {words[0]} is now `sglang-pat {new}`\n"
+    told = cli(*words)
+    assert (told.status, told.err) == (0, f"sglang-pat: {words[0]} is now `sglang-pat {new}`\n")
     shutil.rmtree(tmp_path / "model", ignore_errors=True)
-    assert main([*new.split(), *words[1:]]) == 0
-    assert capsys.readouterr().out == told.out
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert words[0] not in capsys.readouterr().out
+    assert cli(*new.split(), *words[1:]) == (0, told.out, "")
+    assert words[0] not in cli("--help").out

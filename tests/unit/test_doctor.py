@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.hub import install_hub
 
 import sglang_pat
 from sglang_pat.cli import doctor, gpus, main, server_options
@@ -37,23 +38,19 @@ def found_version(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- GPU and torch ---
 
 
-def test_without_a_gpu_torch_executes_the_plans() -> None:
-    check = doctor.check_gpu([])
-    assert check.status == "warning"
-    assert check.found == "no NVIDIA GPU: torch executes the plans (tests only)"
-
-
-def test_a_gpu_and_its_driver() -> None:
-    check = doctor.check_gpu([H100])
-    assert check.status == "ok"
-    assert check.found == "NVIDIA H100 (compute capability 9.0); driver 580.1"
-
-
-def test_a_gpu_that_is_too_old() -> None:
-    check = doctor.check_gpu([H100, V100])
-    assert check.status == "failed"
-    assert "CUDA_VISIBLE_DEVICES" in check.advice
-    assert "8.0" in check.advice
+@pytest.mark.parametrize(
+    ("gpus", "status", "found", "advice"),
+    [
+        ([], "warning", "no NVIDIA GPU: torch executes the plans (tests only)", ""),
+        ([H100], "ok", "NVIDIA H100 (compute capability 9.0); driver 580.1", ""),
+        ([H100, V100], "failed", "", "CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_gpus(gpus: list[Gpu], status: str, found: str, advice: str) -> None:
+    check = doctor.check_gpu(gpus)
+    assert check.status == status
+    assert found in check.found
+    assert advice in check.advice
 
 
 def test_gpus_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,209 +366,138 @@ def test_sglang_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None
 # --- the command ---
 
 
-def test_what_sglang_says_of_a_model_is_told_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(model: str, words: list[str]) -> None:
-        raise ValueError("num_attention_heads:\n    expected int,\tgot str")
+class Routes:
+    """Layers of a model, as SGLang's process tells them."""
 
-    routes = SimpleNamespace(layers_of_config=refuse, layer_table=None)
-    monkeypatch.setitem(sys.modules, "sglang_pat.offline.model_support", routes)
-    assert main.main(["doctor", "--model", "qwen3-8b"]) == 1
-    assert capsys.readouterr().err == (
-        "SGLang cannot build qwen3-8b in this process: ValueError: num_attention_heads: expected "
-        "int, got str\n"
-    )
+    default, shapes = "fa3", ()
+
+    def __str__(self) -> str:
+        return "pat decodes 60 of 61 layers"
+
+    def as_json(self) -> dict[str, int]:
+        return {"pat_layers": 60}
 
 
 @pytest.fixture
-def routes(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The configurations that SGLang is asked to build."""
+def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, list[str]]]:
+    """What SGLang is asked to build: a configuration, or a name on the hub; and its flags."""
     asked = []
 
-    def layers_of_config(source: str, words: list[str]) -> None:
-        asked.append(json.loads(Path(source, "config.json").read_text()))
-        raise ValueError("built")
+    def layers_of_config(source: str, words: list[str]) -> Routes:
+        config = Path(source, "config.json")
+        asked.append((json.loads(config.read_text()) if config.exists() else source, words))
+        return Routes()
 
-    module = SimpleNamespace(layers_of_config=layers_of_config, layer_table=None)
-    monkeypatch.setitem(sys.modules, "sglang_pat.offline.model_support", module)
-    return asked
-
-
-def ask_hub(monkeypatch: pytest.MonkeyPatch, answer: Exception | None, *, cached: bool) -> None:
-    """Fake the hub's client."""
-
-    def get_metadata(url: str, *, timeout: float) -> None:
-        assert timeout < 5
-        assert "/config.json" in url
-        if answer is not None:
-            raise answer
-
-    hub = SimpleNamespace(
-        get_hf_file_metadata=get_metadata,
-        hf_hub_url=lambda name, file: f"https://hub/{name}/{file}",
-        try_to_load_from_cache=lambda name, file: "/cache/file" if cached else None,
+    module = SimpleNamespace(
+        layers_of_config=layers_of_config, layer_table=lambda routes: [("0-59", "pat", "")]
     )
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("/no/such/model", "--model '/no/such/model': no file; allowed: llama-3.1-8b, "),
-        ("./model", "--model './model': no file; allowed: "),
-        ("~/model", "--model '~/model': no file; allowed: "),
-        ("some/where/else", "--model 'some/where/else': no file; allowed: "),
-        ("", "--model '': no file; allowed: "),
-        ("9" * 5000, "no config.json of that name (Name or service not known); allowed: "),
-        ("some/model", "no config.json of that name (Name or service not known); allowed: "),
-        ("{folder}", "'{folder}': no config.json in this folder; allowed: llama-3.1-8b, "),
-        ("{folder}/broken.json", "{folder}/broken.json: not a config.json: "),
-        ("{folder}/nested.json", "{folder}/nested.json: not a config.json: "),
-        ("{folder}/empty.json", "{folder}/empty.json: no config.json of a model: it names no arch"),
-        ("{folder}/number.json", "{folder}/number.json: no config.json of a model: it names no "),
-        ("{folder}/weights", "{folder}/weights: not a config.json: it has 100,000,000 bytes"),
-    ],
-)
-def test_what_is_no_model_is_answered_without_sglang(
-    model: str,
-    message: str,
-    routes: list[dict[str, Any]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    ask_hub(monkeypatch, OSError("Name or service not known\nsecond line"), cached=False)
-    (tmp_path / "broken.json").write_text("{")
-    (tmp_path / "nested.json").write_text("[" * 100_000)
-    (tmp_path / "empty.json").write_text("{}")
-    (tmp_path / "number.json").write_text('{"architectures": [1]}')
-    with (tmp_path / "weights").open("wb") as file:
-        file.truncate(100_000_000)
-    assert main.main(["doctor", "--model", model.format(folder=tmp_path)]) == 2
-    out, err = capsys.readouterr()
-    assert message.format(folder=tmp_path) in err
-    assert err.startswith("sglang-pat doctor: ")
-    assert err.count("\n") == 1
-    assert len(err) < 400
-    assert out == ""
-    assert routes == []
-
-
-def test_a_model_is_a_path_or_a_name(
-    routes: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = {"architectures": ["A"], "model_type": "a"}
-    for name in ("config.json", "another.json"):
-        (tmp_path / name).write_text(json.dumps(config))
-        assert main.main(["doctor", "--model", str(tmp_path / name)]) == 1
-    assert main.main(["doctor", "--model", str(tmp_path)]) == 1
-    assert main.main(["doctor", "--model", "qwen3-8b"]) == 1
-    assert routes[:3] == [config] * 3
-    assert routes[3]["architectures"] == ["Qwen3ForCausalLM"]
+    monkeypatch.setitem(sys.modules, "sglang_pat.offline.model_support", module)
+    known = {"--tp", "--tp-size", "--x", "--attention-backend"}
+    monkeypatch.setattr(server_options, "launch_flags", lambda: known)
+    return asked
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--tp", "8"], ["--tp", "8"]),
-        (["--server-args", "--tp 8"], ["--tp", "8"]),
         (["--tp", "2", "--server-args", "--x 'a b'"], ["--tp", "2", "--x", "a b"]),
         (["--server-args", "--attention-backend pat --tp-size=4"], ["--tp-size=4"]),
         (["--server-args=--attention-backend=pat"], []),
     ],
 )
 def test_a_model_is_built_as_the_server_would_build_it(
-    options: list[str],
-    words: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    options: list[str], words: list[str], built: list[Any], cli: Any, tmp_path: Path
 ) -> None:
-    class Routes:
-        default, shapes = "fa3", ()
-
-        def __str__(self) -> str:
-            return "pat decodes 60 of 61 layers"
-
-        def as_json(self) -> dict[str, int]:
-            return {"pat_layers": 60}
-
-    asked = []
-    module = SimpleNamespace(
-        layers_of_config=lambda source, words: asked.append(words) or Routes(),
-        layer_table=lambda routes: [("0-59", "pat", "")],
-    )
-    monkeypatch.setitem(sys.modules, "sglang_pat.offline.model_support", module)
-    monkeypatch.setattr(server_options, "launch_flags", lambda: {"--tp", "--tp-size", "--x"})
     report = tmp_path / "report.json"
-    command = ["doctor", "--model", "qwen3-8b", *options, "--json", str(report)]
-    assert main.main(command) == 0
-    assert asked == [words]
-    printed = capsys.readouterr().out
-    assert ("Assumed: one GPU and default options" in printed) == (not words)
+    told = cli("doctor", "--model", "qwen3-8b", *options, "--json", report)
+    assert told.status == 0
+    ((config, asked),) = built
+    assert (config["architectures"], asked) == (["Qwen3ForCausalLM"], words)
+    assert ("Assumed: one GPU and default options" in told.out) == (not words)
     if words:
-        assert f"With {shlex.join(words)}, on one of its GPUs." in printed
+        assert f"With {shlex.join(words)}, on one of its GPUs." in told.out
     assert json.loads(report.read_text()) == {"pat_layers": 60, "server_args": words}
 
 
-@pytest.mark.parametrize("command", ["doctor", "build"])
+def test_a_model_is_a_path_or_a_name_on_the_hub(
+    built: list[Any], cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"architectures": ["A"], "model_type": "a"}
+    for name in ("config.json", "another.json"):
+        (tmp_path / name).write_text(json.dumps(config))
+        assert cli("doctor", "--model", tmp_path / name).status == 0
+    assert cli("doctor", "--model", tmp_path).status == 0
+    for file, error in ((None, None), (tmp_path / "config.json", OSError("offline"))):
+        install_hub(monkeypatch, file, error)
+        assert cli("doctor", "--model", "some/model").status == 0
+    assert [source for source, _ in built] == [config] * 3 + ["some/model"] * 2
+
+
+def test_what_sglang_says_of_a_model_is_told_in_one_line(
+    built: list[Any], cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("num_attention_heads:\n    expected int,\tgot str")
+
+    monkeypatch.setattr(sys.modules["sglang_pat.offline.model_support"], "layers_of_config", refuse)
+    assert cli("doctor", "--model", "qwen3-8b") == (
+        1,
+        "",
+        "SGLang cannot build qwen3-8b in this process: ValueError: num_attention_heads: expected "
+        "int, got str\n",
+    )
+
+
+QWEN = ["--model", "qwen3-8b"]
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("words", "message"),
     [
+        (["--model", "/no/such/model"], "'/no/such/model': no file; allowed: llama-3.1-8b, "),
+        (["--model", "~/model"], "--model '~/model': no file; allowed: "),
+        (["--model", "some/where/else"], "--model 'some/where/else': no file; allowed: "),
+        (["--model", ""], "--model '': no file; allowed: "),
+        (["--model", "9" * 5000], "no config.json of that name (Name or service not known); allow"),
+        (["--model", "some/model"], "no config.json of that name (Name or service not known); al"),
+        (["--model", "{folder}"], "'{folder}': no config.json in this folder; allowed: llama-3.1-"),
+        (["--model", "{folder}/broken.json"], "{folder}/broken.json: not a config.json: "),
+        (["--model", "{folder}/nested.json"], "{folder}/nested.json: not a config.json: "),
+        (["--model", "{folder}/number.json"], "no config.json of a model: it names no arch"),
+        (["--model", "{folder}/weights"], "not a config.json: it has 100,000,000 bytes"),
         (["--tp", "8"], "--tp '8': allowed: with --model"),
         (["--server-args", "--tp 8"], "--server-args '--tp 8': allowed: with --model"),
-        (["--model", "qwen3-8b", "--tp", "0"], "argument --tp: '0'; allowed: a whole number from"),
         (
-            ["--model", "qwen3-8b", "--tp", "2", "--server-args", "--tp-size=4"],
+            [*QWEN, "--tp", "2", "--server-args", "--tp-size=4"],
             "--tp 2 and --tp-size=4 in --server-args; allowed: one of them",
         ),
         (
-            ["--model", "qwen3-8b", "--server-args", "--attention-backend fa3"],
+            [*QWEN, "--server-args", "--attention-backend fa3"],
             "--server-args must not hold --attention-backend; the command is about pat",
         ),
-        (
-            ["--model", "qwen3-8b", "--server-args", f"--{'x' * 5000}"],
-            "is no flag of the installed SGLang",
-        ),
-        (["--model", "qwen3-8b", "--server-args", "--x '"], "No closing quotation; allowed: as in"),
+        ([*QWEN, "--server-args", f"--{'x' * 5000}"], "is no flag of the installed SGLang"),
+        ([*QWEN, "--server-args", "--x '"], "No closing quotation; allowed: as in"),
     ],
 )
-def test_options_of_a_server_that_cannot_be(
-    command: str,
-    options: list[str],
+def test_what_cannot_be_built_is_told_without_sglang(
+    words: list[str],
     message: str,
+    built: list[Any],
+    cli: Any,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(
-        server_options, "launch_flags", lambda: {"--tp-size", "--attention-backend", "--x"}
-    )
-    try:
-        status = main.main([command, *options])
-    except SystemExit as error:  # of argparse
-        status = int(error.code or 0)
-    assert status == 2
-    out, err = capsys.readouterr()
-    assert message in err
-    assert err.startswith(f"sglang-pat {command}: ")
-    assert err.count("\n") == 1
-    assert len(err) < 300
-    assert out == ""
-
-
-@pytest.mark.parametrize(("answer", "cached"), [(None, False), (OSError("offline"), True)])
-def test_a_name_on_the_hub_is_loaded_by_sglang(
-    answer: Exception | None, cached: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-    module = SimpleNamespace(
-        layers_of_config=lambda source, words: asked.append(source) or 1 / 0, layer_table=None
-    )
-    monkeypatch.setitem(sys.modules, "sglang_pat.offline.model_support", module)
-    ask_hub(monkeypatch, answer, cached=cached)
-    assert main.main(["doctor", "--model", "some/model"]) == 1
-    assert asked == ["some/model"]
+    install_hub(monkeypatch, None, OSError("Name or service not known\nsecond line"))
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "nested.json").write_text("[" * 100_000)
+    (tmp_path / "number.json").write_text('{"architectures": [1]}')
+    with (tmp_path / "weights").open("wb") as file:
+        file.truncate(100_000_000)
+    told = cli("doctor", *(word.format(folder=tmp_path) for word in words))
+    told.check_refusal(message.format(folder=tmp_path))
+    assert told.err.startswith("sglang-pat doctor: ")
+    assert built == []
 
 
 @pytest.mark.parametrize(

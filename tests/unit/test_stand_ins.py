@@ -7,13 +7,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
 from sglang_pat.bench import stand_ins
 from sglang_pat.cli import doctor
-from sglang_pat.cli.main import main
 from sglang_pat.sglang.cpu import STUB_DIR
 
 NAME = "pat_test_package"  # which the SGLang below imports
@@ -168,15 +168,13 @@ def test_this_environment_has_none(monkeypatch: pytest.MonkeyPatch, site: Path) 
     assert stand_ins.find_stand_ins() == {}
 
 
-def test_doctor_and_demo_name_it(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_and_demo_name_it(site: Path, cli: Any) -> None:
     assert doctor.check_stand_ins().status == "ok"
     write(site / f"{NAME}/__init__.py", NOTHING)
     check = doctor.check_stand_ins()
     assert (check.status, check.found) == ("failed", f"{NAME}: {found()}")
-    assert main(["demo"]) == 2
-    error = capsys.readouterr().err
-    assert f"sglang-pat demo: error: {NAME}, a package that SGLang imports, is only a st" in error
-    assert error.count("\n") == 1
+    message = f"sglang-pat demo: error: {NAME}, a package that SGLang imports, is only a st"
+    cli("demo").check_refusal(message)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError
 
 import pytest
+from command_line import Answer
 
 from sglang_pat.workload import model_reader
+
+
+@pytest.fixture
+def advise(cli: Callable[..., Answer]) -> Callable[..., Answer]:
+    """Run `sglang-pat advise`."""
+    return partial(cli, "advise")
 
 
 @pytest.fixture(autouse=True)

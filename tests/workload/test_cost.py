@@ -210,14 +210,6 @@ def test_reads_are_counted_in_full_however_fast_they_are() -> None:
     assert alone.cache_speed == pytest.approx(24 * 8 / 132 / 2)
 
 
-@pytest.mark.parametrize(
-    ("requests", "busy"), [(1, 128 / 132), (16, 128 / 132), (24, 192 / 264), (10, 80 / 132)]
-)
-def test_blocks_that_do_not_divide_the_sms_leave_some_idle(requests: int, busy: float) -> None:
-    time = StepTime.of_model(read_config("llama-3-8b")[1], GPUS["H100"])
-    assert time.busy_sms(requests) == pytest.approx(busy)
-
-
 def test_the_cache_holds_what_is_read_by_neighbours_or_is_small() -> None:
     groups, scattered = [i // 8 for i in range(64)], [i % 8 for i in range(64)]
     assert shares(groups, 20_000) == 0
@@ -279,29 +271,6 @@ def test_latent_attention_takes_tiles_of_64_rows(
     time = latent(monkeypatch, num_attention_heads=heads)
     reads = Reads(shared + requests * own, cached=(requests - 1) * shared)
     assert time.attention(time.layers[0], reads) * 1e6 == pytest.approx(us, rel=0.28)
-
-
-@pytest.mark.parametrize(("heads", "least"), [(8, 4.0), (16, 2.5), (32, 1.5)])
-def test_packing_latent_attention_saves_tiles(
-    heads: int, least: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """64 requests of a prefix of 16k tokens."""
-    time = latent(monkeypatch, num_attention_heads=heads)
-    planner = Planner(time)
-    assert planner._schedulers["memory"].tile_table == ((32, 32, 8), (64, 64, 8))
-    requests, shared, own = 64, 16384, 512
-    paths = PrefixPaths.from_lists([[(1, 0, shared)]] * requests)
-    lens = np.full(requests, shared + own, dtype=np.int32)
-    scheduler = planner._schedulers["memory"]
-    scheduler.plan(paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end, lens)
-    _, planned, once = scheduler.kv_tokens
-    ours = Reads(once, cached=planned - once, partials=scheduler.num_partials)
-    alone = Reads(once, cached=(requests - 1) * shared)
-    layer = time.layers[0]
-    assert time.attention(layer, alone) > least * time.attention(layer, ours)
-    assert time.decode(requests, lens.sum(), ours, alone).attention == pytest.approx(
-        len(time.layers) * time.attention(layer, ours)
-    )
 
 
 def test_gpus_without_a_body_for_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:

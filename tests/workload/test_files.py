@@ -7,11 +7,11 @@ import gzip
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
 
-from sglang_pat.cli.main import main
 from sglang_pat.workload import files
 from sglang_pat.workload.formats import open_trace
 from sglang_pat.workload.trace import Trace, TraceError, TraceRequest
@@ -37,12 +37,6 @@ LINES = "".join(json.dumps(each) + "\n" for each in RECORDS)
 def read(path: Path, **options: object) -> tuple[list[TraceRequest], Trace]:
     trace = open_trace(path, **options)
     return trace.first(), trace
-
-
-def advise(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    status = main(["advise", "--trace", str(path)])
-    found = capsys.readouterr()
-    return status, found.out, found.err
 
 
 SHAPES = {
@@ -76,16 +70,14 @@ def test_json_in_every_shape(tmp_path: Path, name: str, compress: object) -> Non
     assert [each.arrival for each in requests] == list(range(40))
 
 
-def test_a_last_line_that_is_cut_is_named_and_no_more(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_last_line_that_is_cut_is_named_and_no_more(tmp_path: Path, advise: Any) -> None:
     for content in (LINES[:-60], json.dumps(RECORDS)[:-60]):
         (tmp_path / "trace").write_text(content)
         requests, trace = read(tmp_path / "trace")
         assert (len(requests), trace.errors.count, trace.errors.is_cut) == (39, 0, True)
-        status, out, _ = advise(tmp_path / "trace", capsys)
-        assert status == 0
-        assert out.startswith("Not replayed: the last line, which is cut short.\n")
+        told = advise("--trace", tmp_path / "trace")
+        assert told.status == 0
+        assert told.out.startswith("Not replayed: the last line, which is cut short.\n")
 
 
 BROKEN = {
@@ -118,30 +110,22 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_is_not_json_is_said_in_one_short_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_what_is_not_json_is_said_in_one_short_line(tmp_path: Path, advise: Any, name: str) -> None:
     content, reason = BROKEN[name]
     path = tmp_path / "trace"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=reason):
         read(path)
-    status, out, err = advise(path, capsys)
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert err.count(SECRET.strip()) <= 200 / len(SECRET)
-    assert len(err) - len(str(path)) < 500
+    told = advise("--trace", path)
+    told.check_refusal("trace", most=500 + len(str(path)))
+    assert told.err.count(SECRET.strip()) <= 200 / len(SECRET)
 
 
-def test_a_trace_that_was_read_whole_is_not_called_a_part(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_that_was_read_whole_is_not_called_a_part(tmp_path: Path, advise: Any) -> None:
     for name in ("array of lines", "empty lines"):
         (tmp_path / "trace").write_text(SHAPES[name])
-        status, out, _ = advise(tmp_path / "trace", capsys)
-        assert status == 0
-        assert "trace: 40 requests" in out
-    assert main(["advise", "--trace", str(tmp_path / "trace"), "--limit", "30"]) == 0
-    assert "the first 30 of " in capsys.readouterr().out
+        assert "trace: 40 requests" in advise("--trace", tmp_path / "trace").out
+    assert "the first 30 of " in advise("--trace", tmp_path / "trace", "--limit", 30).out
 
 
 def test_json_that_would_not_fit_into_memory_is_refused(
@@ -217,7 +201,7 @@ GOOD = {
 @pytest.mark.parametrize("format", GOOD)
 @pytest.mark.parametrize("bad", [5, 6, 60, 3000])
 def test_a_share_of_lines_that_are_not_understood_is_too_much(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str, bad: int
+    tmp_path: Path, advise: Any, format: str, bad: int
 ) -> None:
     garbage = [f"{{{SECRET * 40}{i}," for i in range(bad)]
     lines = [*GOOD[format], *garbage]
@@ -226,26 +210,20 @@ def test_a_share_of_lines_that_are_not_understood_is_too_much(
     if format not in ("azure", "burstgpt"):
         draws.shuffle(lines)
     (tmp_path / "trace").write_text("\n".join(lines) + "\n")
-    words = ["advise", "--trace", str(tmp_path / "trace")]
     # Where the first lines are garbage, the format is named.
-    status = main([*words, "--format", format] if bad == 3000 else words)
-    found = capsys.readouterr()
+    more = ["--format", format] if bad == 3000 else []
+    found = advise("--trace", tmp_path / "trace", *more)
     assert found.err.count(SECRET.strip()) + found.out.count(SECRET.strip()) <= 200 / len(SECRET)
     if bad == 5:
-        assert status == 0
+        assert found.status == 0
         assert found.out.startswith("Not replayed: 5 malformed lines (trace:")
     else:
-        assert status == 2
-        assert found.out == ""
-        assert found.err.count("\n") == 1
-        assert "lines were not understood, so there is no verdict; the first: " in found.err
+        found.check_refusal("lines were not understood, so there is no verdict; the first: ")
 
 
-def test_requests_that_failed_are_named_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_requests_that_failed_are_named_first(tmp_path: Path, advise: Any) -> None:
     failed = [json.dumps({**chat(i), "usage": {"completion_tokens": 0}}) for i in range(30)]
     (tmp_path / "trace").write_text(LINES + "\n".join(failed) + "\n")
-    status, out, _ = advise(tmp_path / "trace", capsys)
-    assert status == 0
-    assert out.startswith("Not replayed: 30 requests that failed.\npat ")
+    told = advise("--trace", tmp_path / "trace")
+    assert told.status == 0
+    assert told.out.startswith("Not replayed: 30 requests that failed.\npat ")

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from sglang_pat.workload.generate import WORKLOADS, Draws, generate, zipf
+from sglang_pat.workload.generate import WORKLOADS, generate
 from sglang_pat.workload.run import distinct_tokens
 from sglang_pat.workload.trace import TraceRequest
 
@@ -156,15 +156,3 @@ def test_no_sharing_shares_nothing_and_is_as_long_as_conversation():
     assert hit_rate(private) == 0
     mean_lengths = [statistics.mean(r.input_length for r in each) for each in (private, chat)]
     assert mean_lengths[0] == pytest.approx(mean_lengths[1], rel=0.05)
-
-
-def test_draws_follow_their_distributions():
-    draws = Draws(0)
-    frequencies = zipf(4)
-    counts = Counter(draws.ranked(frequencies) for _ in range(10_000))
-    expected = [10_000 * (1 / rank) / (25 / 12) for rank in (1, 2, 3, 4)]
-    assert [counts[rank] for rank in range(4)] == pytest.approx(expected, rel=0.1)
-    assert Counter(draws.below(3) for _ in range(3000)).keys() == {0, 1, 2}
-    assert sorted(draws.shuffled(range(50))) == list(range(50)) != draws.shuffled(range(50))
-    lengths = [draws.length(100, 0.5, 200) for _ in range(1000)]
-    assert max(lengths) == 200

@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 import yaml
 
-from sglang_pat.cli.main import main
 from sglang_pat.workload.formats import open_trace
 from sglang_pat.workload.request_log import read_record
 from sglang_pat.workload.request_prompts import to_request
@@ -248,19 +247,16 @@ def test_usage_that_cannot_be_of_this_text_gives_no_verdict(
         read_shape(tmp_path, lambda i: {"time": i, **chat(i), "usage": usage})
 
 
-def test_mismatches_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mismatches_are_said(tmp_path: Path, advise: Any) -> None:
     usage = {"prompt_tokens": 1900, "completion_tokens": 5}
     path = written(tmp_path / "log", [{"time": i, **chat(i), "usage": usage} for i in range(9)])
-    assert main(["advise", "--trace", str(path)]) == 0
-    out = " ".join(capsys.readouterr().out.split())
+    out = " ".join(advise("--trace", path).out.split())
     assert "The prompts have 17,100 tokens by `usage`, which decides; 4 bytes a token would" in out
     assert "(-42%)" in out
     ids = {"input_ids": [1, 2, 3], "output_length": 3, "input_length": 5}
     path = written(tmp_path / "ids", [{"time": i, **ids} for i in range(9)])
-    assert main(["advise", "--trace", str(path)]) == 0
-    assert "usage counts other prompt tokens than 9 lists of ids hold" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    out = " ".join(advise("--trace", path).out.split())
+    assert "usage counts other prompt tokens than 9 lists of ids hold" in out
 
 
 # --- media ---
@@ -368,10 +364,22 @@ def test_requests_of_different_adapters_and_salts_share_nothing(tmp_path: Path, 
     assert shared(requests[0], requests[2]) == shared(requests[1], requests[3]) == PROMPT_TOKENS
 
 
-def test_several_models_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    records = [{"time": i, **chat(i), "model": f"model-{i % 2}", **ANSWER} for i in range(8)]
-    assert main(["advise", "--trace", str(written(tmp_path / "log", records))]) == 0
-    assert "The log names 2 models (model-0, model-1)" in capsys.readouterr().out
+NOTES: dict[str, Callable[[int], Record]] = {
+    "The log names 2 models (model-0, model-1)": lambda i: {
+        **chat(i, model=f"model-{i % 2}"),
+        **ANSWER,
+    },
+    "no length of 9 answers": lambda i: chat(i, max_tokens=300),
+    "not known, and not read: cheese": lambda i: {"request": chat(i, cheese="x"), **ANSWER},
+}
+
+
+@pytest.mark.parametrize("note", NOTES)
+def test_what_was_assumed_is_said(tmp_path: Path, advise: Any, note: str) -> None:
+    records = [{"time": i, **NOTES[note](i)} for i in range(9)]
+    told = advise("--trace", written(tmp_path / "log", records))
+    assert told.status == 0
+    assert note in " ".join(told.out.split())
 
 
 # --- what a template puts before the messages ---
@@ -481,22 +489,6 @@ def test_text_that_the_log_has_cut_is_refused(tmp_path: Path) -> None:
         }
         with pytest.raises(TraceError, match="cut when it was logged; --log-requests"):
             read_shape(tmp_path, lambda i, record=record: {"timestamp": i, **record})
-
-
-def test_an_answer_of_unknown_length_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    records = [{"time": i, **chat(i, max_tokens=300)} for i in range(9)]
-    assert main(["advise", "--trace", str(written(tmp_path / "log", records))]) == 0
-    assert "no length of 9 answers" in capsys.readouterr().out
-
-
-def test_a_key_that_is_not_known_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    records = [{"time": i, "request": chat(i, cheese="x"), **ANSWER} for i in range(9)]
-    assert main(["advise", "--trace", str(written(tmp_path / "log", records))]) == 0
-    assert "not known, and not read: cheese" in " ".join(capsys.readouterr().out.split())
 
 
 WRONG = (

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglang_pat.cli.main import main
 from sglang_pat.workload.cost import StepTime
 from sglang_pat.workload.generate import WORKLOADS, generate
 from sglang_pat.workload.models import GPUS, read_config
@@ -27,16 +27,20 @@ def setup(pool: int = 400_000, **rules: Any) -> Setup:
     return Setup(StepTime.of_model(config, GPUS["H100"]), pool, Rules(**rules))
 
 
-def answered(words: list[str], file: Path) -> dict[str, Any]:
-    assert main(["advise", *words, "--json", str(file)]) == 0
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+@pytest.fixture
+def answered(advise: Any, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    def run(*words: object) -> dict[str, Any]:
+        assert advise(*words, "--json", tmp_path / "found.json").status == 0
+        found: dict[str, Any] = json.loads((tmp_path / "found.json").read_text())
+        return found
+
+    return run
 
 
 @pytest.mark.parametrize("name", [*WORKLOADS, "the trace"])
-def test_every_workload_has_an_answer(name: str, tmp_path: Path) -> None:
-    source = ["--trace", str(TRACE)] if name == "the trace" else ["--generate", name]
-    found = answered([*source, "--limit", "60", *SMALL], tmp_path / "found")["verdict"]
+def test_every_workload_has_an_answer(name: str, answered: Any) -> None:
+    source = ["--trace", TRACE] if name == "the trace" else ["--generate", name]
+    found = answered(*source, "--limit", "60", *SMALL)["verdict"]
     assert set(found) >= {"tpot_ms", "requests_per_second", "error", "says"}
     for quantity in ("tpot_ms", "requests_per_second"):
         assert set(found[quantity]) == {"default", "pat"}
@@ -44,16 +48,14 @@ def test_every_workload_has_an_answer(name: str, tmp_path: Path) -> None:
         assert 0 < found["error"][quantity] < 1
 
 
-def test_the_verdict_comes_first_and_is_short(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["advise", "--limit", "300", "--generate"]
-    assert main([*words, "few-shot"]) == 0
-    out = capsys.readouterr().out
+def test_the_verdict_comes_first_and_is_short(advise: Any) -> None:
+    words = ["--limit", "300", "--generate"]
+    status, out, _ = advise(*words, "few-shot")
+    assert status == 0
     assert out.startswith("pat pays: ")
     assert len(out.splitlines()) <= 15
-    assert main([*words, "no-sharing"]) == 0
-    assert capsys.readouterr().out.startswith("pat does not pay: ")
-    assert main([*words, "few-shot", "--verbose"]) == 0
-    assert "ms of a decode step" in capsys.readouterr().out
+    assert advise(*words, "no-sharing").out.startswith("pat does not pay: ")
+    assert "ms of a decode step" in advise(*words, "few-shot", "--verbose").out
 
 
 @pytest.mark.parametrize(
@@ -107,9 +109,9 @@ def test_a_server_that_is_never_starved_gives_its_most() -> None:
     assert few.most[PAT] > 1.2 * few.pat.requests_per_second
 
 
-def test_the_rate_of_the_trace_is_the_users(tmp_path: Path) -> None:
+def test_the_rate_of_the_trace_is_the_users(answered: Any) -> None:
     words = ["--generate", "conversation", "--limit", "100", "--rate"]
-    slow, fast, most = (answered([*words, rate], tmp_path / "x") for rate in ("2", "200", "inf"))
+    slow, fast, most = (answered(*words, rate) for rate in ("2", "200", "inf"))
     assert slow["pat"]["tpot_ms"] < fast["pat"]["tpot_ms"]
     assert slow["pat"]["seconds"] == pytest.approx(50, rel=0.1)
     assert "2 a second" in slow["verdict"]["basis"]
@@ -118,7 +120,7 @@ def test_the_rate_of_the_trace_is_the_users(tmp_path: Path) -> None:
     assert rates == pytest.approx([rates[0]] * 3, rel=0.02)
 
 
-def test_dfs_weight_is_named_where_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dfs_weight_is_named_where_it_helps() -> None:
     """32 prefixes in turn, in a pool that holds a few: FCFS computes them again and again."""
     requests = [
         TraceRequest(0.0, (Segment(i % 32, 6000), Segment(1000 + i, 200)), 50) for i in range(256)
@@ -138,42 +140,18 @@ def test_distinct_tokens_are_those_of_a_tree() -> None:
     assert distinct_tokens(TokenPrompt(token_ids(prompt)) for prompt in prompts) == 128
 
 
-def test_a_model_without_accelerated_layers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_without_accelerated_layers(tmp_path: Path, advise: Any) -> None:
     _, config = read_config("llama-3.1-8b")
     latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_topk": 2048}
     sparse = {**config, **latent, "architectures": ["DeepseekV32ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(sparse))
-    words = ["advise", "--model", str(tmp_path), "--trace", str(TRACE), "--limit", "50"]
-    assert main(words) == 0
-    out = capsys.readouterr().out
+    status, out, _ = advise("--model", tmp_path, "--trace", TRACE, "--limit", "50")
+    assert status == 0
     assert out.startswith("pat does not pay: it accelerates no layer of ")
     assert "0 of 32 layers accelerated" in out.replace("\n    ", " ")
 
 
-def test_starcoder_is_understood(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = {
-        "architectures": ["GPTBigCodeForCausalLM"],
-        "model_type": "gpt_bigcode",
-        "multi_query": True,
-        "n_embd": 6144,
-        "n_head": 48,
-        "n_inner": 24576,
-        "n_layer": 40,
-        "n_positions": 8192,
-        "vocab_size": 49152,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    weights = StepTime.of_model(read_config(tmp_path)[1], GPUS["H100"]).weights
-    assert weights.dense == pytest.approx(15.5e9, rel=0.01)  # as published
-    words = ["advise", "--model", str(tmp_path), "--trace", str(TRACE), "--limit", "50"]
-    assert main([*words, "--verbose"]) == 0
-    out = capsys.readouterr().out
-    assert "query heads per KV head 48: FA3" in out
-
-
-def test_a_partly_accelerated_model_is_taken(tmp_path: Path) -> None:
+def test_a_partly_accelerated_model_is_taken(tmp_path: Path, answered: Any) -> None:
     """gpt-oss: every second layer has a window."""
     kinds = ["sliding_attention", "full_attention"] * 18
     config = {
@@ -184,8 +162,7 @@ def test_a_partly_accelerated_model_is_taken(tmp_path: Path) -> None:
         "num_experts_per_tok": 4, "quantization_config": {"quant_method": "mxfp4"},
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    words = ["--model", str(tmp_path), "--generate", "few-shot", "--limit", "60"]
-    found = answered(words, tmp_path / "found")
+    found = answered("--model", tmp_path, "--generate", "few-shot", "--limit", "60")
     assert "18 of 36 layers accelerated" in found["verdict"]["why"]
     assert found["verdict"]["error"]["tpot_ms"] == 0.25
     assert "mixtures of experts" in found["verdict"]["basis"]
