@@ -26,6 +26,7 @@ _TYPES: dict[str, Any] = {
     "int32_t": ctypes.c_int32,
     "uint32_t": ctypes.c_uint32,
     "int64_t": ctypes.c_int64,
+    "ScaleUse": ctypes.c_int32,
     "float": ctypes.c_float,
     "bool": ctypes.c_bool,
     "PlanView": _Address * (1 + len(PLAN_SECTIONS)),  # header and sections
@@ -40,13 +41,13 @@ _TYPES: dict[str, Any] = {
 }
 
 
-def _parameters(name: str) -> type[ctypes.Structure]:
+def parameters(name: str) -> type[ctypes.Structure]:
     """A struct of the header."""
     (body,) = re.findall(rf"struct {name} {{\n(.*?)\n}};", _HEADER.read_text(), re.DOTALL)
     fields: list[tuple[str, Any]] = []
     declared = re.findall(r"^  (?:const )?(\w+)(\*?) (\w+)(?:\[(\d+)\])?;", body, re.MULTILINE)
     for kind, star, field, count in declared:
-        one = _Address if star else _TYPES[kind]
+        one = _Address if star else _TYPES.get(kind) or parameters(kind)
         if kind == "TensorMap":  # aligned to 64 bytes
             last = getattr(_struct(*fields), fields[-1][0])
             fields.append(("_", ctypes.c_uint8 * (-(last.offset + last.size) % 64)))
@@ -92,6 +93,6 @@ def read(argument: int, struct: str, tensors: dict[str, torch.Tensor]) -> dict[s
         return value_of(value[0]) if isinstance(value, ctypes.Array) else value
 
     (begin,) = (ctypes.c_uint64 * 1).from_address(argument)
-    parameters = _parameters(struct).from_address(begin)
-    names = [name for name, *_ in parameters._fields_ if name not in ("_", "kv_maps")]
-    return {name: value_of(getattr(parameters, name)) for name in names}
+    found = parameters(struct).from_address(begin)
+    names = [name for name, *_ in found._fields_ if name not in ("_", "kv_maps")]
+    return {name: value_of(getattr(found, name)) for name in names}

@@ -161,16 +161,6 @@ def test_a_row_that_is_not_there_leaves_no_plan_of_another_batch() -> None:
         assert (steps.attention._plan is not None) == has_plan
 
 
-def test_without_a_key_the_paths_decide() -> None:
-    steps = Steps()
-    for grown, key in ((0, None), (1, None)):
-        steps.step(grown, key)
-    steps.paths = PrefixPaths.private(3)
-    steps.step(2, None)
-    assert steps.attention.stats.causes == {"first": 1, "batch_changed": 1}
-    assert steps.attention.stats.plans_reused == 1
-
-
 @pytest.mark.parametrize("field", ["path_begin", "node_id", "kv_begin", "kv_end"])
 def test_without_a_key_each_array_of_the_paths_decides(field: str) -> None:
     steps = Steps()
@@ -381,14 +371,14 @@ def test_unsupported_configurations(
         ((8, 2, 64), {"batch_invariant": "no"}, "batch_invariant must be True or False, got 'no'"),
         ((8, 2, 64), {"dtype": "float32"}, "a dtype must be a torch.dtype, got 'float32'"),
         ((8, 2, 64), {"kv_dtype": "float8_e5m2"}, "a torch.dtype, got 'float8_e5m2'"),
-        ((True, True, 64), {}, "num_qo_heads must be an integer, got True"),
         ((8, np.True_, 64), {}, "num_kv_heads must be an integer, got np.True_"),
         *(
             ((8, 2, 64), {name: True}, f"{name} must be an integer, got True")
-            for name in ("v_head_dim", "num_workers", "growth_tokens", "max_requests")
+            for name in (
+                *("v_head_dim", "num_workers", "growth_tokens", "max_requests"),
+                *("max_shared_slots", "max_seq_len"),
+            )
         ),
-        ((8, 2, 64), {"max_shared_slots": False}, "max_shared_slots must be an integer, got Fal"),
-        ((8, 2, 64), {"max_seq_len": True}, "max_seq_len must be an integer, got True"),
     ],
 )
 def test_arguments_of_another_type(
@@ -518,18 +508,12 @@ def test_bad_steps(name: str, value: object, message: str) -> None:
         ("k_cache", None, "k_cache must be a torch.Tensor, got NoneType"),
         ("sinks", [0.0] * 8, "sinks must be a torch.Tensor, got list"),
         ("sm_scale", math.nan, "sm_scale must be positive, got nan"),
-        ("sm_scale", -1.0, "sm_scale must be positive, got -1.0"),
-        ("sm_scale", "1", "sm_scale must be a number, got '1'"),
-        ("logit_cap", None, "logit_cap must be a number, got None"),
-        ("sm_scale", True, "sm_scale must be a number, got True"),
         ("sm_scale", torch.ones(()), r"sm_scale must be a number, got tensor\(1.\)"),
         ("logit_cap", False, "logit_cap must be a number, got False"),
-        ("k_scale", True, "k_scale must be a number, got True"),
         ("v_scale", np.True_, "v_scale must be a number, got np.True_"),
         ("return_lse", "no", "return_lse must be True or False, got 'no'"),
         ("q", torch.zeros(2, 8, 64).to_sparse(), "q must be a dense tensor, got torch.sparse_coo"),
         ("k_scale", None, "k_scale must be a number, got None"),
-        ("logit_cap", math.nan, "logit_cap must be 0 .off. or positive, got nan"),
         ("logit_cap", math.inf, "logit_cap must be 0 .off. or positive, got inf"),
         ("logit_cap", -1.0, "logit_cap must be 0 .off. or positive, got -1.0"),
         ("k_scale", 0.0, "k_scale must be positive, got 0.0"),

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_segments import plan_segments
 from sample_forests import ForestCase, few, forest_cases, make_case, many, three_level_case
 
 from sglang_pat import DecodeBatch, PackAttention, PrefixPaths
@@ -228,20 +227,6 @@ def test_chunks_of_different_ends_share_what_both_have() -> None:
     assert ranges[0] == [[(0, 512), (512, 562)]]
     assert ranges[1][0] == [(0, 512)]
     assert plan.header.num_shared_slots == 512
-
-
-@pytest.mark.parametrize("num_requests", [16, 17, 100])
-def test_a_shared_chunk_is_read_once_per_tile(num_requests: int) -> None:
-    case = make_case([(-1, 512)], [(0, 0)] * num_requests)
-    plan = plan_of(case, scheduler_of())
-    assert plan.header.num_work_items == -(-num_requests // 16)
-    assert plan.header.num_shared_slots == 512
-
-
-def test_private_tails_are_said_to_be_read_once() -> None:
-    case = make_case([(-1, 1024)], [(0, 1000)] * 2)
-    for segment in plan_segments(plan_of(case, scheduler_of())):
-        assert segment.is_read_once is (segment.kv_request != SHARED_KV)
 
 
 @many

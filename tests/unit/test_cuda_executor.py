@@ -201,12 +201,9 @@ def test_memory_is_pinned_in_the_context_of_the_executors_device(
     assert pinned_on == [device]
 
 
-@pytest.mark.parametrize(("num_ctas", "num_kv_heads", "workers"), [(264, 8, 33), (84, 8, 10)])
+@pytest.mark.parametrize(
+    ("num_ctas", "num_kv_heads", "workers"), [(264, 8, 33), (84, 8, 10), (30, 32, 1)]
+)
 def test_workers_are_the_ctas_that_fit(num_ctas: int, num_kv_heads: int, workers: int) -> None:
     kernels: Any = SimpleNamespace(num_ctas=num_ctas)
     assert default_workers(kernels, num_kv_heads) == workers
-
-
-def test_more_kv_heads_than_ctas_leave_one_worker() -> None:
-    kernels: Any = SimpleNamespace(num_ctas=30)
-    assert default_workers(kernels, 32) == 1

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
+from launch_parameters import parameters
 
-from sglang_pat._launch_params import ScaleUse, WriteArgument
+from sglang_pat._launch_params import ScaleUse
 from sglang_pat.executors import kv_writer
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kv_writer import UNSCALED, KvScale, KvWriter
@@ -20,32 +21,7 @@ CPU = torch.device("cpu")
 TOKENS, HEADS, DIM, V_DIM, SLOTS = 5, 2, 192, 128, 20
 
 
-class Rows(ctypes.Structure):
-    """`NewRows` of kernels/decode_params.h."""
-
-    _fields_: ClassVar = [
-        ("source", ctypes.c_uint64),
-        ("token_stride", ctypes.c_int64),
-        ("head_stride", ctypes.c_int64),
-        ("cache", ctypes.c_uint64),
-        ("slot_bytes", ctypes.c_int64),
-        ("scale", ctypes.c_uint64),
-        ("scale_use", ctypes.c_int32),
-    ]
-
-
-class Params(ctypes.Structure):
-    """`WriteParams`."""
-
-    _fields_: ClassVar = [
-        ("keys", Rows),
-        ("values", Rows),
-        ("slots", ctypes.c_uint64),
-        ("slots_are_int64", ctypes.c_bool),
-        ("num_slots", ctypes.c_int64),
-        ("num_kv_heads", ctypes.c_int32),
-        ("overflow", ctypes.c_uint32),
-    ]
+Params: Any = parameters("WriteParams")
 
 
 def strided(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype):
@@ -68,7 +44,7 @@ class Device:
 
     def __init__(self, config: KernelConfig) -> None:
         self.launches: list[tuple[int, int]] = []
-        self.params: list[Params] = []
+        self.params: list[Any] = []
         self._config = config
         self.write_kv = self._launch
         self.facts = SimpleNamespace(write_threads=128)
@@ -79,23 +55,23 @@ class Device:
         (address,) = (ctypes.c_void_p * 1).from_address(argument)
         params = Params.from_buffer_copy(Params.from_address(address))
         self.params.append(params)
-        index_dtype = torch.int64 if params.slots_are_int64 else torch.int32
+        index_dtype = torch.int64 if params.slots.is_int64 else torch.int32
         num_tokens, _ = grid
-        slots = strided(params.slots, (num_tokens,), (1,), index_dtype).long()
+        slots = strided(params.slots.data.value, (num_tokens,), (1,), index_dtype).long()
         config = self._config
         columns_of = config.head_dim, config.v_head_dim
         if config.is_latent:
             columns_of = config.v_head_dim, config.head_dim - config.v_head_dim
-        for rows, columns in zip((params.keys, params.values), columns_of, strict=True):
+        for rows, columns in zip(params.rows, columns_of, strict=True):
             shape = num_tokens, params.num_kv_heads, columns
             strides = rows.token_stride, rows.head_stride, 1
-            numbers = strided(rows.source, shape, strides, config.dtype)
+            numbers = strided(rows.source.value, shape, strides, config.dtype)
             if rows.scale_use:
-                scale = strided(rows.scale, (1,), (1,), torch.float32)
+                scale = strided(rows.scale.value, (1,), (1,), torch.float32)
                 numbers = self.scaled(numbers, ScaleUse(rows.scale_use), scale)
             stored = numbers.to(config.cache_dtype).contiguous().view(torch.uint8).flatten(1)
             shape = params.num_slots, stored.shape[1]
-            cache = strided(rows.cache, shape, (rows.slot_bytes, 1), torch.uint8)
+            cache = strided(rows.cache.value, shape, (rows.slot_bytes, 1), torch.uint8)
             kept = slots != 0
             cache[slots[kept]] = stored[kept]
 
@@ -136,23 +112,6 @@ def tensors(cache_dtype: torch.dtype = E4M3, heads: int = HEADS) -> dict[str, to
         "k_cache": torch.zeros(SLOTS, heads, DIM, dtype=cache_dtype),
         "v_cache": torch.zeros(SLOTS, heads, V_DIM, dtype=cache_dtype),
     }
-
-
-def test_the_struct_is_the_kernels() -> None:
-    """Each field at its place: a mistake here would make the other tests mean nothing."""
-    argument = WriteArgument()
-    argument.set_keys(11, 12, 13, 14, 15, 16, ScaleUse.MULTIPLY)
-    argument.set_values(21, 22, 23, 24, 25, 26, ScaleUse.DIVIDE)
-    argument.set_slots(31, True, 32, 33, 34)
-    (address,) = (ctypes.c_void_p * 1).from_address(argument.address)
-    params = Params.from_address(address)
-    keys, values = (
-        [getattr(rows, name) for name, _ in Rows._fields_] for rows in (params.keys, params.values)
-    )
-    assert keys == [11, 12, 13, 14, 15, 16, 1]
-    assert values == [21, 22, 23, 24, 25, 26, 2]
-    rest = [getattr(params, name) for name, _ in Params._fields_[2:]]
-    assert rest == [31, True, 33, 32, 34]
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
@@ -291,7 +250,7 @@ def test_kernel_and_torch_are_compared(writer: KvWriter, device: Device) -> None
     device.scaled = as_on_this_cpu
     assert writer.agrees_with_torch()
     # All numbers, of keys and of values: unscaled, scaled by a number and by a tensor.
-    assert [params.keys.scale_use for params in device.params] == [0, 1, 2]
+    assert [params.rows[0].scale_use for params in device.params] == [0, 1, 2]
     assert all(num_tokens * V_DIM >= 2**16 for num_tokens, _ in device.launches)
     for wrong in (ScaleUse.MULTIPLY, ScaleUse.DIVIDE):
         device.scaled = lambda numbers, use, scale, wrong=wrong: (
@@ -310,8 +269,8 @@ def test_a_copy_is_compared_once(
 
     def another_bit(argument: int, stream: int, grid: tuple[int, int]) -> None:
         real(argument, stream, grid)
-        values = device.params[-1].values
-        ctypes.c_uint8.from_address(values.cache + values.slot_bytes).value ^= 1
+        values = device.params[-1].rows[1]
+        ctypes.c_uint8.from_address(values.cache.value + values.slot_bytes).value ^= 1
 
     monkeypatch.setattr(device, "write_kv", another_bit)
     assert not plain_writer.agrees_with_torch()

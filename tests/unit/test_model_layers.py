@@ -188,18 +188,6 @@ def test_hybrids_are_accelerated_in_their_full_layers_alone() -> None:
     assert refused(full_attention_interval=6) == [STATE] * 5 + [""]
 
 
-def test_layers_may_differ_in_heads() -> None:
-    pattern = {"hybrid_layer_pattern": [0, 1] * 3, "sliding_window": 128}
-    swa = {"swa_num_key_value_heads": 8, "swa_head_dim": 64}
-    full, window = read_layers({**PLAIN, **pattern, **swa})[:2]
-    assert (full.num_kv_heads, full.head_dim) == (4, 128)
-    assert (window.num_kv_heads, window.head_dim, window.window) == (8, 64, 128)
-    types = {"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 128}
-    gemma = {"global_head_dim": 512, "num_global_key_value_heads": 2}
-    window, full = read_layers({**PLAIN, **types, **gemma})[:2]
-    assert (full.num_kv_heads, full.head_dim, window.head_dim) == (2, 512, 128)
-
-
 STARCODER = {
     "architectures": ["GPTBigCodeForCausalLM"],
     "model_type": "gpt_bigcode",
@@ -226,21 +214,6 @@ def test_starcoder_as_its_config_is_written() -> None:
     assert decoder["intermediate_size"] == 4 * 6144
     assert decoder["max_position_embeddings"] == 8192
     assert decoder_config({**STARCODER, "n_inner": 1000})["intermediate_size"] == 1000
-
-
-@pytest.mark.parametrize(("grouped", "kv_heads"), [(True, 2), (False, 32)])
-def test_chatglm_as_its_config_is_written(grouped: bool, kv_heads: int) -> None:
-    config = {
-        "architectures": ["ChatGLMModel"],
-        "num_layers": 28,
-        "num_attention_heads": 32,
-        "kv_channels": 128,
-        "multi_query_attention": grouped,
-        "multi_query_group_num": 2,
-    }
-    layers = read_layers(config)
-    assert len(layers) == 28
-    assert {(layer.num_kv_heads, layer.head_dim) for layer in layers} == {(kv_heads, 128)}
 
 
 def test_the_decoder_of_a_multimodal_model() -> None:

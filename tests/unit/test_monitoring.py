@@ -13,13 +13,12 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import yaml
 
 from sglang_pat.sglang.report import metrics as ours
-from sglang_pat.stats import PlanningClass
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/operate/monitoring"
 DASHBOARD: dict[str, Any] = json.loads((FOLDER / "pat-dashboard.json").read_text())
@@ -216,9 +215,3 @@ def test_panels_and_alerts_explain_themselves() -> None:
             assert set(rule["annotations"]) == {"summary", "description"}
     tested = (FOLDER / "pat-rules-test.yml").read_text()
     assert all(rule["alert"] in tested for rule in rules() if "alert" in rule)
-
-
-def test_kinds_of_steps_are_those_of_the_documentation() -> None:
-    (panel,) = (each for each in DASHBOARD["panels"] if each["title"] == "Host time of a plan")
-    for kind in get_args(PlanningClass):
-        assert kind in panel["description"]

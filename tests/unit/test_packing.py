@@ -209,14 +209,6 @@ def test_a_node_of_one_request_is_private() -> None:
     assert shared_packs(case, "per-node") == [(0, 100, 2)]
 
 
-def test_private_packs_are_in_tree_order() -> None:
-    """Requests that share more lie closer together: their private ranges too."""
-    case = make_case([(-1, 300), (-1, 400)], [(0, 9), (1, 9), (0, 9), (1, 9), (-1, 7), (0, 9)])
-    plan = plan_case(make_scheduler(num_workers=1), case)
-    private = plan.kv_segments[plan.kv_segments[:, 0] != SHARED_KV, 0].tolist()
-    assert private == [0, 2, 5, 1, 3, 4]
-
-
 def test_two_roots_are_two_packs() -> None:
     case = make_case([(-1, 300), (-1, 400)], [(0, 9), (1, 9), (0, 9), (1, 9)])
     assert shared_packs(case, "memory") == [(0, 300, 2), (0, 400, 2)]

@@ -25,7 +25,6 @@ from sglang_pat.plan import (
     new_scheduler,
     write_plan,
 )
-from sglang_pat.support import POLICIES
 
 SECTIONS = (
     "num_tickets",
@@ -125,14 +124,6 @@ def test_a_reservation_bounds_shared_slots_as_it_is_told() -> None:
         assert (write_plan(scheduler, sizes, out) is not None) == fits
 
 
-def test_a_reservation_stays_small() -> None:
-    """30 MB of partials for 256 requests of Llama-3-8B."""
-    sizes = BufferSizes.for_requests(256, 1 << 20, num_workers=33, group_size=4)
-    assert sizes.num_partials == 12 * 256 + 33 * 16
-    assert sizes.num_partials * 32 * (128 + 2) * 2 < 30e6
-    assert sizes.plan.layout()["size"] * 4 < 350e3
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -168,11 +159,6 @@ def test_a_plan_serves_256_more_tokens() -> None:
     assert not scheduler.check_lengths(case.seq_lens + np.int32(257))[0]
 
 
-def test_the_header_has_the_tokens_that_are_read() -> None:
-    plan = plan_case(make_scheduler(), three_level_case(300))
-    assert plan.header.num_kv_tokens == plan.kv_tokens.planned > 300
-
-
 def test_every_tile_of_the_table_is_chosen() -> None:
     """A tile that no pack can select would be dead code in the kernels."""
     chosen = set()
@@ -187,16 +173,9 @@ def test_every_tile_of_the_table_is_chosen() -> None:
     ("config", "message"),
     [
         ({"group_size": 0}, "group_size must be 1 to 16 query heads per KV head, got 0"),
-        ({"group_size": 17}, "group_size must be 1 to 16 query heads per KV head, got 17"),
         ({"max_block_q": 48}, "max_block_q must be the block_q of a tile .* got 48"),
-        (
-            {"policy": "best"},
-            f"policy must be one of {', '.join(POLICIES)}, got best",
-        ),
         ({"min_item_tokens": 100}, "min_item_tokens must be a positive multiple of 64, got 100"),
-        ({"num_workers": 0}, "num_workers must be 1 to 65536, got 0"),
         ({"num_workers": 65537}, "num_workers must be 1 to 65536, got 65537"),
-        ({"growth_tokens": 0}, "growth_tokens must be at least 1, got 0"),
     ],
 )
 def test_bad_scheduler_configurations(config: dict[str, object], message: str) -> None:

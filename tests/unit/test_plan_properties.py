@@ -24,7 +24,7 @@ from sglang_pat._scheduler import (
     TILE_TABLE,
     PackScheduler,
 )
-from sglang_pat.plan import DecodePlan, new_scheduler
+from sglang_pat.plan import DecodePlan
 from sglang_pat.support import POLICIES
 
 
@@ -95,15 +95,6 @@ def test_every_plan_is_right(
     plan = plan_case(scheduler, case)
     check_coverage(plan, case, case.seq_lens)
     check_tokens(plan, case)
-
-
-@many
-@given(case=forest_cases(), group_size=st.integers(1, 16), num_workers=st.sampled_from([1, 33]))
-def test_every_batch_invariant_plan_covers_its_batch(
-    case: ForestCase, group_size: int, num_workers: int
-) -> None:
-    scheduler = new_scheduler(group_size=group_size, num_workers=num_workers, batch_invariant=True)
-    check_coverage(plan_case(scheduler, case), case, case.seq_lens)
 
 
 @many

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -186,20 +186,6 @@ def test_a_batch_that_the_forest_does_not_have() -> None:
     batches = Batches(a)
     assert batches.forest.update([], [], set(), list) == (0, 0, 0, 0)
     assert len(batches.forest) == 0
-
-
-def test_paths_that_are_made_as_they_are_read() -> None:
-    class Paths(Sequence[Any]):
-        def __len__(self) -> int:
-            return 1
-
-        def __getitem__(self, place: Any) -> Any:
-            if place:
-                raise IndexError
-            return [(place + 5, -1, 0, 9, None, 0)]
-
-    now = [object()]
-    assert PrefixForest().update([], now, set(), lambda _: Paths()) == (1, 0, 0, 0)
 
 
 def test_a_path_that_changes_while_it_is_read() -> None:

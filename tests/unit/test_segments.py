@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
@@ -86,13 +84,3 @@ def test_a_request_without_kv_in_its_items_is_empty() -> None:
     empty = HandItem([2], [HandSegment(2, 0, OPEN_END, 0, 1)])
     for items in ([item], [item, empty]):
         check(case, HandPlan(3, 4, items), 4, case.seq_lens)
-
-
-@pytest.mark.parametrize("group_size", [1, 16])
-def test_more_segments_than_a_warp_has_lanes(group_size: int) -> None:
-    case = make_case([], [(-1, 90)] * 4)
-    ends = [*range(0, 90, 2), OPEN_END]
-    segments = [HandSegment(row, a, b, row, row + 1) for row in range(4) for a, b in pairwise(ends)]
-    check(
-        case, HandPlan(4, group_size, [HandItem([0, 1, 2, 3], segments)]), group_size, case.seq_lens
-    )
