@@ -53,18 +53,6 @@ def test_splits(num_workers: int) -> None:
         check_case(MIXED, latent(group_size), num_workers=num_workers, min_item_tokens=64)
 
 
-@pytest.mark.parametrize("num_requests", [1, 2, 31, 1024])
-def test_batch_sizes(num_requests: int) -> None:
-    check_case(three_level_case(num_requests), latent(8))
-
-
-@pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 193, 4096, 65536])
-@pytest.mark.parametrize("num_requests", [1, 3])
-def test_lengths(length: int, num_requests: int) -> None:
-    check_case(make_case([], [(-1, length)] * num_requests), latent(16))
-    check_case(make_case([(-1, length)], [(0, 7)] * num_requests), latent(8))
-
-
 @pytest.mark.parametrize("count", [31, 33, 64, 100])
 def test_many_items_in_a_ticket(count: int) -> None:
     """More than the producers look ahead, each of an odd or even number of stages."""

@@ -19,6 +19,7 @@ from pack_decode_cases import (
     all_head_dims,
     check,
     check_case,
+    group_sizes,
     latent,
     make_sinks,
     needs_gpu,
@@ -78,17 +79,23 @@ def test_logit_cap(logit_cap: float, dtype: torch.dtype, pair: tuple[int, int]) 
 
 
 @pytest.mark.parametrize("num_requests", [1, 2, 31, 256, 1024])
-def test_batch_sizes(num_requests: int) -> None:
-    check_case(three_level_case(num_requests), Heads(8, 2))
+@group_sizes([4], [8])
+def test_batch_sizes(num_requests: int, heads: Heads) -> None:
+    check_case(three_level_case(num_requests), heads)
 
 
-@pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 64, 65, 127, 4096, 65536])
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 193, 4096, 65536])
 @pytest.mark.parametrize("num_requests", [1, 3])
-@all_head_dims
-def test_lengths(length: int, num_requests: int, pair: tuple[int, int]) -> None:
-    heads = Heads(8, 2, pair[0], BF16, pair[1])
+@group_sizes([4], [8, 16])
+def test_lengths(length: int, num_requests: int, heads: Heads) -> None:
     check_case(make_case([], [(-1, length)] * num_requests), heads)
     check_case(make_case([(-1, length)], [(0, 7)] * num_requests), heads)
+
+
+@pytest.mark.parametrize("length", [1, 31, 33, 65, 4096])
+@all_head_dims
+def test_lengths_of_one_request(length: int, pair: tuple[int, int]) -> None:
+    check_case(make_case([], [(-1, length)]), Heads(8, 2, pair[0], BF16, pair[1]))
 
 
 @pytest.mark.parametrize(

@@ -187,13 +187,6 @@ def test_lengths_beyond_the_table_end_with_it() -> None:
     assert torch.equal(lse, expected[1])
 
 
-def test_the_first_plan_waits_for_the_stream_that_made_the_buffers() -> None:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step = planned_step(HEADS)
-    assert step.executor.buffers.stream == stream
-
-
 def test_buffers_grow_on_another_stream() -> None:
     heads = (HEADS.num_qo_heads, HEADS.num_kv_heads, HEADS.head_dim)
     attention = PackAttention(*heads, dtype=HEADS.dtype, device="cuda")
