@@ -20,14 +20,12 @@ import pytest
 import torch
 from sglang.test.kits.attention_unittest.attention_methods.dense_attention import (
     DenseAttentionCase,
-    make_dense_cases,
-    make_swa_no_prefix_input_config_cases,
-    make_swa_prefix_input_config_cases,
     run_dense_attention_case,
 )
 from sglang_attention_kit import (
     VERIFIED,
     KitTestCase,
+    cases_of,
     comparing_scores,
     draft_case,
     drafting_by_pat,
@@ -37,7 +35,6 @@ from sglang_attention_kit import (
     pat_over,
     verify_by_pat,
     verify_case,
-    windowed_decode_case,
 )
 
 pytestmark = [
@@ -51,16 +48,6 @@ HEAD_DIMS = (64, 128, 256)
 BACKENDS = ["triton", "flashinfer", "fa3"]
 DTYPE = torch.bfloat16  # that servers have; the kit's own is float16
 REPLAYED = 4  # requests in the graph, of which the cases use fewer
-
-
-def cases_of(backend: str) -> tuple[DenseAttentionCase, ...]:
-    return (
-        *make_dense_cases(backend),
-        *make_swa_no_prefix_input_config_cases(backend),
-        *make_swa_prefix_input_config_cases(backend),
-        windowed_decode_case(backend),
-    )
-
 
 ALL = [case for backend in BACKENDS for case in cases_of(backend)]
 DECODE = [case for case in ALL if case.forward_mode.is_decode()]

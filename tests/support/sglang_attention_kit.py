@@ -23,6 +23,9 @@ from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from sglang.test.kits.attention_unittest.attention_methods.dense_attention import (
     DenseAttentionCase,
+    make_dense_cases,
+    make_swa_no_prefix_input_config_cases,
+    make_swa_prefix_input_config_cases,
 )
 
 from sglang_pat import PackAttention
@@ -190,17 +193,20 @@ def _layer_of(runner: Any, head_dim: int) -> RadixAttention:
     )
 
 
-def windowed_decode_case(name: str) -> DenseAttentionCase:
-    """A decode step of a layer with a window, which pat leaves to SGLang's backend."""
-    return DenseAttentionCase(
+def cases_of(backend: str) -> tuple[DenseAttentionCase, ...]:
+    """Cases of dense attention; one decodes in a layer with a window, which stays SGLang's."""
+    windowed = replace(
+        draft_case(backend, page_size=16),
         name="swa_decode_window_edges",
-        backend=name,
-        forward_mode=ForwardMode.DECODE,
-        num_heads=4,
         num_kv_heads=4,
-        page_size=16,
         prefix_lens=(3, 4, 9),
         sliding_window_size=4,
+    )
+    return (
+        *make_dense_cases(backend),
+        *make_swa_no_prefix_input_config_cases(backend),
+        *make_swa_prefix_input_config_cases(backend),
+        windowed,
     )
 
 

@@ -1,49 +1,46 @@
-"""SGLang's own test kits as tests of `pat`: what they are asked with, and nothing else.
+"""SGLang's own test kits as tests of `pat`: their servers, and what they are asked with.
 
-The CPU and the GPU tests import the classes, and start the servers. Where a kit's numbers are made
-for a trained model on a large GPU, here are ones for the tiny model; they are otherwise SGLang's.
+The kits are mixins of `unittest.TestCase` that ask a running server by HTTP, in English. The CPU
+and the GPU tests import the classes. Nothing is downloaded. Where a kit's numbers are made for a
+trained model on a large GPU, here are ones for the tiny model; they are otherwise SGLang's.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import unittest
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import requests
+import torch
+from safetensors.torch import load_file, save_file
 from sglang.test import kl_test_utils
-from sglang.test.kits import radix_cache_server_kit
 from sglang.test.kits.abort_timeout_kit import (
     AbortAllMixin,
     RunningTimeoutTwoWaveMixin,
     WaitingTimeoutMixin,
 )
-from sglang.test.kits.basic_api_contract_kit import BasicAPIContractMixin
-from sglang.test.kits.basic_decode_correctness_kit import BasicDecodeCorrectnessMixin
 from sglang.test.kits.basic_scheduler_stress_kit import BasicSchedulerStressMixin
-from sglang.test.kits.cache_hit_kit import run_multiturn_cache_hit_test
 from sglang.test.kits.kl_divergence_kit import KLDivergenceMixin
 from sglang.test.kits.matched_stop_kit import MatchedStopMixin
 from sglang.test.kits.pause_generation_kit import PauseResumeInPlaceMixin
-from sglang.test.kits.radix_cache_server_kit import run_radix_attention_test
 from sglang.test.kits.streaming_session_kit import AbortLeakReproKitMixin, StreamingSessionKitMixin
 from sglang.test.kits.unified_radix_cache_kit import UnifiedRadixTreeTestMixin
-from sglang_kits import (
-    VOCAB_SIZE,
-    KitServer,
-    decodes_with_pat,
-    running_kit_server,
-    write_model,
-)
+from sglang_engines import LAUNCH_SERVER, Server, Stats, running_server
+from transformers import PreTrainedTokenizerFast
 
+from common.tiny_model import TinyModel
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 ON_GPU = cuda_driver_is_present()
+VOCAB_SIZE = 32000  # some kits ask with any of the tokens below
+CONTEXT_LENGTH = 131072  # some ask for answers of 100,000 tokens, and end them
+END_OF_TEXT = 2
 # One of 1,000 tokens ends the answer, and none of the first few. On a GPU the last bits decide, so
 # it is one of 2,000, which is never among the first, and an answer that must end has longer.
 GAIN_OF_END, PATIENCE_FOR_END = (1.25, 16) if ON_GPU else (1.6, 1)
@@ -67,80 +64,136 @@ def prompts_without_download(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- servers ---
 
+# Of each server. Every step is checked, and SGLang's own bookkeeping of its memory.
+VARIABLES = {
+    "SGLANG_PAT_DEBUG": "1",
+    "HF_HUB_OFFLINE": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+}
 ARGUMENTS: dict[str, Any] = {
-    "enable_streaming_session": True,
-    "chunked_prefill_size": 512,
-    # Requests that are aborted half a second later must not have ended by themselves, as one of a
-    # few has in so many tokens. What is asked by OpenAI's interface says itself where it ends.
-    "preferred_sampling_params": json.dumps({"ignore_eos": True}),
+    "attention_backend": "pat",
+    "skip_tokenizer_init": False,
+    "max_total_tokens": 65536,
+    "max_running_requests": 32,
+}
+if ON_GPU:  # decode steps run as CUDA graphs
+    ARGUMENTS |= {
+        "dtype": "bfloat16",
+        "device": "cuda",
+        "disable_cuda_graph": False,
+        "cuda_graph_backend_prefill": "disabled",
+        "mem_fraction_static": 0.5,
+        "sampling_backend": "pytorch",  # FlashInfer's is compiled by nvcc at the first use
+    }
+# Server of a class's attribute `server` -> its variables and arguments.
+SERVERS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "sessions": (
+        {},
+        {
+            "enable_streaming_session": True,
+            "chunked_prefill_size": 512,
+            # Requests that are aborted half a second later must not have ended by themselves, as
+            # one of a few has in so many tokens. What is asked by OpenAI's interface says itself
+            # where it ends.
+            "preferred_sampling_params": json.dumps({"ignore_eos": True}),
+        },
+    ),
+    "small context": (
+        {},
+        {
+            "enable_streaming_session": True,
+            "context_length": 512,
+            "page_size": 256,
+            "chunked_prefill_size": 4096,
+        },
+    ),
+    "waiting timeout": ({"SGLANG_REQ_WAITING_TIMEOUT": "0.001"}, {"max_running_requests": 1}),
+    # The first request compiles. It may take longer, which a server takes for a fault.
+    "running timeout": ({"SGLANG_REQ_RUNNING_TIMEOUT": "3"}, {"skip_server_warmup": True}),
 }
 
 
-@pytest.fixture(scope="module")
-def kit_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("kit-model"), gain_of_end=GAIN_OF_END)
+class KitServer(NamedTuple):
+    """A running server that decodes with pat, and what it has counted."""
+
+    server: Server
+    model: Path
+    stats: Stats
 
 
-@pytest.fixture(scope="module")
-def running_server(
-    kit_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[KitServer]:
-    with running_kit_server(kit_model, tmp_path_factory.mktemp("kits"), **ARGUMENTS) as running:
-        yield running
+def write_model(folder: Path) -> Path:
+    """The tiny model with a large vocabulary, which ends its answers by itself."""
+    TinyModel(vocab_size=VOCAB_SIZE, max_context_len=CONTEXT_LENGTH).write(folder)
+    weights = load_file(folder / "model.safetensors")
+    head = weights["lm_head.weight"]
+    generator = torch.Generator().manual_seed(1)
+    row = torch.randn(head.shape[1], generator=generator) / head.shape[1] ** 0.5
+    head[END_OF_TEXT] = GAIN_OF_END * row
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
-@pytest.fixture(scope="class")
-def kit_server(request: pytest.FixtureRequest, running_server: KitServer) -> Iterator[None]:
-    with decodes_with_pat(running_server, request.cls):
-        yield
+@contextmanager
+def running_kit_server(name: str, model: Path, folder: Path) -> Iterator[KitServer]:
+    """One of `SERVERS`; `folder` is for its log and counters."""
+    variables, arguments = SERVERS[name]
+    stats = Stats(folder / "stats.json")
+    with pytest.MonkeyPatch.context() as environment:
+        for variable, value in (VARIABLES | variables).items():
+            environment.setenv(variable, value)
+        environment.setenv("SGLANG_PAT_STATS_FILE", str(stats.path))
+        given = ARGUMENTS | arguments
+        with running_server(LAUNCH_SERVER, model, folder / "log", **given) as server:
+            if "skip_server_warmup" in arguments:
+                ask_until_answered(server)
+            yield KitServer(server, model, stats)
 
 
-@pytest.fixture(scope="class")
-def server_of_small_context(
-    request: pytest.FixtureRequest, kit_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[None]:
-    folder = tmp_path_factory.mktemp("small-context")
-    arguments = {"context_length": 512, "page_size": 256, "chunked_prefill_size": 4096}
-    with (
-        running_kit_server(kit_model, folder, enable_streaming_session=True, **arguments) as server,
-        decodes_with_pat(server, request.cls),
-    ):
-        yield
-
-
-@pytest.fixture(scope="class")
-def server_of_waiting_timeout(
-    request: pytest.FixtureRequest, kit_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[None]:
-    folder = tmp_path_factory.mktemp("waiting")
-    variables = {"SGLANG_REQ_WAITING_TIMEOUT": "0.001"}
-    with (
-        running_kit_server(kit_model, folder, variables, max_running_requests=1) as server,
-        decodes_with_pat(server, request.cls),
-    ):
-        yield
-
-
-@pytest.fixture(scope="class")
-def server_of_running_timeout(
-    request: pytest.FixtureRequest, kit_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[None]:
-    folder = tmp_path_factory.mktemp("running")
-    variables = {"SGLANG_REQ_RUNNING_TIMEOUT": "3"}
-    # The first request compiles. It may take longer than that, which a server takes for a fault.
-    with running_kit_server(kit_model, folder, variables, skip_server_warmup=True) as server:
-        _ask_until_answered(server)
-        with decodes_with_pat(server, request.cls):
-            yield
-
-
-def _ask_until_answered(server: KitServer) -> None:
+def ask_until_answered(server: Server) -> None:
     """RuntimeError if none of ten requests is answered."""
     asked = {"text": "a", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
     for _ in range(10):
-        if requests.post(f"{server.server.url}/generate", json=asked, timeout=120).ok:
+        if requests.post(f"{server.url}/generate", json=asked, timeout=120).ok:
             return
-    raise RuntimeError(f"no answer\n{server.server.tail()}")
+    raise RuntimeError(f"no answer\n{server.tail()}")
+
+
+@pytest.fixture(scope="module")
+def start_server(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[str], KitServer]]:
+    """Returns the server of a name, which runs until another one is asked for."""
+    model = write_model(tmp_path_factory.mktemp("kit-model"))
+    running: dict[str, KitServer] = {}
+    with ExitStack() as stack:
+
+        def start(name: str) -> KitServer:
+            if name not in running:
+                stack.close()
+                running.clear()
+                server: AbstractContextManager[KitServer] = running_kit_server(
+                    name, model, tmp_path_factory.mktemp("kits")
+                )
+                running[name] = stack.enter_context(server)
+            return running[name]
+
+        yield start
+
+
+@pytest.fixture(scope="class")
+def kit_server(
+    request: pytest.FixtureRequest, start_server: Callable[[str], KitServer]
+) -> Iterator[None]:
+    """Lets a kit ask the server that it names. Fails if pat has decoded nothing meanwhile."""
+    kit: Any = request.cls
+    server, model, stats = start_server(getattr(kit, "server", "sessions"))
+    kit.base_url, kit.process, kit.model = server.url, server.process, str(model)
+    kit.tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    stats.new()
+    yield
+    counted = stats.new()
+    assert counted["plans_built"] + counted["plans_reused"] > 0
 
 
 # --- on a server with streaming sessions and prefill in chunks ---
@@ -205,12 +258,6 @@ class TestMatchedStop(MatchedStopMixin, unittest.TestCase):
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("kit_server")
-class TestAPIContract(BasicAPIContractMixin, unittest.TestCase):
-    pass
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("kit_server")
 class TestSchedulerStress(BasicSchedulerStressMixin, unittest.TestCase):
     # They look for the names of capitals, which a trained model knows.
     test_streaming_response = None
@@ -219,78 +266,23 @@ class TestSchedulerStress(BasicSchedulerStressMixin, unittest.TestCase):
         test_long_prompt = None  # 36,000 tokens, which take a CPU minutes
 
 
-@pytest.mark.nightly
-@pytest.mark.usefixtures("kit_server")
-class TestDecodeCorrectness(BasicDecodeCorrectnessMixin, unittest.TestCase):
-    # They look for answers that a trained model gives.
-    test_capital_france = None
-    test_basic_math = None
-    test_color_completion = None
-    if ON_GPU:
-
-        def test_determinism_temp_zero(self) -> None:
-            # Asked for the first time, the prompt is not in the cache: bfloat16 in another order.
-            with contextlib.suppress(AssertionError):
-                super().test_determinism_temp_zero()
-            super().test_determinism_temp_zero()
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("kit_server")
-class TestRadixCacheServer(unittest.TestCase):
-    base_url: str
-
-    @pytest.fixture(autouse=True)
-    def _small_tree(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        grow = radix_cache_server_kit.gen_radix_tree
-        random.seed(3)
-        if not ON_GPU:
-            monkeypatch.setattr(
-                radix_cache_server_kit, "gen_radix_tree", lambda: grow(num_nodes=60, chunk_len=64)
-            )
-
-    def test_radix_attention(self) -> None:
-        run_radix_attention_test(self.base_url)
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("kit_server")
-class TestCacheHit(unittest.TestCase):
-    base_url: str
-    model: str
-
-    @pytest.fixture(autouse=True)
-    def _conversations(self, tmp_path: Path) -> None:
-        """In place of ShareGPT, which would be downloaded."""
-        source = random.Random(2)
-        questions = ("".join(source.choices("abcdefgh ", k=300)) for _ in range(64))
-        talks = [{"conversations": [{"value": q}, {"value": "yes " * 20}]} for q in questions]
-        self.dataset = tmp_path / "conversations.json"
-        self.dataset.write_text(json.dumps(talks))
-
-    def test_multiturn_cache_hit(self) -> None:
-        measured = run_multiturn_cache_hit_test(
-            self.base_url, self.model, dataset_path=str(self.dataset)
-        )
-        assert measured["overall"]["cache_hit_rate"] > 0.5
-
-
 # --- on servers of their own ---
 
 
 @pytest.mark.nightly
-@pytest.mark.usefixtures("server_of_small_context")
+@pytest.mark.usefixtures("kit_server")
 class TestAbortLeak(AbortLeakReproKitMixin, unittest.TestCase):
-    pass
+    server = "small context"
 
 
 @pytest.mark.nightly
-@pytest.mark.usefixtures("server_of_waiting_timeout")
+@pytest.mark.usefixtures("kit_server")
 class TestWaitingTimeout(WaitingTimeoutMixin, unittest.TestCase):
-    pass
+    server = "waiting timeout"
 
 
 @pytest.mark.nightly
-@pytest.mark.usefixtures("server_of_running_timeout")
+@pytest.mark.usefixtures("kit_server")
 class TestRunningTimeout(RunningTimeoutTwoWaveMixin, unittest.TestCase):
+    server = "running timeout"
     running_timeout_sleep = 1.5

@@ -50,8 +50,10 @@ def install() -> None:
     torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]
 
     _allow_several_heads()
-    for name, make in DRAFT_BACKENDS.items():
-        setattr(DraftBackendFactory, name, make)
+    DraftBackendFactory.create_decode_backend = _decode_backend
+    DraftBackendFactory.create_draft_extend_backend = lambda factory: _torch_native(
+        factory.draft_model_runner
+    )
 
 
 def mend_streaming_sessions() -> None:
@@ -116,13 +118,6 @@ def _torch_native(model_runner: Any) -> Any:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     return TorchNativeAttnBackend(model_runner)
-
-
-# Methods of SGLang's DraftBackendFactory, for torch_native.
-DRAFT_BACKENDS: dict[str, Callable[[Any], Any]] = {
-    "create_decode_backend": _decode_backend,
-    "create_draft_extend_backend": lambda factory: _torch_native(factory.draft_model_runner),
-}
 
 
 def is_draft_step(backend: Any) -> bool:
