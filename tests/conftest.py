@@ -31,6 +31,7 @@ settings.register_profile("nightly", max_examples=800, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that start engines run in one process, but for those of a group of their own.
 
