@@ -17,20 +17,12 @@ def add(steps: SkippedPlanning, count: int = 1) -> None:
         steps.add(time.perf_counter_ns())
 
 
-def test_steps_are_counted_until_the_end() -> None:
-    steps = SkippedPlanning(lambda planning: None)
-    steps.begin(TOKENS, 3)
-    add(steps, 2)
-    assert steps.end() == 2
-    assert steps.end() == 0
-
-
 def test_each_step_is_counted_once_with_the_tokens_it_has() -> None:
     times: list[PlanningTime] = []
-    steps = SkippedPlanning(times.append)
+    marks: list[None] = []
+    steps = SkippedPlanning(times.append, lambda: marks.append(None))
     steps.begin(TOKENS, 3)
-    for _ in range(2):
-        add(steps)
+    add(steps, 2)
     for _ in range(2):  # asking twice changes nothing
         stats = steps.stats()
         assert (stats.plans_built, stats.plans_reused) == (0, 2)
@@ -39,31 +31,13 @@ def test_each_step_is_counted_once_with_the_tokens_it_has() -> None:
         assert stats.kv_tokens_lower_bound == 53 + 56
         assert stats.planning_ns["unchanged"].total() == len(times) == 2
     add(steps)
-    assert steps.end() == 3
+    assert (steps.end(), steps.end()) == (3, 0)
     steps.begin(KvTokens(10, 10, 10), 1)
     add(steps)
     after = steps.stats()
-    assert after.plans_reused == len(times) == 4
+    assert after.plans_reused == len(times) == len(marks) == 4
     assert after.kv_tokens_query_centric == 103 + 106 + 109 + 11
     assert stats.plans_reused == 2  # a copy
-
-
-def test_steps_may_say_by_how_much_they_have_grown() -> None:
-    steps = SkippedPlanning(lambda planning: None)
-    steps.begin(TOKENS, 0)
-    for growth in (7, 12):
-        steps.add(time.perf_counter_ns(), growth)
-    for _ in range(2):  # asking twice changes nothing
-        assert steps.stats().kv_tokens_query_centric == 107 + 112
-    steps.add(time.perf_counter_ns(), 12)
-    stats = steps.stats()
-    assert stats.kv_tokens_query_centric == 107 + 112 + 112
-    assert stats.kv_tokens_planned == 67 + 72 + 72
-    assert steps.end() == 3
-    # Steps of another kind follow.
-    steps.begin(KvTokens(10, 10, 10), 1)
-    add(steps)
-    assert steps.stats().kv_tokens_query_centric == 107 + 112 + 112 + 11
 
 
 def test_other_threads_may_ask_at_any_time() -> None:
@@ -113,11 +87,3 @@ def test_counting_is_never_interrupted_by_the_next_step() -> None:
     asking.join()
     ending.join()
     assert len(times) == steps.stats().plans_reused == 3
-
-
-def test_every_step_is_marked() -> None:
-    marks: list[None] = []
-    steps = SkippedPlanning(lambda planning: None, lambda: marks.append(None))
-    steps.begin(TOKENS, 1)
-    add(steps, 2)
-    assert len(marks) == 2
