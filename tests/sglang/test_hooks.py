@@ -57,37 +57,29 @@ def test_hooks_are_installed_once(owner: Any, monkeypatch: pytest.MonkeyPatch) -
     assert called == ["make", "run"]
 
 
-def test_a_hook_that_finds_no_target_is_an_error(
-    owner: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ("gone", r"module_to_hook:Owner\.gone"),
+        ("not applied", r"module_to_hook:Owner\.run"),
+        ("replaced", r"module_to_hook:Owner\.run"),  # by another plug-in
+        ("no module", r"sglang\.gone:Owner\.run; supported"),
+    ],
+)
+def test_a_hook_that_is_not_in_place_is_an_error(
+    wrong: str, named: str, owner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, _ = hooks_on("run", "gone")
-    with pytest.raises(RuntimeError, match=r"could not hook module_to_hook:Owner\.gone"):
+    made, _ = hooks_on(*(("run", "gone") if wrong == "gone" else ("run",)))
+    if wrong == "no module":
+        made = [made[0]._replace(owner="sglang.gone:Owner")]
+    elif wrong == "not applied":
+        monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)
+    elif wrong == "replaced":
         hooks.install_hooks(made)
-
-
-def test_a_hook_in_a_module_that_is_gone_is_an_error() -> None:
-    made = [Hook("sglang.gone:Owner", "run", print, HookType.AFTER)]
-    with pytest.raises(RuntimeError, match=r"could not hook sglang\.gone:Owner\.run; supported"):
-        hooks.check_hooks(made)
-
-
-def test_a_hook_that_was_not_applied_is_an_error(
-    owner: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, _ = hooks_on("run")
-    monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)
-    with pytest.raises(RuntimeError, match=r"could not hook module_to_hook:Owner\.run"):
-        hooks.install_hooks(made)
-
-
-def test_a_hook_that_another_plug_in_replaced_is_an_error(
-    owner: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, _ = hooks_on("run")
-    hooks.install_hooks(made)
-    owner.run = lambda self: "something else"
-    with pytest.raises(RuntimeError, match=r"could not hook module_to_hook:Owner\.run"):
-        hooks.check_hooks(made)
+        owner.run = lambda self: "something else"
+    check = hooks.install_hooks if wrong in ("gone", "not applied") else hooks.check_hooks
+    with pytest.raises(RuntimeError, match=f"could not hook {named}"):
+        check(made)
 
 
 def test_hooks_of_other_plug_ins_on_the_same_method_stay(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from published_shapes import PublishedShape, alike, read_shapes, told
 
 from sglang_pat.workload.models import NAMED_CONFIGS
 
@@ -39,12 +40,20 @@ REFUSED = (
 )
 
 
+# Published models that SGLang builds, of which the test data keep what it built.
+PUBLISHED = {name: shape for name, shape in read_shapes().items() if not shape.not_built}
+Described = dict[tuple[str, str], dict[str, Any]]  # by model and flags
+
+
 @pytest.fixture(scope="module")
-def described(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+def described(tmp_path_factory: pytest.TempPathFactory) -> Described:
+    """Descriptions by one process, as `advise` asks for them."""
+    configs = {(name, flags): NAMED_CONFIGS[name] for name, flags, *_ in (*CASES, *REFUSED)}
+    configs |= {(name, ""): shape.config for name, shape in PUBLISHED.items()}
     asked = []
-    for name, flags, *_ in (*CASES, *REFUSED):
+    for (_, flags), config in configs.items():
         folder = tmp_path_factory.mktemp("model")
-        (folder / "config.json").write_text(json.dumps(NAMED_CONFIGS[name]))
+        (folder / "config.json").write_text(json.dumps(config))
         asked.append(json.dumps({"path": str(folder), "flags": flags.split()}))
     # Engine tests of the same process leave out all models but two.
     environment = {k: v for k, v in os.environ.items() if k != "SGLANG_DISABLED_MODEL_ARCHS"}
@@ -53,18 +62,16 @@ def described(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str],
         input="\n".join(asked),
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1800,
         env=environment,
         cwd=Path(__file__).parents[2],
     )
-    answers = map(json.loads, child.stdout.splitlines())
-    keys = [(name, flags) for name, flags, *_ in (*CASES, *REFUSED)]
-    return dict(zip(keys, answers, strict=True))
+    return dict(zip(configs, map(json.loads, child.stdout.splitlines()), strict=True))
 
 
 @pytest.mark.parametrize(("name", "flags", "shape", "layers", "reason"), CASES)
 def test_layers_of_a_rank(
-    described: dict[tuple[str, str], dict[str, Any]],
+    described: Described,
     name: str,
     flags: str,
     shape: tuple[int, ...],
@@ -79,23 +86,32 @@ def test_layers_of_a_rank(
 
 
 @pytest.mark.parametrize(("name", "flags", "error"), REFUSED)
-def test_refused_in_one_line(
-    described: dict[tuple[str, str], dict[str, Any]], name: str, flags: str, error: str
-) -> None:
+def test_refused_in_one_line(described: Described, name: str, flags: str, error: str) -> None:
     found = described[name, flags]["error"]
     assert error in found
     assert "\n" not in found
+
+
+@pytest.mark.parametrize("shape", PUBLISHED.values(), ids=PUBLISHED)
+def test_published_layers_and_parameters(described: Described, shape: PublishedShape) -> None:
+    found = described[shape.name, ""]
+    assert "error" not in found
+    layers = [
+        (entry[1:5], reason and told(*reason))
+        for entry in found["layers"]
+        for reason in [entry[6] or found["reason"]]
+    ]
+    assert alike(layers) == shape.layers
+    parameters = sum(found["parameters"].values()) / 1e9
+    assert parameters == pytest.approx(shape.parameters, rel=0.005)
 
 
 @pytest.mark.parametrize(
     ("name", "billions", "experts"),
     [("qwen3-8b", 8.19, [1, 1]), ("deepseek-v2-lite", 15.7, [64, 6])],
 )
-def test_parameters(
-    described: dict[tuple[str, str], dict[str, Any]],
-    name: str,
-    billions: float,
-    experts: list[int],
+def test_parameters_of_named_models(
+    described: Described, name: str, billions: float, experts: list[int]
 ) -> None:
     found = described[name, ""]
     assert sum(found["parameters"].values()) / 1e9 == pytest.approx(billions, rel=0.005)
