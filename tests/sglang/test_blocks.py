@@ -11,7 +11,6 @@ import torch
 from scene import Blocks, Scene, assert_left
 from sglang_trees import TREE_KINDS, late_lengths
 
-from sglang_pat.reasons import StepReason
 from sglang_pat.sglang import backend
 from sglang_pat.sglang.speculative.draft_requests import block_hook
 from sglang_pat.sglang.start import argument_rewrite
@@ -91,29 +90,6 @@ def test_blocks_are_verified_as_chains(algorithm: str, graph: int, bound: int | 
     assert scene.counters["verify"] == {"steps": 4, "rows": 4 * 2 * BLOCK}
     assert sum(scene.counters["steps_without_sharing"].values()) == bool(graph), "the capture alone"
     assert scene.counters["batch_changes"]["join"] == 2 * BLOCK, "the requests stay the same"
-
-
-def test_blocks_are_repeated_without_a_plan() -> None:
-    """They answer and count as those that are planned."""
-    counts = []
-    for is_checked in (True, False):
-        scene, blocks = scene_of(is_checked=is_checked)
-        blocks.capture(2)
-        for lens in late_lengths(scene.reqs):
-            view = blocks.step(lens, 2, **bounded(lens, 2))
-            blocks.assert_exact(view, lens)
-        assert blocks.num_repeated == (0 if is_checked else 3)
-        counts.append({k: v for k, v in scene.counters["draft"].items() if "plans" not in k})
-    assert counts[0] == counts[1] == {"steps": 4, "rows": 4 * 2 * BLOCK}
-
-
-def test_a_block_of_a_request_that_outgrows_the_plan_is_planned() -> None:
-    scene, blocks = scene_of(is_checked=False)
-    blocks.capture(2)
-    for lens in ([25, 31], [27, 33], [67, 33]):
-        scene.commit(lens)
-        blocks.assert_exact(blocks.step(lens, 2, **bounded(lens, 2)), lens)
-    assert inside.reasons(blocks.backend) == {StepReason.FIRST: 1, StepReason.LENGTHS: 1}
 
 
 def test_a_graph_reads_a_block_where_it_was_captured() -> None:

@@ -134,15 +134,6 @@ def test_a_draft_model_has_a_geometry_of_its_own(graphs_first: bool, graph: int)
     assert scene.counters["plans_built"] == 1  # they count as one
 
 
-@pytest.mark.parametrize("graph", [0, 2])
-def test_a_request_that_stopped_takes_no_one_with_it(graph: int) -> None:
-    scene, lens = Extending(), [25, 31]
-    scene.verify(lens, graph)
-    view = scene.extend.step(lens, graph)
-    left, table = scene.stop(scene.served)
-    scene.extend.assert_exact(view, lens, requests=[left], table=table)
-
-
 @pytest.mark.parametrize(("verified_in", "read_in"), [*PLACES, ("padded", 0), ("padded", 2)])
 def test_rows_that_mlp_synchronisation_adds_are_nothing(
     verified_in: int | str, read_in: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +23,8 @@ from fakes.backends import (
 from scene import ROWS, DefaultSteps, Scene, assert_left
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang_trees import TREE_KINDS, late_lengths
+from sglang_trees import TREE_KINDS
 
-from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.speculative import attach
 from sglang_pat.sglang.start import hooks
 from sglang_pat.sglang.tree import request_tracker
@@ -85,17 +83,6 @@ def test_each_step_of_a_round_reads_one_token_more(kind: str, topk: int) -> None
             scene.round.assert_padding_is_zero(view, 2)
 
 
-@pytest.mark.parametrize("graph", [0, 2])
-@chains_and_branches
-def test_a_round_does_with_lengths_that_the_host_learns_late(topk: int, graph: int) -> None:
-    scene = Drafting(topk=topk, graphs=(graph,) if graph else ())
-    assert not scene.round.backend.needs_cpu_seq_lens
-    built = scene.counters["draft"]["plans_built"]
-    for lens in late_lengths(scene.reqs):
-        scene.round.assert_exact(scene.round.step(lens, graph, seq_lens_cpu=None), lens)
-    assert scene.counters["draft"]["plans_built"] == built + 1
-
-
 def test_a_graph_writes_the_lengths_of_all_steps() -> None:
     scene = Drafting(graphs=(4,))
     captured = inside.round_lengths(scene.round.backend)
@@ -150,84 +137,12 @@ def test_one_plan_serves_all_steps_of_rounds_in_which_requests_grow() -> None:
     assert after["plans_built"] == before["plans_built"] == 0  # of the model that is served
 
 
-@chains_and_branches
-@every_tree
-def test_rounds_are_repeated_without_a_plan(kind: str, topk: int) -> None:
-    """They answer and count as those that are planned. The fourth finds a request outgrown."""
-    counts = []
-    for is_checked in (True, False):
-        scene = Drafting(kind, topk=topk, is_checked=is_checked, graphs=(2,))
-        lens = [25, 31]
-        for accepted in ([0, 0], [1, 3], [3, 1], [1, 255], [2, 3]):
-            lens = [length + more for length, more in zip(lens, accepted, strict=True)]
-            scene.round.assert_exact(scene.round.step(lens, 2), lens)
-        assert scene.round.num_repeated == (0 if is_checked else 3)
-        counted = {k: v for k, v in scene.counters["draft"].items() if "plans" not in k}
-        counts.append(counted | scene.counters["draft_kv_tokens"])
-    assert inside.reasons(scene.round.backend) == {StepReason.FIRST: 1, StepReason.LENGTHS: 1}
-    assert counts[0] == counts[1]
-    assert counts[0]["rows"] == 5 * STEPS * 2 * topk
-
-
-@pytest.mark.parametrize("what", ["moved", "graph", "eager", "shorter", "outgrown", "others"])
-def test_rounds_that_are_no_repetition_are_planned(what: str) -> None:
-    scene, lens, graph = Drafting(is_checked=False, graphs=(4, 2)), [25, 31], 2
-    for _ in range(2):
-        scene.round.step(lens, 2)
-    assert scene.round.num_repeated == 1
-    if what == "moved":
-        scene.move()
-    elif what == "graph":
-        graph = 4
-    elif what == "eager":
-        scene.round.step(lens)
-    elif what == "shorter":  # as no request is that stays where it is
-        lens = [24, 31]
-    elif what == "outgrown":
-        lens = [25, 288]
-    elif what == "others":
-        scene.scheduled.reqs = [scene.reqs[0], copy.copy(scene.reqs[1])]
-    view = scene.round.step(lens, graph)
-    assert scene.round.num_repeated == 1
-    scene.round.assert_exact(view, lens)
-
-
-def test_a_request_that_outgrows_its_plan_is_planned_anew() -> None:
-    scene = Drafting()
-    scene.round.reserve(2)
-    for lens, built in (([30, 31], 1), ([30, 287], 1), ([30, 288], 2), ([29, 288], 3)):
-        scene.round.assert_exact(scene.round.step(lens, 2), lens)
-        assert scene.counters["draft"]["plans_built"] == built
-
-
-def test_a_row_that_moved_is_read_anew() -> None:
-    scene = Drafting()
-    scene.round.step([25, 31])
-    scene.move()
-    scene.round.assert_exact(scene.round.step([25, 31]), [25, 31])
-
-
 def test_other_requests_are_planned_anew() -> None:
     scene = Drafting()
     scene.round.step([25, 31])
     scene.scheduled.reqs, scene.rows = scene.reqs[1:], ROWS[1:]
     scene.round.assert_exact(scene.round.step([33]), [33], requests=[0])
     assert scene.counters["draft"]["plans_built"] == 2
-
-
-@pytest.mark.parametrize("is_repeated", [False, True])
-def test_a_request_that_stopped_takes_no_one_with_it(is_repeated: bool) -> None:
-    # Its row is given to the next prompt while a round in which it is still may run; here, before
-    # the layers run.
-    scene, lens = Drafting(is_checked=False, graphs=(4, 2)), [25, 31]
-    view = scene.round.step(lens, 2)
-    if is_repeated:
-        lens = [28, 33]
-        view = scene.round.step(lens, 2)
-    assert scene.round.num_repeated == is_repeated
-    left, table = scene.stop(scene.round)
-    backwards = reversed(range(STEPS))  # so that each one's rows are looked up
-    scene.round.assert_exact(view, lens, requests=[left], table=table, steps=backwards)
 
 
 def test_tokens_of_a_step_are_stored_before_it_attends() -> None:

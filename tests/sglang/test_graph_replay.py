@@ -12,12 +12,11 @@ import inspect_backend as inside
 import pytest
 import torch
 from fakes.backends import dense_rows, replay_view
-from scene import GRAPH, PREFIX_SLOTS, SLOTS, WIDTH, Scene
+from scene import GRAPH, WIDTH, Scene
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_trees import TREE_KINDS
 
-from sglang_pat.executors.reference import gather_slots
 from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER
 
@@ -110,20 +109,6 @@ def test_requests_share_in_a_replay_that_does_not_name_them(scene: Scene) -> Non
     stats = microbatch.captured.stats
     assert (stats.kv_tokens_query_centric, stats.kv_tokens_planned) == (64, 44)
     assert StepReason.NO_REQUESTS not in microbatch.builder.steps_without_sharing
-
-
-def test_a_request_that_stopped_takes_no_one_with_it(scene: Scene) -> None:
-    # SGLang notices a stop token one step late. The row of a request that stopped is planned once
-    # more, then given to the next prompt while that step may still run; here, before it runs.
-    view = scene.served.step([32, 32], GRAPH)
-    plan = inside.plan_of(scene.served.plans)
-    ((_, kv_begin, num_tokens, _),) = plan.gather_spans.tolist()
-    assert (kv_begin, num_tokens) == (0, 20)
-    left, table = scene.stop(scene.served)
-    # Reading the shared range through that row would now find something else.
-    found = gather_slots(plan, scene.table, view.req_pool_indices)
-    assert found.tolist() == [SLOTS - 1] * len(PREFIX_SLOTS)
-    scene.served.assert_exact(view, [32, 32], requests=[left], table=table)
 
 
 # --- steps that repeat the last one ---

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -106,31 +105,6 @@ def test_plans_are_reused_while_requests_grow_by_what_is_accepted(scene: Scene) 
     # Once for all rows of all requests: the prefix, and what each request had of its own.
     assert plans.step_tokens.planned < 0.5 * plans.step_tokens.query_centric
     assert scene.counters["verify"] == {"steps": 4, "rows": 4 * 2 * DRAFTS}
-
-
-# Tokens of both requests that each step accepts. The sixth finds one outgrown.
-ACCEPTED = ([0, 0], [1, 3], [3, 1], [2, 2], [26, 24], [2, 1], [1, 1])
-
-
-@both_algorithms
-def test_steps_are_repeated_without_a_plan(algorithm: str) -> None:
-    """They answer and count as those that are planned."""
-    counted = []
-    for is_checked in (True, False):
-        scene = verifying(algorithm, is_checked=is_checked)
-        scene.served.capture(2)
-        before, lens = counts(scene), [25, 31]
-        for i, accepted in enumerate(ACCEPTED):
-            lens = grown(lens, accepted)
-            reads = CHAIN if algorithm == "EAGLE3" or i % 2 else BRANCHES
-            view = scene.served.step(lens, 2, mask=mask_of(reads))
-            scene.served.assert_exact(view, lens, reads)
-        assert scene.served.num_repeated == (0 if is_checked else 5)
-        assert scene.served.plans.stats.plans_built == 1 + 2  # one for the capture
-        counted.append({name: number - before[name] for name, number in counts(scene).items()})
-    assert counted[0] == counted[1]
-    assert counted[0]["steps"] == len(ACCEPTED)
-    assert counted[0]["rows"] == len(ACCEPTED) * 2 * DRAFTS
 
 
 # --- padding ---
@@ -250,40 +224,6 @@ def test_graphs_that_do_not_write_their_rows_are_never_repeated(
     assert scene.served.num_repeated == 0
 
 
-@pytest.mark.parametrize("what", ["moved", "reset", "graph", "eager", "shorter", "others"])
-@pytest.mark.parametrize("kind", TREE_KINDS)
-def test_steps_that_are_no_repetition_are_planned(kind: str, what: str) -> None:
-    scene, lens, graph = verifying(kind=kind, is_checked=False), [25, 31], 2
-    for each in (4, 2):
-        scene.served.capture(each)
-    for _ in range(2):
-        scene.served.step(lens, 2)
-    assert scene.served.num_repeated == 1
-    if what == "moved":
-        scene.move()
-    elif what == "reset":  # of the cache
-        scene.table[:, :60] += 1
-        REQUEST_TRACKER.invalidate_all()
-    elif what == "graph":
-        graph = 4
-    elif what == "eager":
-        scene.served.step(lens)
-    elif what == "shorter":  # as no request is that stays where it is
-        lens = [22, 31]
-    elif what == "others":
-        scene.scheduled.reqs = [scene.reqs[0], copy.copy(scene.reqs[1])]
-    view = scene.served.step(lens, graph)
-    assert scene.served.num_repeated == 1
-    scene.served.assert_exact(view, lens)
-
-
-def test_a_row_that_moved_is_read_anew(scene: Scene) -> None:
-    scene.served.step([25, 31], 2)
-    scene.move()
-    scene.served.assert_exact(scene.served.step([25, 31], 2), [25, 31])
-    assert scene.served.plans.stats.plans_built == 2
-
-
 def test_what_has_long_been_committed_is_read_once_again(scene: Scene) -> None:
     lens = [25, 31]
     scene.served.step(lens, 2)
@@ -295,42 +235,6 @@ def test_what_has_long_been_committed_is_read_once_again(scene: Scene) -> None:
     assert (stats.plans_built, stats.plans_reused) == (2, 1)
     paths = inside.paths(scene.served.backend)
     assert {path[-1][2] for path in paths} == {*lens}
-
-
-@pytest.mark.parametrize("is_repeated", [False, True])
-@pytest.mark.parametrize("kind", TREE_KINDS)
-def test_a_request_that_stopped_takes_no_one_with_it(kind: str, is_repeated: bool) -> None:
-    """Its row is verified once more, then given to the next prompt while that step may still run.
-
-    Here, before it runs. The prefix is gathered through the row of one of the requests.
-    """
-    scene, lens = verifying(kind=kind, is_checked=not is_repeated), [25, 31]
-    if is_repeated:
-        scene.served.capture(2)
-        scene.served.step(lens, 2)
-        lens = [28, 33]
-    view = scene.served.step(lens, 2)
-    assert scene.served.num_repeated == is_repeated
-    left, table = scene.stop(scene.served)
-    scene.served.assert_exact(view, lens, requests=[left], table=table)
-
-
-@pytest.mark.parametrize("graph", [0, 2])
-@pytest.mark.parametrize("is_checked", [True, False])
-@pytest.mark.parametrize("kind", TREE_KINDS)
-def test_chains_do_with_lengths_that_the_host_learns_late(
-    kind: str, is_checked: bool, graph: int
-) -> None:
-    """After the step behind: SGLang has processed the results of the one before alone."""
-    scene = verifying(kind=kind, is_checked=is_checked)
-    assert not scene.served.backend.needs_cpu_seq_lens
-    scene.served.capture(2)
-    built = scene.counters["plans_built"]
-    for lens in late_lengths(scene.reqs):
-        view = scene.served.step(lens, graph, seq_lens_cpu=None)
-        scene.served.assert_exact(view, lens)
-    assert scene.counters["plans_built"] == built + 1
-    assert scene.served.num_repeated == (3 if graph and not is_checked else 0)
 
 
 # --- masks of trees ---

@@ -1,0 +1,185 @@
+"""What holds for steps of every kind: decode, verify, and those of draft models (`scene`)."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import inspect_backend as inside
+import pytest
+import torch
+from scene import Scene, Steps
+from sglang_trees import late_lengths
+
+from sglang_pat.reasons import StepReason
+from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER
+
+pytestmark = pytest.mark.usefixtures("as_on_a_gpu")
+
+DRAFTS, STEPS = 3, 3
+# A draft token and a branch beside it: the third one does not read the second.
+BRANCHES = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
+
+
+def served(algorithm: str | None, is_checked: bool) -> Steps:
+    """Return the steps of a served model."""
+    drafts = DRAFTS if algorithm else 0
+    return Scene(drafts=drafts, is_checked=is_checked, speculative_algorithm=algorithm).served
+
+
+def rounds(topk: int, is_checked: bool) -> Steps:
+    """Return those of a draft model that decodes."""
+    scene = Scene(drafts=STEPS + 2, is_checked=is_checked, speculative_eagle_topk=topk)
+    steps = scene.rounds(STEPS)
+    steps.reserve()
+    return steps
+
+
+def blocks(algorithm: str, is_checked: bool) -> Steps:
+    """Return those of a draft model that gives blocks."""
+    scene = Scene(
+        drafts=DRAFTS,
+        is_checked=is_checked,
+        speculative_algorithm=algorithm,
+        speculative_draft_attention_backend="triton",  # resolved
+        speculative_draft_window_size=None,
+    )
+    scene.arguments._sglang_pat_draft_backend = None
+    return scene.blocks()
+
+
+class Kind(NamedTuple):
+    """A kind of steps. shown: besides lengths. reads: which drafts each token reads, if not all."""
+
+    make: Callable[[Any, bool], Steps]
+    of: Any
+    shown: dict[str, Any] = {}  # noqa: RUF012  # never written to
+    reads: torch.Tensor | None = None
+
+    def steps(self, *, is_checked: bool = False) -> Steps:
+        """Return steps of this kind, of a new scene, with graphs of 4 and of 2 requests."""
+        steps = self.make(self.of, is_checked)
+        for graph in (4, 2):
+            steps.capture(graph)
+        return steps
+
+
+KINDS = {
+    "decode": Kind(served, None),
+    "chains": Kind(served, "EAGLE3"),
+    "trees": Kind(served, "NGRAM", {"mask": BRANCHES.flatten().repeat(2)}, BRANCHES),
+    "rounds": Kind(rounds, 1),
+    "rounds with branches": Kind(rounds, 2),
+    "blocks": Kind(blocks, "DFLASH", {"seq_lens_cpu": None}),
+}
+SPECULATING = {name: kind for name, kind in KINDS.items() if name != "decode"}
+
+
+def counts(scene: Scene) -> Counter[str]:
+    """Return the numbers of steps, rows and tokens, however the steps were planned."""
+    found: Counter[str] = Counter()
+    for name, counted in scene.counters.items():
+        if name in ("verify", "draft", "draft_kv_tokens"):
+            found.update(
+                {f"{name} {what}": n for what, n in counted.items() if "plans" not in what}
+            )
+        elif name.startswith("kv_tokens"):
+            found[name] = counted
+    return found
+
+
+def grown(lens: list[int], accepted: list[int]) -> list[int]:
+    return [length + more for length, more in zip(lens, accepted, strict=True)]
+
+
+@pytest.mark.parametrize("kind", SPECULATING.values(), ids=SPECULATING)
+def test_steps_are_repeated_without_a_plan(kind: Kind) -> None:
+    """They answer and count as those that are planned. The fourth finds a request outgrown."""
+    counted = []
+    for is_checked in (True, False):
+        steps, lens = kind.steps(is_checked=is_checked), [25, 31]
+        before = counts(steps.scene)
+        for accepted in ([0, 0], [1, 3], [3, 1], [1, 255], [2, 3]):
+            lens = grown(lens, accepted)
+            steps.scene.commit(lens)
+            view = steps.step(lens, 2, **kind.shown)
+            steps.assert_exact(view, lens, kind.reads)
+        assert steps.num_repeated == (0 if is_checked else 3)
+        counted.append(counts(steps.scene) - before)
+    assert inside.reasons(steps.backend) == {StepReason.FIRST: 1, StepReason.LENGTHS: 1}
+    assert counted[0] == counted[1]
+    assert counted[0].total() > 0
+
+
+@pytest.mark.parametrize(
+    "what", ["moved", "reset", "graph", "eager", "shorter", "outgrown", "others"]
+)
+@pytest.mark.parametrize("kind", SPECULATING.values(), ids=SPECULATING)
+def test_steps_that_are_no_repetition_are_planned(kind: Kind, what: str) -> None:
+    steps, lens, graph = kind.steps(), [25, 31], 2
+    scene = steps.scene
+    scene.commit(lens)
+    for _ in range(2):
+        steps.step(lens, 2, **kind.shown)
+    assert steps.num_repeated == 1
+    if what == "moved":
+        scene.move()
+    elif what == "reset":  # of the cache
+        scene.table[:, :60] += 1
+        REQUEST_TRACKER.invalidate_all()
+    elif what == "graph":
+        graph = 4
+    elif what == "eager":
+        steps.step(lens, **kind.shown)
+    elif what == "shorter":  # as no request is that stays where it is
+        lens = [22, 31]
+    elif what == "outgrown":
+        lens = [25, 290]
+    elif what == "others":
+        scene.scheduled.reqs = [scene.reqs[0], copy.copy(scene.reqs[1])]
+    scene.commit(lens)
+    view = steps.step(lens, graph, **kind.shown)
+    assert steps.num_repeated == 1
+    steps.assert_exact(view, lens, kind.reads)
+
+
+@pytest.mark.parametrize("graph", [0, 2])
+@pytest.mark.parametrize("is_checked", [True, False])
+@pytest.mark.parametrize("kind", SPECULATING.values(), ids=SPECULATING)
+def test_lengths_that_the_host_learns_late(kind: Kind, is_checked: bool, graph: int) -> None:
+    """SGLang has processed the results of the step before the last one alone."""
+    steps = kind.steps(is_checked=is_checked)
+    assert not steps.backend.needs_cpu_seq_lens
+    built = steps.planner.plan_counts()["plans_built"]
+    for lens in late_lengths(steps.scene.reqs):
+        view = steps.step(lens, graph, **kind.shown | {"seq_lens_cpu": None})
+        steps.assert_exact(view, lens, kind.reads)
+    assert steps.planner.plan_counts()["plans_built"] == built + 1
+    assert steps.num_repeated == (3 if graph and not is_checked else 0)
+
+
+@pytest.mark.parametrize("is_repeated", [False, True])
+@pytest.mark.parametrize("kind", [*KINDS.values(), None], ids=[*KINDS, "extend"])
+def test_a_request_that_stopped_takes_no_one_with_it(kind: Kind | None, is_repeated: bool) -> None:
+    """SGLang notices a stop token one step late.
+
+    The row of a request that stopped is planned once more, then given to the next prompt while that
+    step may still run; here, before it runs. The prefix is read through one of the rows.
+    """
+    steps = (kind or KINDS["chains"]).steps(is_checked=not is_repeated)
+    shown = kind.shown if kind else {}
+    for length in (25, 26) if is_repeated else (25,):
+        lens = [length, length + 6]
+        steps.scene.commit(lens)
+        view = steps.step(lens, 2, **shown)
+    assert steps.num_repeated == is_repeated
+    reader = steps
+    if kind is None:  # a draft model reads what was verified, under the same plan
+        reader = steps.scene.extends()
+        view = reader.step(lens, 2)
+    left, table = steps.scene.stop(steps)
+    backwards = reversed(range(steps.num_steps))  # so that each one's rows are looked up
+    reads = kind.reads if kind else None
+    reader.assert_exact(view, lens, reads, requests=[left], table=table, steps=backwards)
