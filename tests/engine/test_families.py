@@ -22,8 +22,23 @@ from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("families")]
 
+on_a_cpu = pytest.mark.skipif(
+    cuda_driver_is_present(), reason="runs only where there is no CUDA driver"
+)
 # Float32 sums in another order differ by about 1e-6.
 CLEAR_CUT = 5e-5
+
+
+def cases(table: dict[str, Any], *each_change: str) -> list[Any]:
+    """Return the parameters of a test, by id. Those that are not named run at night."""
+    return [
+        pytest.param(
+            *(values if isinstance(values, tuple) else (values,)),
+            id=name,
+            marks=[] if name in each_change else [pytest.mark.nightly],
+        )
+        for name, values in table.items()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -33,17 +48,18 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FamilyEngines]
         yield running
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(family, id=name, marks=[pytest.mark.nightly] if family.nightly else [])
-        for name, family in FAMILIES.items()
-    ],
-)
+EACH_CHANGE = [name for name, family in FAMILIES.items() if not family.nightly]
+
+
+def skip_if_refused(family: Family) -> None:
+    reason = family.refused.get(sglang.__version__)
+    if reason is not None:
+        pytest.skip(f"SGLang {sglang.__version__} on a CPU: {reason}")
+
+
+@pytest.mark.parametrize("family", cases(FAMILIES, *EACH_CHANGE))
 def test_tokens_and_routes(engines: FamilyEngines, family: Family) -> None:
-    refused = family.refused.get(sglang.__version__)
-    if refused is not None:
-        pytest.skip(f"SGLang {sglang.__version__} on a CPU: {refused}")
+    skip_if_refused(family)
     expected = engines.alone(family)
     assert_telling(expected)
     assert expected.routes is None
@@ -105,45 +121,30 @@ def run_with_drafts(
     return alone, expected, found
 
 
-@pytest.mark.parametrize(
-    ("family", "speculation"),
-    [
-        pytest.param("llama", CHAINS, id="chains"),
-        pytest.param("llama", BRANCHES, id="branches"),
-        # SGLang's own numbers for a Llama.
-        pytest.param(
-            "llama",
-            BRANCHES
-            | {
-                "speculative_num_steps": 5,
-                "speculative_eagle_topk": 4,
-                "speculative_num_draft_tokens": 8,
-            },
-            id="branches of a Llama",
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(
-            "llama", BRANCHES | {"page_size": 4}, id="branches, pages", marks=pytest.mark.nightly
-        ),
-        pytest.param(
-            "llama",
-            BRANCHES | {"page_size": 16},
-            id="branches, pages of 16",
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param("llama", TREES, id="trees", marks=pytest.mark.nightly),
-        # Pages; and window layers, which the default backend verifies.
-        pytest.param("llama", CHAINS | {"page_size": 4}, id="pages", marks=pytest.mark.nightly),
-        pytest.param("gemma-3", CHAINS, id="window layers", marks=pytest.mark.nightly),
-        pytest.param("deepseek-v2", BRANCHES, id="branches, latent", marks=pytest.mark.nightly),
-        pytest.param(
-            "deepseek-v2",
-            CHAINS | {"page_size": 16},
-            id="latent attention",
-            marks=pytest.mark.nightly,
-        ),
-    ],
-)
+SPECULATION = {
+    "chains": ("llama", CHAINS),
+    "branches": ("llama", BRANCHES),
+    # SGLang's own numbers for a Llama.
+    "branches of a Llama": (
+        "llama",
+        BRANCHES
+        | {
+            "speculative_num_steps": 5,
+            "speculative_eagle_topk": 4,
+            "speculative_num_draft_tokens": 8,
+        },
+    ),
+    "branches, pages": ("llama", BRANCHES | {"page_size": 4}),
+    "branches, pages of 16": ("llama", BRANCHES | {"page_size": 16}),
+    "trees": ("llama", TREES),
+    "pages": ("llama", CHAINS | {"page_size": 4}),
+    "window layers": ("gemma-3", CHAINS),  # which the default backend verifies
+    "branches, latent": ("deepseek-v2", BRANCHES),
+    "latent attention": ("deepseek-v2", CHAINS | {"page_size": 16}),
+}
+
+
+@pytest.mark.parametrize(("family", "speculation"), cases(SPECULATION, "chains", "branches"))
 def test_speculation(
     engines: FamilyEngines, tmp_path: Path, family: str, speculation: dict[str, Any]
 ) -> None:
@@ -170,13 +171,12 @@ def test_speculation(
     assert rows <= verified["rows"] <= rows + tokens * (len(found.tokens) + 1)
 
 
+@on_a_cpu
 def test_tokens_that_are_padded_for_the_ranks(engines: FamilyEngines, tmp_path: Path) -> None:
     """Under MLP synchronisation each rank has the layers of a part of a step's tokens.
 
     An odd number of tokens is padded. Three drafts a request, of one or of several requests.
     """
-    if cuda_driver_is_present():
-        pytest.skip("runs only where there is no CUDA driver")
     small = FAMILIES["llama"]
     padded = drafts_of_a_head(small, tmp_path / "draft") | {
         "speculative_num_steps": 2,
@@ -195,12 +195,11 @@ def test_tokens_that_are_padded_for_the_ranks(engines: FamilyEngines, tmp_path: 
     assert found.first_verify_steps > 0  # of one request: three rows, padded to four
 
 
+@on_a_cpu
 @pytest.mark.nightly
 @pytest.mark.parametrize("drafter", ["the same model", "a head"])
 def test_chains_on_two_ranks(engines: FamilyEngines, tmp_path: Path, drafter: str) -> None:
     """Both ranks plan every verify step alike, and accept what the default backend's accept."""
-    if cuda_driver_is_present():
-        pytest.skip("runs only where there is no CUDA driver")
     small = FAMILIES["llama"]
     drafts = (
         drafts_of_a_head(small, tmp_path / "draft") if drafter == "a head"
@@ -219,6 +218,7 @@ def test_chains_on_two_ranks(engines: FamilyEngines, tmp_path: Path, drafter: st
     assert found.stats["verify"]["steps"] > 0
 
 
+@on_a_cpu
 @pytest.mark.nightly
 @pytest.mark.parametrize("page_size", [1, 64])
 @pytest.mark.parametrize("own_requests", [False, True], ids=["common batch", "own requests"])
@@ -226,8 +226,6 @@ def test_latent_attention_on_two_ranks(
     engines: FamilyEngines, own_requests: bool, page_size: int
 ) -> None:
     """Each has half of the query heads; or all, for requests of its own, and idles without any."""
-    if cuda_driver_is_present():
-        pytest.skip("runs only where there is no CUDA driver")
     small = FAMILIES["deepseek-v2"]
     ranks = environment_of_ranks(tp_size=2)
     layout: dict[str, Any] = {"tp_size": 2, "page_size": page_size}
@@ -282,9 +280,8 @@ def test_steps_that_are_prepared_on_a_stream_of_their_own(
 ) -> None:
     """The order of streams shows on a GPU alone; whose steps are prepared, here."""
     small = FAMILIES["llama"]
-    drafts = CHAINS | {
-        "speculative_draft_model_path": str(small.write(tmp_path / "draft")),
-        "environment": {"SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1"},
+    drafts = drafts_with(CHAINS, small, tmp_path) | {
+        "environment": {"SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1"}
     }
     _, _, found = run_with_drafts(engines, small, drafts)
     assert_routes(found, small)
@@ -344,28 +341,23 @@ def drafts_of_blocks(family: Family, folder: Path, **config: Any) -> dict[str, A
     return BLOCKS | {"speculative_draft_model_path": str(draft)}
 
 
+# Keys of the draft model, options, and the layers of the draft model that pat decodes.
+OF_BLOCKS = {
+    "whole blocks": ({}, {}, (0, 1)),
+    "causal": ({"is_causal": True}, {}, (0, 1)),
+    # A layer with a window stays with the default backend.
+    "window, pages": (
+        {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 32},
+        {"page_size": 4},
+        (0,),
+    ),
+    "no overlap": ({}, {"disable_overlap_schedule": True}, (0, 1)),
+    "a table of its own": ({}, {"speculative_draft_window_size": 64}, ()),
+}
+
+
 @pytest.mark.parametrize(
-    ("config", "options", "layers"),
-    [
-        pytest.param({}, {}, (0, 1), id="whole blocks"),
-        pytest.param({"is_causal": True}, {}, (0, 1), id="causal", marks=pytest.mark.nightly),
-        # A layer with a window stays with the default backend.
-        pytest.param(
-            {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 32},
-            {"page_size": 4},
-            (0,),
-            id="window, pages",
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(
-            {},
-            {"disable_overlap_schedule": True},
-            (0, 1),
-            id="no overlap",
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param({}, {"speculative_draft_window_size": 64}, (), id="a table of its own"),
-    ],
+    ("config", "options", "layers"), cases(OF_BLOCKS, "whole blocks", "a table of its own")
 )
 def test_blocks_of_drafts(
     engines: FamilyEngines,
@@ -420,13 +412,8 @@ def test_a_draft_model_of_several_layers(engines: FamilyEngines, tmp_path: Path)
 def test_a_draft_model_of_one_step(engines: FamilyEngines, tmp_path: Path) -> None:
     """Draft extend gives the only draft."""
     small = FAMILIES["llama"]
-    draft = small.write(tmp_path / "draft")
-    speculation = CHAINS | {
-        "speculative_num_steps": 1,
-        "speculative_num_draft_tokens": 2,
-        "speculative_draft_model_path": str(draft),
-    }
-    _, _, found = run_with_drafts(engines, small, speculation)
+    drafts = drafts_with(IN_GRAPHS["one step"], small, tmp_path)
+    _, _, found = run_with_drafts(engines, small, drafts)
     verified = found.stats["verify"]
     assert found.stats["draft_extend"] == verified
     assert found.draft_calls == dict.fromkeys(found.calls, verified["steps"])
@@ -439,7 +426,7 @@ def test_requests_that_are_aborted_under_speculation(
 ) -> None:
     """In the middle of their answers, while others with the same prompts go on."""
     small = FAMILIES["llama"]
-    drafts = options | {"speculative_draft_model_path": str(small.write(tmp_path / "draft"))}
+    drafts = drafts_with(options, small, tmp_path)
     alone = engines.alone(small)
     found = engines.run(small, "pat", aborts=True, **drafts)
     assert found.tokens == alone.tokens
@@ -480,7 +467,7 @@ def test_requests_that_stop_and_that_are_retracted_under_speculation(
     A pool that is too small for all that is admitted sends some back.
     """
     small = FAMILIES["llama"]
-    drafts = options | {"speculative_draft_model_path": str(small.write(tmp_path / "draft"))}
+    drafts = drafts_with(options, small, tmp_path)
     alone = engines.alone(small)
     stopped = answers_that_stop(alone)
     stop_tokens = [answer[-1] for answer in stopped]
@@ -499,23 +486,18 @@ def test_requests_that_stop_and_that_are_retracted_under_speculation(
     assert found.retractions > 0
 
 
-@pytest.mark.parametrize(
-    ("options", "kind"),
-    [
-        pytest.param(BRANCHES, "streaming", id="branches, streaming"),
-        *(
-            pytest.param(options, kind, id=f"{name}, {kind}", marks=pytest.mark.nightly)
-            for options, name, kind in (
-                (BRANCHES, "branches", "session"),
-                (CHAINS, "chains", "session"),
-                (CHAINS, "chains", "streaming"),
-                (CHAINS | {"page_size": 16}, "pages", "streaming"),
-                (TREES, "trees", "session"),
-                (TREES, "trees", "streaming"),
-            )
-        ),
-    ],
-)
+SESSIONS = {
+    "branches, streaming": (BRANCHES, "streaming"),
+    "branches, session": (BRANCHES, "session"),
+    "chains, session": (CHAINS, "session"),
+    "chains, streaming": (CHAINS, "streaming"),
+    "pages, streaming": (CHAINS | {"page_size": 16}, "streaming"),
+    "trees, session": (TREES, "session"),
+    "trees, streaming": (TREES, "streaming"),
+}
+
+
+@pytest.mark.parametrize(("options", "kind"), cases(SESSIONS, "branches, streaming"))
 def test_sessions_under_speculation(
     engines: FamilyEngines, tmp_path: Path, options: dict[str, Any], kind: str
 ) -> None:
@@ -534,23 +516,20 @@ def test_sessions_under_speculation(
     assert_shared_drafts(found, expected)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        BRANCHES,
-        *(
-            pytest.param(options, marks=pytest.mark.nightly)
-            for options in (CHAINS, CHAINS | {"page_size": 16}, TREES)
-        ),
-    ],
-    ids=["branches", "chains", "pages", "trees"],
-)
+FROM_HOST = {
+    "branches": BRANCHES,
+    "chains": CHAINS,
+    "pages": CHAINS | {"page_size": 16},
+    "trees": TREES,
+}
+
+
+@on_a_cpu
+@pytest.mark.parametrize("options", cases(FROM_HOST, "branches"))
 def test_kv_that_comes_back_from_the_host_under_speculation(
     engines: FamilyEngines, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     """The draft model's comes back, too: as many drafts are right as before."""
-    if cuda_driver_is_present():
-        pytest.skip("runs only where there is no CUDA driver")
     small = FAMILIES["llama"]
     drafts = drafts_with(options, small, tmp_path) | HICACHE_ARGUMENTS
     drafts |= {
@@ -570,24 +549,37 @@ def test_kv_that_comes_back_from_the_host_under_speculation(
     assert_shared_drafts(found, expected)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        BRANCHES,
-        *(
-            pytest.param(options, marks=pytest.mark.nightly)
-            for options in (
-                {},
-                CHAINS,
-                TREES,
-                CHAINS | {"page_size": 4, "disable_overlap_schedule": True},
-                BRANCHES | {"disable_overlap_schedule": True},
-                CHAINS | {"speculative_num_steps": 1, "speculative_num_draft_tokens": 2},
-            )
-        ),
-    ],
-    ids=["branches", "decode", "chains", "trees", "pages", "no overlap", "one step"],
-)
+# Prefix caches that hold windows, states, or both beside the full slots.
+HYBRIDS = ("gpt-oss", "gemma-3", "llama-4", "qwen3.5", "nemotron-h", "falcon-h1")
+
+
+@pytest.mark.parametrize("name", cases({name: name for name in HYBRIDS}, "gpt-oss"))
+def test_prefixes_that_are_evicted_from_a_hybrid_cache(engines: FamilyEngines, name: str) -> None:
+    """Windows and states of a prefix go by other rules than the full slots, which pat reads."""
+    family = FAMILIES[name]
+    skip_if_refused(family)
+    small = {"evictions": True, "max_total_tokens": 700}
+    expected = engines.run(family, None, **small)
+    found = engines.run(family, "pat", **small)
+    assert found.tokens == expected.tokens
+    assert found.smallest_gap > CLEAR_CUT
+    assert_routes(found, family)
+    assert found.stats["tree_events"]["evict"] > 0
+    assert found.stats["steps_without_sharing"] == {}
+
+
+IN_GRAPHS = {
+    "branches": BRANCHES,
+    "decode": {},
+    "chains": CHAINS,
+    "trees": TREES,
+    "pages": CHAINS | {"page_size": 4, "disable_overlap_schedule": True},
+    "no overlap": BRANCHES | {"disable_overlap_schedule": True},
+    "one step": CHAINS | {"speculative_num_steps": 1, "speculative_num_draft_tokens": 2},
+}
+
+
+@pytest.mark.parametrize("options", cases(IN_GRAPHS, "branches"))
 def test_a_step_in_a_graph_has_a_plan_that_serves_it(
     engines: FamilyEngines, tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -688,21 +680,14 @@ def assert_shared(run: Run, family: Family) -> None:
     assert alone - planned >= 0.9 * (8 - reads) * PREFIX * steps
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama",
-        # Layers of both routes: a hybrid's pools have the type as well. And latent attention.
-        *(
-            pytest.param(name, marks=pytest.mark.nightly)
-            for name in ("gpt-oss", "qwen3-next", "deepseek-v2")
-        ),
-    ],
-)
+# Plain; layers of both routes, as a hybrid's pools have the type as well; and latent attention.
+OVER_FP8 = ("llama", "gpt-oss", "qwen3-next", "deepseek-v2")
+
+
+@pytest.mark.parametrize("name", cases({name: name for name in OVER_FP8}, "llama"))
 def test_tokens_over_an_fp8_pool(engines: FamilyEngines, name: str) -> None:
     family = FAMILIES[name]
-    if sglang.__version__ in family.refused:
-        pytest.skip(f"SGLang {sglang.__version__} on a CPU: {family.refused[sglang.__version__]}")
+    skip_if_refused(family)
     options = {"kv_cache_dtype": "fp8_e4m3"}
     expected = engines.run(family, None, **options)
     assert_telling(expected)

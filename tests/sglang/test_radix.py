@@ -266,6 +266,18 @@ def test_other_caches_have_no_source() -> None:
     assert path_reader(None) is None
 
 
+def test_a_tree_of_components_that_we_do_not_know_has_no_source() -> None:
+    """They may hold other slots. Windows and states are known."""
+    cache = Tree("unified").cache
+    ((kind, full),) = cache.components.items()
+    for name, is_known in (("SWA", True), ("MAMBA", True), ("C128", False)):
+        cache.components = {kind: full, type("Kind", (), {"name": name}): object()}
+        assert (path_reader(cache) is not None) == is_known
+    full.__class__ = type("Heir", (type(full),), {})
+    cache.components = {kind: full}
+    assert path_reader(cache) is None
+
+
 def test_a_cache_wrapped_for_sessions_is_unwrapped() -> None:
     from sglang.srt.session.streaming_session import StreamingSession
 

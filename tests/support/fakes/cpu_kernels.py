@@ -160,22 +160,21 @@ def _forward(
     counts: torch.Tensor, more: dict[str, Any],
 ) -> torch.Tensor:  # fmt: skip
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     if more.get("q_rope") is not None:  # latent attention gives both parts
         q = torch.cat([q, more["q_rope"]], dim=-1)
         k = k if more.get("k_rope") is None else torch.cat([k, more["k_rope"]], dim=-1)
-    is_cross = layer.is_cross_attention
+    pool, is_cross = self.token_to_kv_pool, layer.is_cross_attention
     loc = batch.encoder_out_cache_loc if is_cross else batch.out_cache_loc
     if save_kv_cache and k is not None:
         if more.get("k_rope") is not None:
             size = more["k_rope"].shape[-1]
-            pool = self.token_to_kv_pool
             pool.set_mla_kv_buffer(layer, loc, k[..., :-size], k[..., -size:])
         else:
-            where = KVWriteLoc(loc, self.swa_out_cache_loc)
-            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v)
-    keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
-    values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+            pool.set_kv_buffer(layer, KVWriteLoc(loc, self.swa_out_cache_loc), k, v)
+    keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+    in_window_pool = isinstance(pool, SWAKVPool) and pool.layers_mapping[layer.layer_id][1]
     queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
     is_in_place = k is not None and not save_kv_cache and layer.qk_head_dim != keys.shape[-1]
     out = queries.new_empty(len(queries), layer.tp_q_head_num, layer.v_head_dim)
@@ -186,6 +185,8 @@ def _forward(
         encoder = int(batch.encoder_lens[i]) if batch.encoder_lens is not None else 0
         first, last = (0, encoder) if is_cross else (encoder, encoder + length)
         slots = self.req_to_token_pool.req_to_token[batch.req_pool_indices[i], first:last].long()
+        if in_window_pool:  # slots out of the window are read, and masked
+            slots = pool.translate_loc_from_full_to_swa(slots)
         position = torch.arange(start, start + count)[:, None]
         key = torch.arange(last - first)[None]
         seen = torch.ones(count, last - first, dtype=torch.bool)
