@@ -264,20 +264,6 @@ def test_costs_of_latent_attention_are_measured_as_well(
         load(MACHINE)
 
 
-def test_latent_attention_has_costs_of_its_own(
-    made: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The file is about other kernels. What a tile reads again costs most of what it read first."""
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    for gpu, reread in (("H100", 0.59), ("H200", 0.84), ("L40S", 0.59)):
-        machine = replace(MACHINE, gpu=f"NVIDIA {gpu}")
-        monkeypatch.setattr(calibration, "_machine", lambda _, machine=machine: machine)
-        replace(made, machine=machine).save()
-        found = costs_of(torch.device("cuda", 0), latent=True).values()
-        assert found["reread_token"] == pytest.approx(reread, abs=0.01)
-        assert found["item"] == found["packed_item"] == 60
-
-
 def test_the_hash_of_the_kernels_is_that_of_all_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

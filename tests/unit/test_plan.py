@@ -11,7 +11,6 @@ from sample_forests import make_case, make_scheduler, plan_case, three_level_cas
 from sglang_pat._scheduler import (
     LATENT_TILE_TABLE,
     PLAN_SECTIONS,
-    SHIPPED_COSTS,
     TILE_TABLE,
     CostModel,
     PackScheduler,
@@ -217,13 +216,6 @@ def test_costs_have_a_range() -> None:
         CostModel(item="x")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"a cost model has reread_token, .*, token_64, got piece"):
         CostModel(piece=3)
-
-
-def test_costs_of_gpus_say_whether_they_were_measured() -> None:
-    shipped = {gpu: (is_measured, cost) for gpu, is_measured, cost in SHIPPED_COSTS}
-    assert list(shipped) == ["H100", "H200", "A100", "L40S", "B200"]
-    assert [gpu for gpu, (is_measured, _) in shipped.items() if is_measured] == ["H100", "H200"]
-    assert shipped["H100"][1] == CostModel()
 
 
 def test_arrays_must_be_aligned() -> None:

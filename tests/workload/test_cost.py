@@ -218,29 +218,6 @@ def test_the_cache_holds_what_is_read_by_neighbours_or_is_small() -> None:
     assert shares(scattered, 20_000) == pytest.approx(1 - 25e6 / 512 / 160_000)
 
 
-def test_windows_read_no_more_than_they_hold() -> None:
-    _, config = read_config("llama-3.1-8b")
-    types = ["sliding_attention"] * 31 + ["full_attention"]
-    kinds = {"architectures": ["GptOssForCausalLM"], "layer_types": types}
-    whole, hybrid = (
-        StepTime.of_model({**config, **changes}, GPUS["H100"])
-        for changes in ({}, {"sliding_window": 1024, **kinds})
-    )
-    reads = Reads(16 * 8192)
-    attention = [time.decode(16, 16 * 8192, reads, reads).attention for time in (whole, hybrid)]
-    assert attention[1] < attention[0] / 2
-
-
-def test_a_pass_computes_the_output_head_for_last_tokens_only() -> None:
-    _, config = read_config("llama-3.1-8b")
-    small, large = (
-        StepTime.of_model({**config, "vocab_size": size}, GPUS["H100"])
-        for size in (128_256, 500_000)
-    )
-    assert small.prefill(100_000, 0, 1) == large.prefill(100_000, 0, 1)
-    assert small.without_attention(1) < large.without_attention(1)
-
-
 MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 16}
 
 
