@@ -446,10 +446,8 @@ INT_VECTOR = "must be 1-D torch.int64 or torch.int32, got"
         ("req_to_token", torch.zeros((3, 8)).long(), "req_to_token must be 2-D torch.int32"),
         ("req_to_token", torch.zeros((3, 4)).int(), "req_to_token's width 4, got 5"),
         ("req_to_token", None, "req_to_token must be a torch.Tensor, got NoneType"),
-        ("req_pool_indices", np.array([1, 2]), "must be a torch.Tensor, got ndarray"),
         ("req_pool_indices", torch.tensor([1, 3]), "be rows of req_to_token, 0 to 2, got 3"),
         ("req_pool_indices", torch.tensor([-1, 2]), "be rows of req_to_token, 0 to 2, got -1"),
-        ("seq_lens", [4, 5], "seq_lens must be a torch.Tensor, got list"),
         ("batch", None, "batch must be a DecodeBatch, got NoneType"),
         ("req_to_token", torch.zeros((3, 8), device="meta").int(), "must be on cpu, got meta"),
         ("req_pool_indices", torch.tensor([1.0, 2.0]), f"{INT_VECTOR} 1-D torch.float32"),
@@ -468,10 +466,7 @@ INT_VECTOR = "must be 1-D torch.int64 or torch.int32, got"
             batch_of([4, 5], [[(1, 0, 4)], []]),
             r"batch.paths must be PrefixPaths, got list; PrefixPaths.from_lists\(\)",
         ),
-        *(
-            ("batch", batch_of([4, 5], 2, begun), "batch.begun_ns must be an integer")
-            for begun in ("x", 10.5, True)
-        ),
+        ("batch", batch_of([4, 5], 2, 10.5), "batch.begun_ns must be an integer"),
     ],
 )
 def test_bad_steps(name: str, value: object, message: str) -> None:
@@ -504,7 +499,6 @@ def test_bad_steps(name: str, value: object, message: str) -> None:
         ),
         ("sinks", torch.zeros(8, device="meta"), "sinks must be on cpu, got meta"),
         ("out", torch.zeros(2, 8, 32), r"out must have shape \[2, 8, 64\]"),
-        ("q", np.zeros((2, 8, 64), np.float32), "q must be a torch.Tensor, got ndarray"),
         ("k_cache", None, "k_cache must be a torch.Tensor, got NoneType"),
         ("sinks", [0.0] * 8, "sinks must be a torch.Tensor, got list"),
         ("sm_scale", math.nan, "sm_scale must be positive, got nan"),

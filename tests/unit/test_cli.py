@@ -48,7 +48,6 @@ def answer(*words: str) -> subprocess.CompletedProcess[str]:
         ("build --dtype float32", "'float32' (choose from 'float16', 'bfloat16')"),
         ("build --head-dim 72", "--head-dim: '72'; allowed: 64, 80, 96, 128, 192/128, 256"),
         ("build --head-dim 128/64", "--head-dim: '128/64'; allowed: 64, 80"),
-        ("build --cache /etc/passwd", "--cache: '/etc/passwd'; allowed: the path of a folder"),
         ("build --cache=", "--cache: ''; allowed: the path of a folder"),
         (
             "build --arch 9.0 --cache /proc/x",
@@ -58,7 +57,6 @@ def answer(*words: str) -> subprocess.CompletedProcess[str]:
         ("demo --requests 47", "--requests: '47'; allowed: a whole number from 48 to 10,000"),
         ("demo --json /proc/x", "--json: '/proc/x': No such file or directory"),
         ("demo --json /", "--json: '/': it is a folder; name a file"),
-        ("demo --write-model", "--write-model: expected one argument"),
         ("demo --write-model /etc", "'/etc' is not empty; allowed: a new or an empty folder"),
         ("demo --write-model /etc/passwd", "'/etc/passwd'; allowed: the path of a folder"),
         ("advise --model qwen3-8b", "one of the arguments --trace --generate is required"),

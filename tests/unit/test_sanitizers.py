@@ -10,7 +10,7 @@ import torch
 
 from check import sanitizer_grid
 from check.sanitizer_grid import GRID, HOPPER, Case, run_case
-from check.sanitizers import KERNELS, reports, verdict
+from check.sanitizers import KERNELS, verdict
 from sglang_pat._scheduler import LATENT_TILE_TABLE, TILE_TABLE
 from sglang_pat.executors.jit import source_folder
 from sglang_pat.plan import BufferSizes, DecodePlan, KvTokens
@@ -161,21 +161,3 @@ def test_a_planted_fault_must_be_reported() -> None:
     found = CLEAN.replace("0 errors", "9 errors").replace("2 of 2: group-2: 0.5 s\n", "")
     assert verdict(found, **planted)["failures"] == []
     assert verdict(CLEAN, **planted)["failures"] == ["the planted fault is not reported"]
-
-
-def test_reports_are_one_line_each_and_listed_once() -> None:
-    assert reports(CLEAN) == []
-    assert reports(RACE) == [
-        "Error: Race reported between Write access at pack_decode_kernel+0xa70 | "
-        "and Read access at pack_decode_kernel+0x2b80 [508 hazards]"
-    ]
-    report = """========= Invalid __global__ read of size 16 bytes
-=========     by thread ({},0,0) in block (3,0,0)
-=========     Address {} is out of bounds
-=========     Saved host backtrace
-=========
-"""
-    assert reports(report.format(1, "0x7f00") + report.format(2, "0x7f10")) == [
-        "Invalid __global__ read of size 16 bytes | by thread * in block * | "
-        "Address * is out of bounds"
-    ]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from handwritten_plans import HandItem, HandPlan, HandSegment, random_plan
+from handwritten_plans import HandPlan, random_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import Problem
 from sample_forests import ForestCase, broken_token, forest_cases, make_case, many
 
-from sglang_pat._scheduler import OPEN_END
 from sglang_pat.batch import Step
 from sglang_pat.executors.layer import LayerInputs
 from sglang_pat.executors.reference import ReferenceExecutor, dense_attention
@@ -67,20 +66,3 @@ def test_broken_kv_stays_with_its_requests(broken_cache: str, number: float) -> 
         assert torch.equal(lse[~broken], clean_lse[~broken])
         if np.isnan(number) or broken_cache == "v":
             assert not out[broken].isfinite().any()
-
-
-def test_open_segments_end_where_their_requests_do() -> None:
-    """A plan for the first 3 of 10 private tokens; one request has none of them."""
-    whole = make_case([(-1, 40)], [(0, 10), (0, 10), (0, 10)])
-    planned = ForestCase(whole.paths, np.array([43, 40, 43], dtype=np.int32), whole.tokens)
-    plan = random_plan(planned, 4, 0)
-    for lens in (whole.seq_lens, planned.seq_lens):
-        check(whole, plan, 4, lens)
-
-
-def test_a_request_without_kv_in_its_items_is_empty() -> None:
-    case = make_case([], [(-1, 5), (-1, 0), (-1, 0)])
-    item = HandItem([0, 1, 2], [HandSegment(0, 0, OPEN_END, 0, 1), HandSegment(1, 0, 0, 1, 2)])
-    empty = HandItem([2], [HandSegment(2, 0, OPEN_END, 0, 1)])
-    for items in ([item], [item, empty]):
-        check(case, HandPlan(3, 4, items), 4, case.seq_lens)
