@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 
 import pytest
 import torch
@@ -20,10 +20,8 @@ from pack_decode_cases import (
     check,
     check_case,
     group_sizes,
-    latent,
     make_sinks,
     needs_gpu,
-    needs_latent_kernels,
     planned,
     planned_step,
     run,
@@ -63,10 +61,8 @@ def test_splits_and_bodies(num_workers: int, max_block_q: int, pair: tuple[int, 
 
 @all_head_dims
 def test_long_rows_are_merged(pair: tuple[int, int]) -> None:
-    heads, options = (
-        Heads(8, 2, pair[0], BF16, pair[1]),
-        {"num_workers": 264, "min_item_tokens": 64},
-    )
+    heads = Heads(8, 2, pair[0], BF16, pair[1])
+    options = {"num_workers": 264, "min_item_tokens": 64}
     check_case(LONG, heads, **options)
     check_case(LONG, heads, sinks=make_sinks(heads), **options)
 
@@ -98,24 +94,18 @@ def test_lengths_of_one_request(length: int, pair: tuple[int, int]) -> None:
     check_case(make_case([], [(-1, length)]), Heads(8, 2, pair[0], BF16, pair[1]))
 
 
-@pytest.mark.parametrize(
-    "heads_of",
-    [
-        pytest.param(lambda dtype: Heads(8, 2, dtype=dtype), id="gqa"),
-        pytest.param(lambda dtype: latent(8, dtype), id="latent", marks=needs_latent_kernels),
-    ],
-)
+@group_sizes([4], [8])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(("rise", "length"), [(3.0, 330), (-3.0, 330), (15.0, 150), (-15.0, 150)])
 def test_logits_that_rise_or_fall(
-    rise: float, length: int, dtype: torch.dtype, heads_of: Callable[[torch.dtype], Heads]
+    rise: float, length: int, dtype: torch.dtype, heads: Heads
 ) -> None:
     """By `rise` every 32 tokens: little, so that sums are rescaled now and then, and much.
 
     In latent attention the maximum passes from one warpgroup to the other.
     """
     case = make_case([(-1, length)], [(0, 1), (0, 70)] * 3 + [(-1, length)])
-    heads = heads_of(dtype)
+    heads = dataclasses.replace(heads, dtype=dtype)
     column = COLUMNS if heads.is_latent else 0
     tensors = Tensors.make(case, heads)
     tensors.q[..., column] = 8.0
