@@ -1,4 +1,4 @@
-"""The kernel benchmark without a GPU: what its suites hold, its forests, and its gates."""
+"""The kernel benchmark without a GPU: its forests, errors beside those of torch, and gates."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kernel import measurement
 from kernel.contenders import cascade_groups, level_of
 from kernel.gates import gates
 from kernel.latent_workloads import COLUMNS, LatentWorkload
+from kernel.numerics import compare
 from kernel.pages import Unsupported
 from kernel.request_forests import SLOTS, Forest, random_forest
 from kernel.workloads import Workload
@@ -217,3 +218,21 @@ def test_a_case_in_which_pat_failed_fails_its_suite() -> None:
     failed = {gate.suite: gate.found for gate in gates(cases) if gate.passed is False}
     wrong = "pat failed in e"
     assert failed == {"shared, all": wrong, "long-prefix": wrong, "all": "not in e"}
+
+
+@pytest.mark.parametrize("shape", [(6,), (3, 2), (3, 1, 2)])
+def test_results_of_any_shape(shape: tuple[int, ...]) -> None:
+    """A selection of elements is a vector: tests of isolation compare such."""
+    exact = torch.tensor([1.0, 1.0, 2.0, 2.0, 4.0, 4.0], dtype=torch.float64).view(shape)
+    result = (exact + 0.25).bfloat16()
+    report = compare(result, exact.bfloat16(), exact)
+    assert not report.acceptable
+    assert report.mean_error == 0.25
+    assert report.relative_error == pytest.approx(1.5 / 14 if len(shape) == 1 else 0.25)
+
+
+def test_a_nan_that_is_not_exact_is_an_infinite_error() -> None:
+    exact = torch.tensor([1.0, float("nan")], dtype=torch.float64)
+    assert compare(exact.bfloat16(), exact.bfloat16(), exact).max_error == 0
+    missing = torch.tensor([float("nan"), 1.0]).bfloat16()
+    assert compare(missing, exact.bfloat16(), exact).max_error == float("inf")

@@ -1,8 +1,9 @@
-"""Launches without a GPU: the parameters for the driver, and its answers."""
+"""Launches without a GPU: the parameters for the driver, its answers, and who launches."""
 
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from sglang_pat._launch_params import NUM_LAUNCH_FACTS, DecodeArgument, GatherAr
 from sglang_pat._scheduler import PlanCapacity
 from sglang_pat.executors import loaded_kernels
 from sglang_pat.executors.jit import SHIPPED, KernelBuildError, KernelConfig
-from sglang_pat.executors.loaded_kernels import LaunchFacts, check, kv_map, load_kernels
+from sglang_pat.executors.loaded_kernels import Launcher, LaunchFacts, check, kv_map, load_kernels
 
 CAPACITY = PlanCapacity(num_tickets=3, num_work_items=5)
 CONFIG = KernelConfig(torch.bfloat16, 128, (9, 0))
@@ -235,3 +236,32 @@ def test_another_image_that_the_driver_refuses_is_named(
     command = r"sglang-pat build --force --arch 9\.0 --dtype bfloat16 --head-dim 128"
     with pytest.raises(KernelBuildError, match=rf"kernels\.cubin cannot be loaded.*{command}"):
         load_kernels(CONFIG, 0)
+
+
+MINE, OTHERS = (16, (264, 1)), (32, (8, 2))  # stream and grid
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_threads_launch_on_the_stream_and_grid_that_each_asked_for(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launchers are shared: `load_kernels()` keeps one per kernel and device."""
+    launcher = Launcher(None, 192, 64, overlap=overlap)
+    launched: list[Any] = []
+
+    def launch(config: Any, function: Any, argument: int, extra: int) -> Any:
+        if not launched:  # another thread launches between this one's settings and its launch
+            launched.append(None)
+            other = threading.Thread(target=launcher, args=(0, *OTHERS))
+            other.start()
+            other.join()
+        stream, grid = int(config.hStream), (config.gridDimX, config.gridDimY)
+        launched.append((stream, grid))
+        assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (192, 1, 1)
+        assert (config.sharedMemBytes, config.gridDimZ) == (64, 1)
+        assert config.numAttrs == int(overlap)
+        return (loaded_kernels.driver.CUresult.CUDA_SUCCESS,)
+
+    monkeypatch.setattr(loaded_kernels.driver, "cuLaunchKernelEx", launch)
+    launcher(0, *MINE)
+    assert launched == [None, OTHERS, MINE]

@@ -1,15 +1,26 @@
-"""The parts of the serving benchmarks that need no server: prompts, models, results."""
+"""Parts of the serving benchmarks that need no server: what is asked, compared, predicted."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from common.fleet import Member, groups_that_fit, wait, watched
+from common.metadata import known_gpu
+from common.models import MODELS
 from common.results import earlier, write
+from kernel import sharing
+from server import compare
+from server.compare import arguments_of, gates, server_bytes
+from server.scenarios import BACKENDS, SCENARIOS, Scenario, shared
 from sglang_pat.bench.cases import Case
+from sglang_pat.bench.decoding import DecodeRun
 from sglang_pat.bench.http_server import as_flags, running_process
+from sglang_pat.workload.models import GPUS
 
 META = {"commit": "c", "gpu": "g", "torch": "t", "cuda": "u", "versions": {}}
 
@@ -48,3 +59,174 @@ def test_results_are_continued_by_the_same_commit_only(tmp_path: Path) -> None:
     assert earlier(file, META)["serving"] == [1]
     with pytest.raises(ValueError, match="commit 'c', this is 'd'"):
         earlier(file, META | {"commit": "d"})
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_batch_fits_its_servers(name: str) -> None:
+    scenario = SCENARIOS[name]
+    arguments = arguments_of(scenario)
+    assert BACKENDS[scenario.backends[0]].contender.is_pat
+    assert len(scenario.backends) > 1
+    for batch in scenario.batches:
+        case = batch.case
+        prompts = case.prompts(2000)
+        more = compare.TAIL + max(case.generated, compare.ANSWER_TOKENS)
+        distinct = sum(len(prompt) - case.prefix + more for prompt in prompts)
+        assert distinct + case.groups * case.prefix <= arguments["max_total_tokens"]
+        assert max(map(len, prompts)) + more < arguments["context_length"]
+        assert case.batch in arguments["cuda_graph_bs_decode"]
+        assert case.batch <= arguments["max_running_requests"]
+        if "max_mamba_cache_size" in arguments:  # states are kept at multiples of chunks
+            assert case.prefix % 64 == case.private % 64 == 0
+    assert len({batch.name for batch in scenario.batches}) == len(scenario.batches)
+
+
+def test_one_server_of_each_scenario_fits_on_80_gb() -> None:
+    for name, scenario in SCENARIOS.items():
+        assert server_bytes(scenario) < 0.9 * 80e9, name
+
+
+class StubServer:
+    """Answers each prompt with its last token; `wrong`: with another one."""
+
+    def __init__(self, *, wrong: bool = False) -> None:
+        self.wrong = wrong
+        self.batches: list[int] = []
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+    def generate(self, prompts: Any, sampling: Any, **more: Any) -> list[dict[str, Any]]:
+        self.batches.append(len(prompts))
+        return [self._answer(prompt[-1] + self.wrong) for prompt in prompts]
+
+    def _answer(self, token: int) -> dict[str, Any]:
+        top = [[-0.5, token, None], [-0.9, token + 1, None]]
+        return {"output_ids": [token], "meta_info": {"output_top_logprobs": [top]}}
+
+
+def test_servers_of_a_batch_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(members: list[Any], prompts: Any, tokens: int, rounds: int) -> dict[str, Any]:
+        times = {"pat": 2.0, "fa3": 6.0, "xqa": 4.0}
+        slices = {each.name: dict.fromkeys((8, 16, 24), times[each.name]) for each in members}
+        return {name: [DecodeRun(each, 1.0, 1.0, [])] * rounds for name, each in slices.items()}
+
+    monkeypatch.setattr(compare, "ask_in_turn", ask)
+    monkeypatch.setattr(compare, "fill_all", lambda *_: None)
+    servers = {"pat": StubServer(), "fa3": StubServer(), "xqa": StubServer(wrong=True)}
+    members: Any = {
+        name: SimpleNamespace(name=name, server=server, failure=None)
+        for name, server in servers.items()
+    }
+    batch = shared(5, 128, 64, 2.5)
+    of = Scenario("llama-3-8b", ("pat", "fa3", "xqa"), (batch,))
+    measured = compare.Measured("s", of)
+    # Those of another group come later, and are compared with what is known by then.
+    measured.measure(batch, {"pat": members["pat"]}, 2)
+    assert measured.cases()[0]["over_pat"] == {}
+    measured.measure(batch, {name: members[name] for name in ("fa3", "xqa")}, 2)
+    (found,) = measured.cases()
+    assert {name: each["median"] for name, each in found["over_pat"].items()} == {
+        "fa3": 3.0,
+        "xqa": 2.0,
+    }
+    assert [found["answers"][name]["equal"] for name in ("fa3", "xqa")] == [5, 0]
+    assert found["own_answers"]["fa3"]["equal"] == 5
+    assert servers["fa3"].batches == [5, 2, 3]
+    assert servers["pat"].batches == servers["xqa"].batches == [5]
+    met = {name: gate["met"] for name, gate in gates({}, [found]).items()}
+    assert met == {
+        "s, 5 x (128 shared) + 64: fa3 / pat": True,
+        "s, 5 x (128 shared) + 64: xqa / pat": False,
+        "s, 5 x (128 shared) + 64: answers that part from fa3's, no tie": True,
+        "s, 5 x (128 shared) + 64: answers that part from xqa's, no tie": False,
+        "s, 5 x (128 shared) + 64: part of the prompts in the cache": True,
+    }
+
+
+class StartingServer:
+    """Ready after so many looks; with `ends`, it ends at the first."""
+
+    def __init__(self, log: Path, looks: int = 1, *, ends: bool = False) -> None:
+        self.process = self
+        self.log = log
+        self.looks = looks
+        self.ends = ends
+        log.write_text("".join(f"line {i}\n" for i in range(100)))
+
+    def is_ready(self) -> bool:
+        if self.ends:
+            raise RuntimeError("the server ended")
+        self.looks -= 1
+        return self.looks <= 0
+
+
+def member(tmp_path: Path, name: str, **more: Any) -> Member:
+    return Member(name, StartingServer(tmp_path / name, **more))  # type: ignore[arg-type]
+
+
+def test_servers_that_end_or_hang_do_not_hold_up_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, ended = member(tmp_path, "good", looks=2), member(tmp_path, "ended", ends=True)
+    hangs = member(tmp_path, "hangs", looks=1000)
+    wait([good, ended, hangs], seconds=1.0)
+    assert good.failure is None
+    assert good.start_seconds is not None
+    assert ended.failure == "ended while it started"
+    assert hangs.failure == "not ready after 1 s"
+    printed = capsys.readouterr().out
+    assert "line 99" in printed
+    assert "line 69" not in printed
+
+
+def test_servers_start_together_as_far_as_the_memory_goes() -> None:
+    gigabytes = {"a": 30.0, "b": 30.0, "c": 30.0, "d": 90.0, "e": 10.0}
+    needs = {name: (2, need) for name, need in gigabytes.items()}
+    assert groups_that_fit(needs, 80) == [["a", "b"], ["c"], ["d"], ["e"]]
+    assert groups_that_fit(needs, 0) == [[each] for each in needs]
+    # No more than eight servers, whatever the memory.
+    assert groups_that_fit(needs, 1e6) == [["a", "b", "c", "d"], ["e"]]
+
+
+def test_an_error_is_the_failure_of_servers_that_do_not_answer(tmp_path: Path) -> None:
+    good, ended = member(tmp_path, "good"), member(tmp_path, "ended", ends=True)
+    with watched([good, ended], "a case"):
+        raise ValueError("too few slices")
+    assert good.failure is None
+    assert ended.failure == "a case: ValueError: too few slices"
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA H2000", None),
+        ("GeForce 9", None),
+        (None, None),
+    ],
+)
+def test_gpus_are_known_by_their_drivers_names(name: str | None, known: str | None) -> None:
+    assert known_gpu(name) == known
+
+
+def test_a_token_is_attention_and_the_rest_of_a_step() -> None:
+    """As `kernel sharing` estimates it."""
+
+    def estimated(us: dict[str, float]) -> dict[str, Any]:
+        measured = {"us": us, "failed": {"pat": "wrong"}}
+        cell = sharing.Cell(32, 0.5, 2048)
+        return sharing.estimated(cell, MODELS["llama-3-8b"], GPUS["H100"], measured)
+
+    free = estimated({"pat": 0.0, "fa3": 0.0, "flashinfer": 1.0})
+    assert free["gain"] == 1
+    assert 4 < free["tpot_ms"]["pat"] < 9  # 16 GB of weights
+    slow = estimated({"pat": 10.0, "fa3": 110.0, "flashinfer": 120.0})
+    assert slow["other"] == "fa3"
+    assert slow["tpot_ms"]["other"] - slow["tpot_ms"]["pat"] == pytest.approx(32 * 0.1)
+    with pytest.raises(RuntimeError, match="wrong"):
+        estimated({"fa3": 1.0})
