@@ -18,6 +18,7 @@
 #include "pack_scheduler.h"
 #include "plan_format.h"
 #include "tile_table.h"
+#include "window_cut.h"
 
 namespace py = pybind11;
 
@@ -127,6 +128,20 @@ class PythonPathReader : public pat::PathReader {
   std::vector<int32_t> kv_end_;
   std::vector<char> branches_;  // not bool, of which a vector is no array
 };
+
+template <typename T>
+Array<T> array_of(const std::vector<T>& values) {
+  return Array<T>(static_cast<py::ssize_t>(values.size()), values.data());
+}
+
+py::tuple cut_windows(pat::PrefixForest& forest, const Array<int32_t>& seq_lens, int32_t window,
+                      int32_t slack, int32_t ahead, int32_t rows_per_class) {
+  const pat::WindowCut cut = pat::cut_windows(
+      forest, view(seq_lens, "seq_lens"),
+      {.window = window, .slack = slack, .ahead = ahead, .rows_per_class = rows_per_class});
+  return py::make_tuple(array_of(cut.path_begin), array_of(cut.node_id), array_of(cut.kv_begin),
+                        array_of(cut.kv_end), array_of(cut.cut), array_of(cut.longest));
+}
 
 py::list forest_paths(const pat::PrefixForest& self) {
   py::list paths;
@@ -391,6 +406,18 @@ PYBIND11_MODULE(_scheduler, m) {
       .def("update", &update_forest, py::arg("before"), py::arg("now"), py::arg("moved"),
            py::arg("read"))
       .def("paths", &forest_paths)
+      .def_static(
+          "of_paths",
+          [](const Array<int32_t>& path_begin, const Array<int64_t>& node_id,
+             const Array<int32_t>& kv_begin, const Array<int32_t>& kv_end) {
+            pat::PrefixForest forest;
+            forest.build(paths_view(path_begin, node_id, kv_begin, kv_end));
+            return forest;
+          },
+          py::arg("path_begin").noconvert(), py::arg("node_id").noconvert(),
+          py::arg("kv_begin").noconvert(), py::arg("kv_end").noconvert())
+      .def("cut_windows", &cut_windows, py::arg("seq_lens").noconvert(), py::kw_only(),
+           py::arg("window"), py::arg("slack"), py::arg("ahead"), py::arg("rows_per_class"))
       .def_property_readonly("num_kept", &pat::PrefixForest::num_kept)
       .def("__len__", &pat::PrefixForest::num_requests);
 
@@ -433,10 +460,9 @@ PYBIND11_MODULE(_scheduler, m) {
           py::arg("seq_lens").noconvert())
       .def(
           "steps_left",
-          [](const pat::PackScheduler& self, const Array<int32_t>& seq_lens, int32_t longest) {
-            return self.steps_left(view(seq_lens, "seq_lens"), longest);
-          },
-          py::arg("seq_lens").noconvert(), py::arg("longest"))
+          [](const pat::PackScheduler& self, const Array<int32_t>& seq_lens, int32_t longest,
+             int32_t full) { return self.steps_left(view(seq_lens, "seq_lens"), longest, full); },
+          py::arg("seq_lens").noconvert(), py::arg("longest"), py::arg("full") = 0)
       .def("required_capacity",
            [](const pat::PackScheduler& self) {
              return pat::PlanCapacity::of(self.last_plan().header());

@@ -167,7 +167,8 @@ LengthCheck PackScheduler::check_lengths(std::span<const int32_t> seq_lens) cons
   return check;
 }
 
-int32_t PackScheduler::steps_left(std::span<const int32_t> seq_lens, int32_t longest) const {
+int32_t PackScheduler::steps_left(std::span<const int32_t> seq_lens, int32_t longest,
+                                  int32_t full) const {
   PAT_CHECK(seq_lens.size() == last_.lengths.size(), "the plan is for ", last_.lengths.size(),
             " requests, got lengths of ", seq_lens.size());
   int64_t steps = std::numeric_limits<int64_t>::max();
@@ -177,9 +178,11 @@ int32_t PackScheduler::steps_left(std::span<const int32_t> seq_lens, int32_t lon
               i);
     if (seq_lens[i] == 0) continue;
     any = true;
+    if (full > 0 && last_.lengths[i].longest >= full) continue;
     steps = std::min(steps, int64_t{std::min(last_.lengths[i].longest, longest)} - seq_lens[i]);
   }
-  return any ? static_cast<int32_t>(std::max<int64_t>(steps, 0)) : 0;
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  return any ? static_cast<int32_t>(std::clamp<int64_t>(steps, 0, kMost)) : 0;
 }
 
 PlanBounds plan_bounds(int32_t max_requests, int32_t num_workers, const TileSelection& tiles) {

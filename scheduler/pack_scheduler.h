@@ -64,9 +64,10 @@ class PackScheduler {
   LengthCheck check_lengths(std::span<const int32_t> seq_lens) const;
 
   // How many tokens every request may grow from these lengths, which the last plan serves, until it no longer does or
-  // one is longer than `longest`. Requests of length 0 are padding and do not grow. Throws std::invalid_argument if a
-  // length is negative or the plan is for another number of requests.
-  int32_t steps_left(std::span<const int32_t> seq_lens, int32_t longest) const;
+  // one is longer than `longest`. Requests of length 0 are padding and do not grow. Requests of length `full`, unless it
+  // is 0, grow no more. Throws std::invalid_argument if a length is negative or the plan is for another number of
+  // requests.
+  int32_t steps_left(std::span<const int32_t> seq_lens, int32_t longest, int32_t full = 0) const;
 
   const DecodePlan& last_plan() const { return last_.plan; }
   const StageTimes& stage_times() const { return times_; }

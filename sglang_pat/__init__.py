@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from sglang_pat.plan import DecodePlan, KvTokens
     from sglang_pat.stats import PlanStats
     from sglang_pat.support import support_matrix
+    from sglang_pat.window import WindowAttention
 
     __version__: str
 
@@ -26,6 +27,7 @@ __all__ = [
     "PathNode",
     "PlanStats",
     "PrefixPaths",
+    "WindowAttention",
     "support_matrix",
 ]
 
@@ -37,6 +39,7 @@ _MODULES = {
     "PathNode": "batch",
     "PlanStats": "stats",
     "PrefixPaths": "batch",
+    "WindowAttention": "window",
     "support_matrix": "support",
 }
 

@@ -150,6 +150,20 @@ class PrefixForest:
         """
     def paths(self) -> list[list[tuple[int, int, int]]]:
         """(node id, first position, end) of the nodes of each request. For checks."""
+    @staticmethod
+    def of_paths(
+        path_begin: _Int32, node_id: _Int64, kv_begin: _Int32, kv_end: _Int32
+    ) -> PrefixForest:
+        """Make a forest of the paths of a batch. ValueError on bad paths."""
+    def cut_windows(
+        self, seq_lens: _Int32, *, window: int, slack: int, ahead: int, rows_per_class: int
+    ) -> tuple[_Int32, _Int64, _Int32, _Int32, _Int32, _Int32]:
+        """Cut the paths for layers with a sliding window: see scheduler/window_cut.h.
+
+        Returns path_begin, node_id, kv_begin and kv_end of the paths from the cuts on, and per
+        request its cut and the length up to which the cut serves it. ValueError if a request is
+        shorter than its path, or a number is out of range.
+        """
     @property
     def num_kept(self) -> int:
         """Requests whose path the last update() kept."""
@@ -195,11 +209,12 @@ class PackScheduler:
 
         Returns whether it is right and balanced, the sum of the lengths, and the longest.
         """
-    def steps_left(self, seq_lens: _Int32, longest: int) -> int:
+    def steps_left(self, seq_lens: _Int32, longest: int, full: int = 0) -> int:
         """Tokens that every request except padding (length 0) may grow from `seq_lens`.
 
-        The last plan then still serves the batch, and no request exceeds `longest`. ValueError for
-        negative lengths, or if their number differs from the plan's requests.
+        The last plan then still serves the batch, and no request exceeds `longest`. A request of
+        the length `full`, if it is given, grows no more. ValueError for negative lengths, or if
+        their number differs from the plan's requests.
         """
     def required_capacity(self) -> PlanCapacity: ...
     def write(

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 # Workers per KV head in plain torch: enough to cut long ranges in tests.
 _TORCH_WORKERS = 32
-_INTS = (torch.int64, torch.int32)
+INTS = (torch.int64, torch.int32)
 # torch.compile(fullgraph=True) shows this. Otherwise torch breaks its graph and calls run().
 _NO_FULL_GRAPH = (
     "PackAttention.run() cannot be part of torch.compile(fullgraph=True): its kernels and the plan "
@@ -174,6 +174,7 @@ class PackAttention:
             raise support.unsupported("packing policy", policy)
         self.device = _canonical_device(device)
         self._batch_invariant = batch_invariant
+        self.is_reserved = max_requests is not None
         kernels = self._load_kernels(executor)
         if num_workers is None:
             num_workers = default_workers(kernels, num_kv_heads)
@@ -289,7 +290,7 @@ class PackAttention:
                 f"seq_lens must be at most req_to_token's width {width}, got {longest}"
             )
         paths = batch.read_paths() if batch.key is None else None
-        key = batch.key if paths is None else _paths_key(paths)
+        key = batch.key if paths is None else paths_key(paths)
         cause = replan_cause(
             planned=self._plan is not None,
             same_batch=key == self._key and len(batch.seq_lens) == self._num_requests,
@@ -612,15 +613,13 @@ class PackAttention:
     def _check_per_request(self, name: str, tensor: torch.Tensor, lens: IntArray) -> None:
         try:
             is_right = (
-                tensor.shape == lens.shape
-                and tensor.dtype in _INTS
-                and tensor.device == self.device
+                tensor.shape == lens.shape and tensor.dtype in INTS and tensor.device == self.device
             )
         except AttributeError:
             is_right = False
         if is_right:
             return
-        self._check_ids(name, tensor, 1, _INTS)
+        self._check_ids(name, tensor, 1, INTS)
         raise ValueError(f"{name} must have one entry per request, {len(lens)}, got {len(tensor)}")
 
     def _check_ids(
@@ -743,7 +742,8 @@ def default_workers(kernels: LoadedKernels | None, num_kv_heads: int) -> int:
     return max(1, kernels.num_ctas // num_kv_heads)
 
 
-def _paths_key(paths: PrefixPaths) -> Hashable:
+def paths_key(paths: PrefixPaths) -> Hashable:
+    """Return a key that equal paths have."""
     return tuple(
         array.tobytes() for array in (paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end)
     )

@@ -117,6 +117,13 @@ class HeadConfig(NamedTuple):
         return is_latent(self.head_dim, self.v_head_dim)
 
 
+class LayerKind(NamedTuple):
+    """What layers have in common that attend under the same plans."""
+
+    heads: HeadConfig
+    window: int = 0  # the most tokens that a request attends to; 0: all
+
+
 class PlanHeader(NamedTuple):
     """`PlanHeader` of plan_format.h without its reserved words."""
 

@@ -1,0 +1,279 @@
+"""WindowAttention: PackAttention for layers that attend to the last tokens of a request only.
+
+Attention does not depend on the order of keys. So a row of such a layer becomes an ordinary row of
+another table, which begins at a cut that several requests have in common:
+
+    the cut to the end of the path    shared, as far as paths are
+    the end of the path to the end    the tail, which grows
+    the window's begin to the cut     private, and shrinks as the window moves on
+
+The row has the window's length, and a plan serves it until the window begins at the cut. Only the
+table changes from step to step, on the device. Scheduler and kernels are those of other layers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from sglang_pat._scheduler import PrefixForest
+from sglang_pat.attention import INTS, PackAttention, paths_key
+from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths, check_integers
+from sglang_pat.plan import DecodePlan, largest_tile
+
+# Tokens by which requests may grow under one cut: a row reads as many more of its own. Small
+# windows have a part of them.
+SLACK, SLACK_PART = 64, 8
+AHEAD = 4  # tokens by which a request may be longer on the device than the host knows
+
+
+class WindowAttention(PackAttention):
+    """Decode attention over the last `window` tokens of each request.
+
+    Used as PackAttention is, with two differences: `seq_lens` on the device are read by plan() and
+    by refill(), with which a captured graph begins; and there is no advance().
+    """
+
+    def __init__(
+        self,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        window: int,
+        slot_map: torch.Tensor | None = None,
+        **options: Any,
+    ) -> None:
+        """Refuse what is unsupported, and size everything else from the device.
+
+        Parameters
+        ----------
+        num_qo_heads, num_kv_heads, head_dim
+            As in PackAttention.
+        window : int
+            Tokens that a request attends to, its new one included.
+        slot_map : torch.Tensor, optional
+            int64 or int32 `[num_slots]`: the slot in the layers' caches, by the slot in
+            `req_to_token`. It is borrowed, and read in each step. Default: they are the same.
+        options
+            The other arguments of PackAttention.
+
+        Raises
+        ------
+        ValueError
+            Something is unsupported. The message names the value and what is supported.
+        """
+        check_integers(window=window)
+        if window < 1:
+            raise ValueError(f"window must be at least 1, got {window}")
+        if options.get("batch_invariant"):
+            raise ValueError("batch_invariant must be False with a window: cuts depend on others")
+        super().__init__(num_qo_heads, num_kv_heads, head_dim, **options)
+        if slot_map is not None:
+            self._check_ids("slot_map", slot_map, 1, INTS)
+            if not slot_map.is_contiguous():
+                raise ValueError(f"slot_map must be dense, got strides {slot_map.stride()}")
+        self.window = window
+        self.slot_map = slot_map
+        self._table = _Table(options.get("max_requests") or 0, window, self.device)
+        tile = largest_tile(
+            self.shape.group_size,
+            latent=self.shape.is_latent,
+            one_byte=self.kv_dtype.itemsize == 1,
+        )
+        self._rule = {
+            "window": window,
+            "slack": min(SLACK, window // SLACK_PART),
+            "ahead": AHEAD,
+            "rows_per_class": max(2, tile // self.shape.group_size),
+        }
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._cut = _NO_CUT
+        self.row_lens = self.seq_lens  # of the last step's rows
+        self._tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    def plan(
+        self,
+        batch: DecodeBatch,
+        *,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+    ) -> DecodePlan:
+        """Prepare the next run()s: see `PackAttention.plan`.
+
+        A request may be at most `AHEAD` tokens longer on the device than `batch.seq_lens` says. The
+        plan is one of the table's rows, which are at most as long as the window.
+        """
+        if not isinstance(batch, DecodeBatch):
+            raise TypeError(f"batch must be a DecodeBatch, got {type(batch).__name__}")
+        begun_ns = batch.begun_ns or time.perf_counter_ns()
+        self._check_step(batch, req_to_token, req_pool_indices, seq_lens)
+        lens = batch.seq_lens
+        longest, width = int(lens.max(initial=0)), req_to_token.shape[1]
+        if longest > width:
+            raise ValueError(
+                f"seq_lens must be at most req_to_token's width {width}, got {longest}"
+            )
+        paths = batch.read_paths() if batch.key is None else None
+        key = batch.key if paths is None else paths_key(paths)
+        table = self._table = self._table.of_size(len(lens), is_fixed=self.is_reserved)
+        if not self._cut.serves(key, lens):
+            self._cut = _Cut.of(batch, paths, key, self._rule)
+            table.owner = None
+        if table.owner is not self:
+            table.set_cuts(self._cut)
+            table.owner = self
+        self._tensors = req_to_token, req_pool_indices, seq_lens
+        self.refill()
+        plan = super().plan(
+            DecodeBatch(
+                np.minimum(lens, self.window),
+                self._cut.paths,
+                self._cut if paths is None else None,
+                begun_ns,
+            ),
+            req_to_token=table.slots,
+            req_pool_indices=table.rows[: len(lens)],
+            seq_lens=table.seq_lens[: len(lens)],
+        )
+        self.row_lens, self.seq_lens = self.seq_lens, lens
+        return plan
+
+    def refill(self) -> None:
+        """Write the table again, by the present contents of the tensors of the last plan().
+
+        A captured graph does so before its layers.
+        """
+        assert self._tensors is not None
+        self._table.fill(*self._tensors, self.slot_map)
+
+    def advance(self, seq_lens: torch.Tensor, tokens: int) -> NoReturn:
+        """Raise ValueError: the host must know the lengths of each step."""
+        raise ValueError("advance() has no windows; call plan() for each step")
+
+    def steps_left(self) -> int:
+        """Number of further steps that plan and cut serve: see `PackAttention.steps_left`."""
+        if self._tensors is None or self._plan is None:
+            return 0
+        lens, window = self.seq_lens, self.window
+        grows = lens > 0
+        if not grows.any():
+            return 0
+        steps = int((self._cut.longest - lens)[grows].min())
+        steps = min(steps, self._tensors[0].shape[1] - int(lens.max()))
+        return max(0, min(steps, self._scheduler.steps_left(self.row_lens, window, window)))
+
+    def slots(self) -> list[torch.Tensor]:
+        """Return the slots that each request reads now. For checks, on the CPU."""
+        lens = self._table.seq_lens[: len(self.seq_lens)].tolist()
+        return [row[:n].cpu() for row, n in zip(self._table.slots, lens, strict=False)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # compared by identity: it is the key of a plan
+class _Cut:
+    """The cut of a batch, with the paths from there on (scheduler/window_cut.h)."""
+
+    key: Hashable  # of the batch
+    planned: IntArray  # its lengths
+    paths: PrefixPaths
+    cuts: IntArray
+    longest: IntArray  # up to which the cut serves each request
+
+    @classmethod
+    def of(
+        cls, batch: DecodeBatch, paths: PrefixPaths | None, key: Hashable, rule: dict[str, int]
+    ) -> _Cut:
+        forest = batch.paths
+        if not isinstance(forest, PrefixForest):
+            paths = batch.read_paths() if paths is None else paths
+            forest = PrefixForest.of_paths(
+                paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end
+            )
+        begin, nodes, first, end, cuts, longest = forest.cut_windows(batch.seq_lens, **rule)
+        from_cut = PrefixPaths(begin, nodes, first, end)
+        return cls(key, batch.seq_lens.copy(), from_cut, cuts, longest)
+
+    def serves(self, key: Hashable, lens: IntArray) -> bool:
+        """Return True if the cut is right for a batch with this key and these lengths."""
+        return (
+            key == self.key
+            and len(lens) == len(self.planned)
+            and bool(((lens >= self.planned) & (lens <= self.longest)).all())
+        )
+
+
+_EMPTY = np.zeros(0, dtype=np.int32)
+_NO_CUT = _Cut(object(), _EMPTY, PrefixPaths.private(0), _EMPTY, _EMPTY)  # serves no key
+
+
+class _Table:
+    """The table of the windows' rows, which are rotated so that they begin at their cuts."""
+
+    def __init__(self, size: int, window: int, device: torch.device) -> None:
+        self.window = window
+        self.slots = torch.zeros((size, window), dtype=torch.int32, device=device)
+        self.seq_lens = torch.zeros(size, dtype=torch.int32, device=device)
+        self.rows = torch.arange(size, dtype=torch.int32, device=device)
+        self.owner: object = None  # whose cuts these are
+        self.cuts = torch.zeros(size, dtype=torch.int64, device=device)
+
+    def of_size(self, size: int, *, is_fixed: bool) -> _Table:
+        """Return a table for so many rows: this one, or a larger one. ValueError if it is fixed."""
+        have = len(self.rows)
+        if size <= have:
+            return self
+        if is_fixed:
+            raise ValueError(f"a batch must have at most {have} (max_requests), got {size}")
+        return _Table(2 * size, self.window, self.slots.device)
+
+    def set_cuts(self, cut: _Cut) -> None:
+        """Copy the cuts of a batch to the device. The host does not wait."""
+        cuts = torch.from_numpy(cut.cuts.astype(np.int64))
+        if self.cuts.is_cuda:
+            cuts = cuts.pin_memory()
+        self.cuts[: len(cuts)].copy_(cuts, non_blocking=True)
+
+    def fill(self, *tensors: Any) -> None:
+        """Write the rows. tensors: the last four arguments of `fill_rows`."""
+        rows = self.slots[: len(tensors[2])]
+        if not rows.is_cuda:
+            fill_rows(rows, self.seq_lens, self.cuts, *tensors)
+            return
+        from sglang_pat.executors.window_rows import fill_rows as fill_on_gpu  # needs Triton
+
+        with torch.cuda.device(rows.device):
+            fill_on_gpu(rows, self.seq_lens, self.cuts, *tensors)
+
+
+def fill_rows(
+    rows: torch.Tensor,
+    row_lens: torch.Tensor,
+    cuts: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    slot_map: torch.Tensor | None,
+) -> None:
+    """Write the slots of each request's window, from its cut on and around.
+
+    What `executors/window_rows.py` does, in plain torch. Columns after a row's length hold slots of
+    the row.
+    """
+    size, window = rows.shape
+    lens = seq_lens.long()[:, None]
+    in_window = lens.clamp(max=window)
+    first = torch.maximum(cuts[:size, None], lens - in_window)
+    positions = first + torch.arange(window, device=rows.device)
+    positions -= in_window * (positions >= lens)
+    positions = torch.minimum(positions, lens - 1).clamp_(min=0)
+    slots = req_to_token[req_pool_indices.long()[:, None], positions]
+    rows.copy_(slots if slot_map is None else slot_map[slots.long()])
+    row_lens[:size] = in_window[:, 0]

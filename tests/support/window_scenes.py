@@ -1,0 +1,133 @@
+"""Batches of layers with windows: random trees, and rows with the slots that they must read.
+
+Run as a script, this compares the kernel that writes rows with plain torch, on a CPU:
+
+    TRITON_INTERPRET=1 python tests/support/window_scenes.py
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_pat.batch import DecodeBatch, PrefixPaths
+from sglang_pat.executors.reference import dense_attention
+
+HEADS, KV_HEADS, DIM = 4, 2, 64
+
+
+class Scene:
+    """Random trees, a table of slots, and the caches of a pool that may have other slots."""
+
+    def __init__(self, seed: int, *, has_map: bool = False) -> None:
+        chooser = random.Random(seed)
+        self.torch = torch.Generator().manual_seed(seed)
+        trees, paths, lens = [], [], []
+        for tree in range(chooser.randrange(1, 4)):
+            root = (10 * tree, 0, chooser.randrange(1, 300))
+            ends = [chooser.randrange(1, 150) for _ in range(chooser.randrange(4))]
+            trees.append(
+                (root, [(10 * tree + 1 + i, root[2], root[2] + n) for i, n in enumerate(ends)])
+            )
+        for _ in range(chooser.randrange(1, 24)):
+            root, children = chooser.choice(trees)
+            path = [root]
+            if children and chooser.random() < 0.7:
+                path.append(chooser.choice(children))
+            paths.append([] if chooser.random() < 0.1 else path)
+            end = paths[-1][-1][2] if paths[-1] else 0
+            lens.append(end + chooser.choice([1, 2, 5, 30, 31, 32, 33, 60, 120, 200]))
+        self.paths, self.lens = paths, np.array(lens, dtype=np.int32)
+        self.padding = chooser.randrange(3)
+        rows, width = len(lens), int(self.lens.max()) + 200
+        slots = torch.randperm(rows * width, generator=self.torch)
+        self.table = slots.view(rows, width).to(torch.int32)
+        first: dict[int, int] = {}
+        for row, path in enumerate(paths):
+            for node, begin, end in path:
+                self.table[row, begin:end] = self.table[first.setdefault(node, row), begin:end]
+        self.caches = [
+            torch.randn(rows * width, KV_HEADS, DIM, generator=self.torch) for _ in range(2)
+        ]
+        self.map = torch.randperm(rows * width, generator=self.torch) if has_map else None
+
+    def step(self, grown: int, key: Any = "same") -> tuple[DecodeBatch, dict[str, torch.Tensor]]:
+        lens = np.append(self.lens + grown, np.zeros(self.padding, np.int32)).astype(np.int32)
+        paths = PrefixPaths.from_lists([*self.paths, *[()] * self.padding])
+        rows = torch.cat([torch.arange(len(self.lens)), torch.zeros(self.padding).long()])
+        return DecodeBatch(lens, paths, key), {
+            "req_to_token": self.table,
+            "req_pool_indices": rows,
+            "seq_lens": torch.from_numpy(np.maximum(lens, 1)).long(),
+        }
+
+    def in_caches(self) -> torch.Tensor:
+        """The table with slots of the caches."""
+        return self.table if self.map is None else self.map[self.table.long()].int()
+
+    def windows(self, grown: int, window: int) -> list[Counter[int]]:
+        """The slots that each request attends to."""
+        return [
+            Counter(row[max(0, n - window) : n].tolist())
+            for row, n in zip(self.in_caches(), (self.lens + grown).tolist(), strict=True)
+        ]
+
+    def dense(self, q: torch.Tensor, grown: int, window: int, **more: Any) -> Any:
+        """Attention of each request over its last tokens, in float64."""
+        found = []
+        for i, n in enumerate((self.lens + grown).tolist()):
+            part = self.in_caches()[i : i + 1, max(0, n - window) : n].contiguous()
+            lens = torch.tensor([part.shape[1]])
+            row = torch.tensor([0])
+            found.append(
+                dense_attention(
+                    q[i : i + 1], self.caches[0], self.caches[1], part, row, lens, **more
+                )
+            )
+        return map(torch.cat, zip(*found, strict=True))
+
+    def queries(self) -> torch.Tensor:
+        return torch.randn(len(self.lens) + self.padding, HEADS, DIM, generator=self.torch)
+
+
+def prefix_scene(tails: list[int], prefix: int = 8192) -> Scene:
+    scene = Scene(0)
+    scene.paths = [[(0, 0, prefix)] for _ in tails]
+    scene.lens = np.array([prefix + tail for tail in tails], dtype=np.int32)
+    scene.padding = 0
+    width = prefix + max(tails) + 300
+    slots = torch.arange(len(tails) * width).view(len(tails), width).to(torch.int32)
+    slots[:, :prefix] = slots[0, :prefix]
+    scene.table = slots
+    return scene
+
+
+def compare_kernel() -> int:
+    """Return how many tables of rows the kernel has written as plain torch does."""
+    from sglang_pat.executors import window_rows
+    from sglang_pat.window import fill_rows
+
+    found = 0
+    for seed in range(8):
+        scene = Scene(seed, has_map=seed % 2 == 1)
+        for window in (1, 32, 600):
+            _, tensors = scene.step(seed)
+            lens = tensors["seq_lens"]
+            cuts = (lens - max(1, window // 2)).clamp(min=0) * (lens % 2)
+            tables = [torch.zeros(len(lens), window, dtype=torch.int32) for _ in range(2)]
+            row_lens = [torch.zeros(len(lens), dtype=torch.int32) for _ in range(2)]
+            for each, fill in enumerate((fill_rows, window_rows.fill_rows)):
+                fill(tables[each], row_lens[each], cuts, **tensors, slot_map=scene.map)
+            inside = torch.arange(window) < row_lens[0][:, None]
+            assert torch.equal(*row_lens)
+            assert torch.equal(*(table[inside] for table in tables))
+            found += 1
+    return found
+
+
+if __name__ == "__main__":
+    print(f"equal: {compare_kernel()}")

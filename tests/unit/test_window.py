@@ -1,0 +1,189 @@
+"""WindowAttention against `dense_attention` over the last tokens, on random forests that grow."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import window_scenes
+from window_scenes import DIM, HEADS, KV_HEADS, Scene, prefix_scene
+
+from sglang_pat.attention import PackAttention
+from sglang_pat.window import AHEAD, WindowAttention
+
+OPTIONS: dict[str, Any] = {"dtype": torch.float32}
+
+
+@pytest.mark.parametrize("window", [1, 2, 32, 33, 128, 1000])
+@pytest.mark.parametrize("seed", range(8))
+def test_each_token_of_a_window_is_read_once(window: int, seed: int) -> None:
+    scene = Scene(seed, has_map=seed % 2 == 1)
+    attention = WindowAttention(
+        HEADS, KV_HEADS, DIM, window=window, slot_map=scene.map, growth_tokens=20, **OPTIONS
+    )
+    more: dict[str, Any] = {}
+    if seed % 3 == 0:
+        more["sinks"] = torch.randn(HEADS, generator=scene.torch)
+    elif seed % 3 == 1:
+        more["logit_cap"] = 5.0
+    count = len(scene.lens)
+    for grown in range(0, 90, 3):
+        left, built = attention.steps_left(), attention.stats.plans_built
+        batch, tensors = scene.step(grown)
+        attention.plan(batch, **tensors)
+        assert attention.stats.plans_built == built or left < 3
+        slots = [Counter(row.tolist()) for row in attention.slots()[:count]]
+        assert slots == scene.windows(grown, window)
+        q = scene.queries()
+        out, lse = attention.run(q, *scene.caches, return_lse=True, **more)
+        expected_out, expected_lse = scene.dense(q[:count], grown, window, **more)
+        torch.testing.assert_close(out[:count].double(), expected_out, atol=2e-5, rtol=0)
+        torch.testing.assert_close(lse[:count].double(), expected_lse, atol=2e-5, rtol=0)
+    assert attention.stats.plans_reused > 0
+
+
+@pytest.mark.parametrize("window", [32, 128])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_plan_serves_as_many_steps_as_it_says(window: int, seed: int) -> None:
+    """Only the table is written again, as in a captured graph, until no steps are left."""
+    scene = Scene(seed)
+    attention = WindowAttention(HEADS, KV_HEADS, DIM, window=window, **OPTIONS)
+    batch, tensors = scene.step(0)
+    attention.plan(batch, **tensors)
+    count, steps = len(scene.lens), min(attention.steps_left(), 150)
+    assert steps >= min(window // 8, 16)
+    for grown in range(1, steps + AHEAD + 1):
+        tensors["seq_lens"].add_(1)
+        attention.refill()
+        assert [Counter(row.tolist()) for row in attention.slots()[:count]] == scene.windows(
+            grown, window
+        )
+        if grown <= steps:
+            continue
+        # The device is ahead of the host.
+        attention._executor.reuse_plan(attention._step)  # type: ignore[arg-type]
+        q = scene.queries()
+        out = attention.run(q, *scene.caches)
+        expected, _ = scene.dense(q[:count], grown, window)
+        torch.testing.assert_close(out[:count].double(), expected, atol=2e-5, rtol=0)
+
+
+def test_what_windows_share_is_read_once() -> None:
+    """32 requests, whose own tokens fill a quarter of the window, share the other ones."""
+    scene = prefix_scene([256] * 32)
+    attention = WindowAttention(16, 8, 64, window=1024, **OPTIONS)
+    batch, tensors = scene.step(0)
+    attention.plan(batch, **tensors)
+    own, cut = 256, 64 + AHEAD
+    assert attention.step_tokens.query_centric == 32 * 1024
+    assert attention.step_tokens.planned == 1024 - own - cut + 32 * (own + cut)
+    assert attention.steps_left() == 64
+
+
+def test_outgrown_windows_keep_their_plan() -> None:
+    scene = prefix_scene([1500, 2000, 5000])
+    attention = WindowAttention(16, 8, 64, window=1024, **OPTIONS)
+    for grown in range(0, 300, 50):
+        batch, tensors = scene.step(grown)
+        attention.plan(batch, **tensors)
+        assert attention.step_tokens.planned == 3 * 1024
+    assert attention.stats.plans_built == 1
+    assert attention.steps_left() == scene.table.shape[1] - int(scene.lens.max()) - 250
+
+
+def test_tails_of_other_lengths_have_other_cuts() -> None:
+    """What two classes read is less than one cut behind the longest tail leaves."""
+    scene = prefix_scene([10] * 16 + [900] * 16)
+    attention = WindowAttention(16, 8, 64, window=1024, **OPTIONS)
+    batch, tensors = scene.step(0)
+    attention.plan(batch, **tensors)
+    cut = 64 + AHEAD
+    assert attention.step_tokens.planned == sum(
+        1024 - own - cut + 16 * (own + cut) for own in (10, 900)
+    )
+
+
+def test_a_batch_within_its_windows_is_planned_as_ever() -> None:
+    scene = Scene(3)
+    windows = WindowAttention(HEADS, KV_HEADS, DIM, window=10_000, **OPTIONS)
+    plain = PackAttention(HEADS, KV_HEADS, DIM, **OPTIONS)
+    batch, tensors = scene.step(0)
+    windows.plan(batch, **tensors)
+    plain.plan(batch, **tensors)
+    assert windows.step_tokens == plain.step_tokens
+
+
+def test_slots_that_move_are_read_again_without_a_key() -> None:
+    scene = prefix_scene([20, 30], prefix=100)
+    attention = WindowAttention(HEADS, KV_HEADS, DIM, window=64, **OPTIONS)
+    scene.caches = [torch.randn(scene.table.numel(), KV_HEADS, DIM) for _ in range(2)]
+    for _ in range(2):
+        batch, tensors = scene.step(0, key=None)
+        attention.plan(batch, **tensors)
+        q = scene.queries()
+        expected, _ = scene.dense(q, 0, 64)
+        torch.testing.assert_close(
+            attention.run(q, *scene.caches).double(), expected, atol=2e-5, rtol=0
+        )
+        scene.table[:, :100] = scene.table[:, :100].flip(1)
+    assert attention.stats.plans_built == 1
+
+
+def test_siblings_take_turns() -> None:
+    scenes = [prefix_scene([20, 30, 40], 100), prefix_scene([3, 60, 7], 80)]
+    first = WindowAttention(HEADS, KV_HEADS, DIM, window=64, max_requests=4, **OPTIONS)
+    attentions = [first, first.sharing_buffers()]
+    for grown in range(4):
+        for scene, attention in zip(scenes, attentions, strict=True):
+            scene.caches = [torch.randn(scene.table.numel(), KV_HEADS, DIM) for _ in range(2)]
+            batch, tensors = scene.step(grown)
+            attention.plan(batch, **tensors)
+            q = scene.queries()
+            expected, _ = scene.dense(q, grown, 64)
+            torch.testing.assert_close(
+                attention.run(q, *scene.caches).double(), expected, atol=2e-5, rtol=0
+            )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "window must be at least 1, got 0"),
+        ({"window": 8, "batch_invariant": True}, "batch_invariant must be False with a window"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WindowAttention(HEADS, KV_HEADS, DIM, **options, **OPTIONS)
+
+
+def test_bad_steps() -> None:
+    scene = prefix_scene([1, 2], 20)
+    attention = WindowAttention(HEADS, KV_HEADS, DIM, window=8, max_requests=1, **OPTIONS)
+    batch, tensors = scene.step(0)
+    with pytest.raises(ValueError, match=r"at most 1 \(max_requests\), got 2"):
+        attention.plan(batch, **tensors)
+    with pytest.raises(ValueError, match="req_to_token's width 10, got 22"):
+        attention.plan(batch, **tensors | {"req_to_token": scene.table[:, :10].contiguous()})
+    with pytest.raises(ValueError, match="call plan"):
+        attention.advance(tensors["seq_lens"], 1)
+    assert attention.steps_left() == 0
+
+
+def test_the_kernel_writes_the_rows_of_plain_torch() -> None:
+    """Run by Triton's interpreter, in a process of its own: it is chosen on import."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, window_scenes.__file__],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "equal: 24"
