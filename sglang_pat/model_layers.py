@@ -602,11 +602,9 @@ def _refusal(
     config: Mapping[str, Any], kind: str, heads: tuple[int, int], head_dim: int, v_head_dim: int
 ) -> Unsupported | None:
     """Why SGLang's default backend runs this layer of attention, if it does."""
-    if kind == WINDOW:
-        return Unsupported("sliding window", config.get("sliding_window") or "of unknown length")
     if kind == CHUNK:
         return Unsupported("attention", f"{CHUNK} of {config.get('attention_chunk_size', 8192)}")
-    if kind != FULL:
+    if kind not in (FULL, WINDOW):
         return Unsupported("attention", kind)
     return shape_reason(*heads, head_dim, v_head_dim)
 

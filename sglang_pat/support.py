@@ -161,7 +161,12 @@ _MATRIX = (
         LAYER,
     ),
     SupportRow("KV pool", "slots of [KV head, head_dim], page size 1 or more", LAYER),
-    SupportRow("sliding window", "none", LAYER),
+    SupportRow(
+        "sliding window",
+        "where the default backend is fa3, fa4, flashinfer, triton or torch_native; not with "
+        "speculative decoding or in batch-invariant mode",
+        LAYER,
+    ),
     SupportRow(
         "server options",
         "any except --enable-two-batch-overlap, --enable-pdmux, "

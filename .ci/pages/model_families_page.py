@@ -77,7 +77,8 @@ FEATURES = (
     Feature(
         "Sliding window",
         "by layer",
-        "full layers by pat, window and chunked layers on the default backend",
+        "layers with and without windows by pat; windows with drafts, and chunks, on the default "
+        "backend",
         (FAMILY_TESTS,),
     ),
     Feature(

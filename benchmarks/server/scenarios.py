@@ -235,7 +235,8 @@ SCENARIOS = {
         ("pat", "default"),
         (shared(40, 32_768, 2048, 1.5), *_HYBRID, alone(1, 500, 0.98)),
     ),
-    "gemma-3": Scenario("gemma-3-12b", ("pat", "default"), _HYBRID),
+    "gemma-3": Scenario("gemma-3-12b", ("pat", "default"), (shared(128, 8192, 256, 1.5), *_HYBRID)),
+    "olmo-3": Scenario("olmo-3-32b", ("pat", "default"), (shared(128, 8192, 960, 1.3), *_HYBRID)),
     "k2-rank": Scenario(
         "k2-rank",
         ("pat", "fa3", "flashmla"),

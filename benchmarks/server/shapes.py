@@ -81,6 +81,28 @@ _GEMMA_3_12B = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
+_OLMO_3_32B = {
+    "architectures": ["Olmo3ForCausalLM"],
+    "model_type": "olmo3",
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "layer_types": _layer_types(3, 2),
+    "sliding_window": 4096,
+    "attention_bias": False,
+    "vocab_size": 100278,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 500000,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "bos_token_id": 100257,
+    "eos_token_id": 100265,
+    "pad_token_id": 100277,
+}
 _GATED_DELTA = {
     "torch_dtype": "bfloat16",
     "hidden_act": "silu",
@@ -262,6 +284,7 @@ SHAPES = {
             "gpt-oss-20b", _GPT_OSS_20B, {"num_hidden_layers": 24, "num_local_experts": 32}, **_SWA
         ),
         _shape("gemma-3-12b", _GEMMA_3_12B, {"num_hidden_layers": 48}),
+        _shape("olmo-3-32b", _OLMO_3_32B, {"num_hidden_layers": 64}),
         _shape("qwen3-next", _QWEN3_NEXT, {"num_hidden_layers": 48, "num_experts": 512}),
         _shape("qwen3.6", _QWEN3_6, {"num_hidden_layers": 40}),
         _shape("glm-4.6", _GLM_4_6, {"num_hidden_layers": 92, "n_routed_experts": 160}),

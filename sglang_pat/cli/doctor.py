@@ -140,8 +140,8 @@ _NOT_KNOWN = (
     "model passes in its first step."
 )
 _AS_A_DRAFT_MODEL = (
-    "As a draft model of speculative decoding, pat decodes the same layers, and reads in them what "
-    "was verified; {} reads its prompts."
+    "As a draft model of speculative decoding, pat decodes the same layers{}, and reads in them "
+    "what was verified; {} reads its prompts."
 )
 _DRAFTS = "Drafts: pat verifies those of {}. Otherwise {}."
 
@@ -176,7 +176,8 @@ def _print_routes(arguments: argparse.Namespace, words: list[str]) -> int:
     print(bounded(f"With {shlex.join(words)}, on one of its GPUs.") if words else _ASSUMED)
     print(_NOT_KNOWN)
     if routes.shapes:
-        print(_AS_A_DRAFT_MODEL.format(routes.default))
+        but = " without windows" if routes.windows else ""
+        print(_AS_A_DRAFT_MODEL.format(but, routes.default))
         drafts = support.row_of("speculative decoding")
         print(_DRAFTS.format(drafts.supported, drafts.everything_else))
     if report is not None:

@@ -22,8 +22,10 @@ from sglang_pat.model_layers import has_float8_cache
 from sglang_pat.sglang import compat
 from sglang_pat.sglang.start.layer_rules import (
     latent_reason,
+    layer_window_reason,
     layers_of_model,
     model_reason,
+    note_windows,
     shape_of,
     shape_reason,
     window_reason,
@@ -148,6 +150,9 @@ def without_gpu() -> Iterator[None]:
 def _build(path: str, flags: Sequence[str]) -> tuple[torch.nn.Module, LayerSupport, Any, Any]:
     """The model, its layer support, what is known of its runner, and SGLang's ModelConfig."""
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_executor.model_runner_components.load_model_utils import (
+        resolve_sliding_window_size,
+    )
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -165,17 +170,19 @@ def _build(path: str, flags: Sequence[str]) -> tuple[torch.nn.Module, LayerSuppo
         model=model,
         dtype=config.dtype,
         device="cuda" if torch.cuda.is_available() else "cpu",
+        sliding_window_size=resolve_sliding_window_size(model, config),
     )
     chunk_size = getattr(config, "attention_chunk_size", None)
 
     def reason_of(layer: RadixAttention) -> Unsupported | None:
-        reason = shape_reason(layer, chunk_size)
+        reason = shape_reason(layer, chunk_size) or layer_window_reason(layer, runner, default)
         if reason is None and shape_of(layer).is_latent:
             return latent_reason(layer, runner)
         return reason
 
     layer_support = layers_of_model(model, default, whole, reason_of)
     layer_support.prefill = prefill
+    note_windows(layer_support, runner, default)
     return model, layer_support, runner, config
 
 

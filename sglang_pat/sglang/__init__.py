@@ -9,7 +9,8 @@ A decode step:
 3. If the step repeats the last one, the planner counts it and is done (`step/plan_reuse.py`).
 4. Otherwise it reads the step's inputs and the radix-tree paths of requests that joined or moved
    (`tree/batch_builder.py`, `tree/radix_paths.py`). Together they are a `DecodeBatch`.
-5. `PackAttention.plan()` reuses the last plan or makes a new one (`layer/step_plans.py`).
+5. `PackAttention.plan()` reuses the last plan or makes a new one (`layer/step_plans.py`). Layers
+   with sliding windows have another plan (`sglang_pat/window.py`).
 6. For each layer, the KV of the new tokens is stored (`layer/kv_writes.py`), and
    `PackAttention.run()` attends (`layer/attention.py`).
 7. Counters go to the log, metrics and a stats file (`report/`). They change nothing.

@@ -83,6 +83,7 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
             self._prepare_default(forward_batch)
         if pat.layer_support.shapes:
             pat.plans = pat.planner.plan_eager(kind, forward_batch)
+            pat.layers.begin_step()
 
     def _prepare_default(self, forward_batch: Any) -> None:
         self._pat.in_default = True
@@ -122,12 +123,12 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Record what a CUDA graph does before its layers. pat plans before the replay."""
         pat = self._pat
-        if (
-            forward_batch.forward_mode not in pat.kinds
-            or pat.in_default
-            or pat.layer_support.fallback
-        ):
+        is_pats = forward_batch.forward_mode in pat.kinds and not pat.in_default
+        if not is_pats or pat.layer_support.fallback:
             super().init_forward_metadata_in_graph(forward_batch)
+        if is_pats and pat.layer_support.shapes and pat.plans is not None:
+            pat.plans.record_in_graph()
+            pat.layers.begin_step()
 
     def shared_read_ends(self, mode: ForwardMode) -> Any:
         """Return when a step has read what the scheduler may write next. 0.5.17 does not ask.

@@ -138,17 +138,18 @@ def is_idle(forward_batch: Any) -> bool:
 
 
 @cache
-def kv_write_location() -> Callable[[Any], Any]:
+def kv_write_location() -> Callable[..., Any]:
     """Return a function that returns where a pool writes the new tokens of a batch.
 
-    After 0.5.17 it marks the slots as physical, which the pool asks for.
+    It takes the batch, and `swa_loc`, the slots in a pool of layers with windows. After 0.5.17 it
+    marks the slots as physical, which the pool asks for.
     """
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
     if hasattr(KVWriteLoc, "for_batch"):
-        location: Callable[[Any], Any] = KVWriteLoc.for_batch
+        location: Callable[..., Any] = KVWriteLoc.for_batch
         return location
-    return lambda forward_batch: KVWriteLoc(forward_batch.out_cache_loc)
+    return lambda forward_batch, swa_loc=None: KVWriteLoc(forward_batch.out_cache_loc, swa_loc)
 
 
 @cache

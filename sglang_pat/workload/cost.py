@@ -246,14 +246,16 @@ class StepTime:
         kv_tokens
             Of all requests.
         ours, other
-            What a layer that pat accelerates reads, and one of full attention that it does not.
+            What a layer that pat accelerates reads, and one of full attention that it does not. A
+            window that is shorter than the requests is taken to share nothing.
         """
         attention = 0.0
         for layer, count in self._alike.items():
             reads = ours if layer.is_accelerated else other
-            if layer.kind in (WINDOW, CHUNK) and layer.window:
-                reads = Reads(min(kv_tokens, requests * layer.window))
-            elif layer.kind not in (FULL, LATENT):
+            in_windows = requests * (layer.window or 0)
+            if layer.kind in (WINDOW, CHUNK) and 0 < in_windows < kv_tokens:
+                reads = Reads(in_windows)
+            elif layer.kind not in (FULL, LATENT) and not layer.is_accelerated:
                 reads = Reads(kv_tokens)
             attention += count * self.attention(layer, reads)
         return StepSeconds(self.without_attention(requests) + attention, attention)

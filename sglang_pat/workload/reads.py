@@ -67,6 +67,7 @@ class Planner:
     def __post_init__(self) -> None:
         time = self.time
         accelerated = [layer for layer in time.layers if layer.is_accelerated]
+        accelerated.sort(key=lambda layer: layer.window is not None)  # those with windows last
         attended = accelerated or [layer for layer in time.layers if layer.num_kv_heads]
         self._schedulers = {}
         self._cached_tokens = math.inf

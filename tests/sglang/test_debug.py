@@ -11,14 +11,17 @@ import torch
 from sglang_trees import TREE_KINDS, Tree, place
 
 from sglang_pat._scheduler import PrefixForest
+from sglang_pat.batch import DecodeBatch, PrefixPaths
 from sglang_pat.sglang.step.debug_checks import (
     DebugChecks,
     RankChecker,
     StepChecker,
     check_growth,
     check_host_lengths,
+    check_windows,
 )
 from sglang_pat.sglang.tree.radix_paths import PathReader, path_reader
+from sglang_pat.window import WindowAttention
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 
@@ -165,3 +168,20 @@ def test_lengths_of_the_same_requests_grow_by_one() -> None:
     for now in ([6, 9, 0], [6, 11, 0], [6, 10, 1], [7, 11, 0]):
         with pytest.raises(RuntimeError, match=r"\[5, 9, 0\] in the last step"):
             check_growth(before, np.array(now, dtype=np.int32))
+
+
+def test_a_row_that_is_not_its_window() -> None:
+    table = torch.arange(40, dtype=torch.int32).view(2, 20)
+    tensors = {
+        "req_to_token": table,
+        "req_pool_indices": torch.tensor([1, 0]),
+        "seq_lens": torch.tensor([5, 17]),
+    }
+    slots = torch.arange(40).flip(0)
+    attention = WindowAttention(4, 2, 64, window=8, dtype=torch.float32, slot_map=slots)
+    lens = np.array([5, 17], dtype=np.int32)
+    attention.plan(DecodeBatch(lens, PrefixPaths.private(2)), **tensors)
+    check_windows(attention, *tensors.values())
+    attention._table.slots[1, 3] += 1
+    with pytest.raises(RuntimeError, match="request 1 does not read the slots of its window"):
+        check_windows(attention, *tensors.values())

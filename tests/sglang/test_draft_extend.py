@@ -281,7 +281,10 @@ def test_layers_that_pat_does_not_do_are_the_default_backends() -> None:
     scene.extend.attend(view, layer=1)
     assert calls[2:] == ["extend"]
     told = inside.server_info()["draft_extend"]
-    assert (told["pat_layers"], told["default_layers"]) == (1, {"sliding window 8": 1})
+    assert (told["pat_layers"], told["default_layers"]) == (
+        1,
+        {"sliding window 8 with speculative decoding": 1},
+    )
 
 
 @pytest.mark.parametrize("topk", [1, 2])

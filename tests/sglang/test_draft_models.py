@@ -228,7 +228,9 @@ def test_layers_that_pat_does_not_do_are_the_default_backends() -> None:
     scene.round.assert_exact(view, [25, 31], layers=[0])
     assert scene.round.attend(view, 1, 1)[1].isinf().all()
     assert second.calls == ["decode layer 1"]
-    assert inside.server_info()["draft_model"]["default_layers"] == {"sliding window 8": 1}
+    assert inside.server_info()["draft_model"]["default_layers"] == {
+        "sliding window 8 with speculative decoding": 1
+    }
 
 
 def test_a_draft_model_has_a_geometry_of_its_own() -> None:

@@ -261,11 +261,6 @@ def test_pools(make: Callable[[], Any], reason: str | None) -> None:
     assert pool_reason(make(), 1) == reason
 
 
-def test_a_layer_of_a_windows_pool_is_not_written() -> None:
-    pool = around(SWAKVPool, plain_pool(), **OVER_WINDOWS)
-    assert pool_reason(pool, 0) == "a layer of a window's pool"
-
-
 def test_the_pool_checks_slots_where_it_is_asked_to() -> None:
     with envs.SGLANG_ENABLE_ASYNC_ASSERT.override(True):
         assert pool_reason(plain_pool(), 1) == (
@@ -273,12 +268,32 @@ def test_the_pool_checks_slots_where_it_is_asked_to() -> None:
         )
 
 
+def window_pools(window: Any) -> Any:
+    pool = around(SWAKVPool, plain_pool(), **OVER_WINDOWS, layer_transfer_counter=None)
+    pool.swa_kv_pool = window
+    return pool
+
+
+def test_layers_with_windows_have_slots_of_their_own() -> None:
+    model_runner = fp8_runner(token_to_kv_pool=window_pools(plain_pool()))
+    writes = writes_of(model_runner)
+    writes._window_slots = torch.arange(SLOTS) + 1
+    for step in range(2):
+        writes.begin_step()
+        for layer_id, slot in ((0, 10 + step), (1, 9)):
+            store(writes, model_runner, layer_id)
+            writer: Any = writes._writers[layer_id]
+            assert writer.given[-1][2].tolist() == [slot]
+        writes._window_slots = writes._window_slots + 1  # SGLang has moved windows on
+
+
 def test_layers_are_asked_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
-    model_runner = fp8_runner(token_to_kv_pool=around(SWAKVPool, plain_pool(), **OVER_WINDOWS))
+    pool = window_pools(changed("kv_cache_layout", "hnd"))
+    model_runner = fp8_runner(token_to_kv_pool=pool)
     with caplog.at_level("INFO"):
         writes = writes_of(model_runner)
     assert list(writes._writers) == [1]
-    assert caplog.messages == ["SGLang's pool stores new KV itself: a layer of a window's pool"]
+    assert caplog.messages == ["SGLang's pool stores new KV itself: its layout is hnd"]
 
 
 def test_shapes_have_a_writer_each() -> None:

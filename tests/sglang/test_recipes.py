@@ -73,8 +73,8 @@ def as_logged(line: str) -> str:
     layer_support.prefill = prefill[1] if prefill else None if draft else "not named"
     layer_support.shapes = dict.fromkeys(range(pat), HeadConfig(32, 8, 128, 128))
     for layer_id in range(pat, total):
-        window = re.findall(r"sliding window (\d+)", line)[0]
-        layer_support.fall_back(layer_id, Unsupported("sliding window", window))
+        reason = re.findall(r"; \d+ on \w+: ([^;]+)", line)[0]
+        layer_support.fall_back(layer_id, Unsupported("attention", reason))
     return f"{draft}{layer_support}"
 
 

@@ -30,6 +30,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_pat import support
 from sglang_pat.offline.model_support import layer_table
+from sglang_pat.plan import LayerKind
 from sglang_pat.sglang.report import layer_report
 from sglang_pat.sglang.start.layer_rules import attention_layers, layers_of_runner, window_reason
 from sglang_pat.sglang.start.layer_support import read_scales
@@ -75,7 +76,12 @@ OF_A_LAYER: dict[tuple[str, str], Callable[[], Any]] = {
         token_to_kv_pool=KVPool(of_last=torch.bfloat16)
     ),
     ("attention", "cross attention"): lambda: runner(model=layers(is_cross_attention=True)),
-    ("sliding window", "128"): lambda: runner(model=layers(sliding_window_size=128)),
+    ("sliding window", "128 on triton"): lambda: runner(model=layers(sliding_window_size=128)),
+    ("KV pool", "WindowPools with windows"): lambda: runner(
+        model=layers(sliding_window_size=128),
+        sliding_window_size=128,
+        token_to_kv_pool=WindowPools(),
+    ),
     ("attention", "attention within chunks of 8192"): lambda: runner(
         attention_chunk_size=8192, model=layers(use_irope=True)
     ),
@@ -169,6 +175,12 @@ def deepseek_v32() -> SimpleNamespace:
 def wrapping_config() -> SimpleNamespace:
     """A model's configuration that puts a backend of its own over SGLang's (Dots3)."""
     return SimpleNamespace(wrap_attention_backend=lambda runner, backend: backend)
+
+
+class WindowPools(KVPool):
+    """A pool of several, by rules that pat does not know."""
+
+    full_kv_pool = None
 
 
 def windowed_model() -> torch.nn.Module:
@@ -304,17 +316,18 @@ def test_a_table_joins_neighbours() -> None:
         each.sliding_window_size = 16
     pool = KVPool()
     pool.keys, pool.values = [pool.keys[0]] * 5, [pool.values[0]] * 5
-    layer_support = layers_of_runner(runner(model=five, token_to_kv_pool=pool), "fa3")
+    layer_support = layers_of_runner(runner(model=five, token_to_kv_pool=pool), "trtllm_mha")
+    reason = "sliding window 16 on trtllm_mha"
     assert [*layer_table(layer_support)] == [
         ("0", "pat", ""),
-        ("1-2", "fa3", "sliding window 16"),
+        ("1-2", "trtllm_mha", reason),
         ("3-4", "pat", ""),
     ]
-    assert str(layer_support) == "pat decodes 3 of 5 layers; 2 on fa3: sliding window 16"
+    assert str(layer_support) == f"pat decodes 3 of 5 layers; 2 on trtllm_mha: {reason}"
     assert layer_support.as_json() == {
-        "default_backend": "fa3",
+        "default_backend": "trtllm_mha",
         "pat_layers": 3,
-        "default_layers": {"sliding window 16": 2},
+        "default_layers": {reason: 2},
         "batch_invariant": False,
     }
 
@@ -354,8 +367,47 @@ def test_layers_with_sinks_are_named(name: str) -> None:
     pool.keys, pool.values = [pool.keys[0]] * 3, [pool.values[0]] * 3
     layer_support = layers_of_runner(runner(model=modules, token_to_kv_pool=pool), "fa3")
     assert str(layer_support) == (
-        "pat decodes 2 of 3 layers, 1 of them with attention sinks; 1 on fa3: sliding window 16"
+        "pat decodes 3 of 3 layers, 2 of them with attention sinks, 1 of them with sliding windows"
     )
+
+
+@pytest.mark.parametrize(
+    ("default", "common", "tokens"),
+    [
+        ("fa3", None, 17),
+        ("torch_native", None, 17),
+        ("flashinfer", 20, 21),
+        ("triton", 20, 20),
+        ("flashinfer", None, None),
+        ("triton", None, None),
+        ("trtllm_mha", 20, None),
+    ],
+)
+def test_windows_are_as_long_as_those_of_the_default_backend(
+    default: str, common: int | None, tokens: int | None
+) -> None:
+    """A layer of size 16, in a model for which SGLang has this common size."""
+    model_runner = runner(model=layers(sliding_window_size=16), sliding_window_size=common)
+    layer_support = layers_of_runner(model_runner, default)
+    assert layer_support.windows == ({} if tokens is None else {1: tokens})
+    assert layer_support.kinds() == {
+        LayerKind(layer_support.shapes[0], window) for window in {0, tokens or 0}
+    }
+
+
+def test_windows_are_not_batch_invariant() -> None:
+    arguments = server_arguments(enable_deterministic_inference=True)
+    model_runner = runner(model=layers(sliding_window_size=16), server_args=arguments)
+    layer_support = layers_of_runner(model_runner, "fa3")
+    assert str(layer_support.fallback[1]) == "sliding window 16 in batch-invariant mode"
+
+
+def test_layers_of_one_id_have_one_window() -> None:
+    same = layers(3)
+    same[2].layer_id, same[2].sliding_window_size = 1, 16
+    layer_support = layers_of_runner(runner(model=same), "fa3")
+    assert [*layer_support.shapes] == [0]
+    assert str(layer_support.fallback[1]) == "layers of different windows with the same id"
 
 
 def test_arguments_that_delegate_exist_in_this_sglang() -> None:

@@ -182,9 +182,9 @@ def test_a_refusal_has_the_words_of_the_support_table() -> None:
     assert str(layer.refusal.refusal()) == str(support.unsupported("head_dim", 72))
 
 
-def test_hybrids_are_accelerated_in_their_full_layers_alone() -> None:
+def test_hybrids_are_accelerated_in_all_layers_with_attention() -> None:
     types = ["sliding_attention"] * 5 + ["full_attention"]
-    assert refused(layer_types=types, sliding_window=512) == ["sliding window 512"] * 5 + [""]
+    assert refused(layer_types=types, sliding_window=512) == [""] * 6
     assert refused(full_attention_interval=6) == [STATE] * 5 + [""]
 
 

@@ -38,6 +38,10 @@ class LayerAttention:
         self.layer_support = layer_support
         self._kv_writes = KvWrites(model_runner, layer_support)
 
+    def begin_step(self) -> None:
+        """Begin an eager step, or a captured graph."""
+        self._kv_writes.begin_step()
+
     def attend(
         self,
         plans: StepPlans | None,
@@ -91,7 +95,7 @@ class LayerAttention:
             q = _dense(q)
         scales = read_scales(layer) if self.layer_support.are_scaled else (1.0, 1.0)
         run: Callable[..., Any] = partial(
-            plans.of_shape[shape].run,
+            plans.of_kind[self.layer_support.kind(layer.layer_id)].run,
             k_cache=keys,
             v_cache=values,
             sm_scale=layer.scaling,

@@ -37,6 +37,9 @@ class KvWrites:
     def __init__(self, model_runner: Any, layer_support: LayerSupport) -> None:
         self._pool = model_runner.token_to_kv_pool
         self._are_scaled = layer_support.are_scaled
+        self._window_slots = layer_support.window_slots
+        # The slots of the step's new tokens in the pool of layers with windows.
+        self._new_window_slots: torch.Tensor | None = None
         self._writers: dict[int, KvWriter] = {}  # by layer id
         if model_runner.device != "cuda":
             return
@@ -66,6 +69,18 @@ class KvWrites:
         if reasons and reports.rank_speaks():
             logger.info("SGLang's pool stores new KV itself: %s", "; ".join(reasons))
 
+    def begin_step(self) -> None:
+        """Forget the slots of the last step. A graph that is captured has its own."""
+        self._new_window_slots = None
+
+    def _slots(self, layer: RadixAttention, forward_batch: Any) -> torch.Tensor | None:
+        """Return the slots of the new tokens in a pool of windows. None: the layer has another."""
+        if self._window_slots is None or not has_window_pool(self._pool, layer.layer_id):
+            return None
+        if self._new_window_slots is None:
+            self._new_window_slots = self._window_slots[forward_batch.out_cache_loc]
+        return self._new_window_slots
+
     def store(
         self,
         layer: RadixAttention,
@@ -91,7 +106,8 @@ class KvWrites:
             return
         # SGLang's pools use the scales only if their dtype is not the model's.
         scales = (layer.k_scale, layer.v_scale) if self._are_scaled else ()
-        self._pool.set_kv_buffer(layer, _location(forward_batch), k, v, *scales)
+        location = _location(forward_batch, swa_loc=self._slots(layer, forward_batch))
+        self._pool.set_kv_buffer(layer, location, k, v, *scales)
 
     def _write(
         self,
@@ -113,7 +129,14 @@ class KvWrites:
             return False
         keys = self._pool.get_key_buffer(layer.layer_id)
         values = self._pool.get_value_buffer(layer.layer_id)
-        return writer.write(k, v, forward_batch.out_cache_loc, keys, values, k_scale, v_scale)
+        slots = self._slots(layer, forward_batch)
+        slots = forward_batch.out_cache_loc if slots is None else slots
+        return writer.write(k, v, slots, keys, values, k_scale, v_scale)
+
+
+def has_window_pool(pool: Any, layer_id: int) -> bool:
+    """Return True if the KV of a layer lies in a pool of layers with windows."""
+    return type(pool) is SWAKVPool and bool(pool.layers_mapping[layer_id][1])
 
 
 def pool_reason(pool: Any, layer_id: int) -> str | None:
@@ -124,10 +147,7 @@ def pool_reason(pool: Any, layer_id: int) -> str | None:
     if envs.SGLANG_ENABLE_ASYNC_ASSERT.get():
         return "SGLANG_ENABLE_ASYNC_ASSERT, with which it checks slots"
     if type(pool) is SWAKVPool:
-        _, is_window = pool.layers_mapping[layer_id]
-        if is_window:  # its slots are others
-            return "a layer of a window's pool"
-        pool = pool.full_kv_pool
+        pool = pool.swa_kv_pool if has_window_pool(pool, layer_id) else pool.full_kv_pool
     elif type(pool) is HybridLinearKVPool:
         pool = pool.full_kv_pool
     if type(pool) is MLATokenToKVPool:

@@ -108,9 +108,9 @@ class VerifyPlanner(SpeculativePlanner, TargetPlanner):
     def new_extend(self, layer_support: LayerSupport, count: int) -> DraftExtendStep:
         """Return draft extend for a draft model, after verify steps of `count` draft tokens.
 
-        From now on plans are also made for the shapes of its layers.
+        From now on plans are also made for the kinds of its layers.
         """
-        more = {*layer_support.shapes.values()} - self._microbatches.current.eager.of_shape.keys()
+        more = layer_support.kinds() - self._microbatches.current.eager.of_kind.keys()
         if more:
             self._microbatches.add(partial(self._new_plans, more))
         extend = DraftExtendStep(self.verifies[count])

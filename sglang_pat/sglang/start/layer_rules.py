@@ -16,12 +16,14 @@ import torch
 from sglang.srt.configs.model_config import is_deepseek_dsa, is_minimax_sparse
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_pat import support
 from sglang_pat.plan import HeadConfig
 from sglang_pat.sglang import compat
+from sglang_pat.sglang.start.environment import Environment
 from sglang_pat.sglang.start.layer_support import LayerSupport, read_scales
-from sglang_pat.sglang.start.server_options import drafts_of, server_reason
+from sglang_pat.sglang.start.server_options import batch_invariant, drafts_of, server_reason
 from sglang_pat.support import Unsupported
 
 # Names that SGLang's models give to the sinks of their attention layers, for the log.
@@ -45,7 +47,23 @@ def layers_of_runner(
     )
     layer_support.are_scaled = are_scaled(model_runner, default)
     layer_support.is_converted = is_converted(model_runner)
+    note_windows(layer_support, model_runner, default)
+    if type(model_runner.token_to_kv_pool) is SWAKVPool:
+        layer_support.window_slots = model_runner.token_to_kv_pool.full_to_swa_index_mapping
     return layer_support
+
+
+def note_windows(layer_support: LayerSupport, model_runner: Any, default: str) -> None:
+    """Note to how many tokens requests attend in the layers with windows that pat decodes."""
+    found: dict[int, int] = {}
+    for layer in layer_support.layers:
+        layer_id, window = layer.layer_id, window_size(layer, model_runner, default)
+        if layer_id not in layer_support.shapes or window is None:
+            continue
+        if found.setdefault(layer_id, window) != window:
+            reason = Unsupported("attention", "layers of different windows with the same id")
+            layer_support.fall_back(layer_id, reason)
+    layer_support.windows = {layer_id: window for layer_id, window in found.items() if window}
 
 
 def layers_of_model(
@@ -195,11 +213,11 @@ def layer_reason(
 ) -> Unsupported | None:
     """Return why pat does not decode a layer. types: see `layers_of_runner`."""
     chunk = getattr(model_runner, "attention_chunk_size", None)
-    reason = shape_reason(layer, chunk, types)
+    reason = shape_reason(layer, chunk, types) or layer_window_reason(layer, model_runner, default)
     if reason is None and shape_of(layer).is_latent:
         reason = latent_reason(layer, model_runner) or _latent_pool_reason(layer, model_runner)
     elif reason is None:
-        reason = _pool_reason(layer, model_runner)
+        reason = _pool_reason(layer, model_runner) or _window_pool_reason(layer, model_runner)
     return reason or scales_reason(layer, model_runner, default)
 
 
@@ -265,8 +283,6 @@ def shape_reason(
         return Unsupported("attention", f"attention of type {layer.attn_type.value}")
     if layer.use_irope and chunk_size:
         return Unsupported("attention", f"attention within chunks of {chunk_size}")
-    if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
-        return Unsupported("sliding window", layer.sliding_window_size)
     head_dims = (layer.qk_head_dim, layer.v_head_dim)
     reason = support.shape_reason(layer.tp_q_head_num, layer.tp_k_head_num, *head_dims)
     if reason is not None:
@@ -280,6 +296,48 @@ def shape_reason(
     if layer.xai_temperature_len > 0:
         return Unsupported("attention", "a temperature by position")
     return None
+
+
+def layer_window_reason(
+    layer: RadixAttention, model_runner: Any, default: str
+) -> Unsupported | None:
+    """Return why pat does not decode a layer with its window.
+
+    Of the model runner, only `server_args` and `sliding_window_size` are read.
+    """
+    size, arguments = layer.sliding_window_size, model_runner.server_args
+    if not has_window(layer):
+        return None
+    if drafts_of(arguments) is not None:
+        return Unsupported("sliding window", f"{size} with speculative decoding")
+    if batch_invariant(arguments, Environment.read()):
+        return Unsupported("sliding window", f"{size} in batch-invariant mode")
+    if window_size(layer, model_runner, default) is None:
+        return Unsupported("sliding window", f"{size} on {default}")
+    return None
+
+
+def has_window(layer: RadixAttention) -> bool:
+    """Return True if a layer attends to the last tokens of a request only."""
+    return layer.sliding_window_size is not None and layer.sliding_window_size > -1
+
+
+def window_size(layer: RadixAttention, model_runner: Any, default: str) -> int | None:
+    """Return to how many tokens of a request the default backend attends in a decode step.
+
+    0: to all. None: it is not known. The new token counts. The sizes that SGLang gives to layers
+    and to backends do not, and triton leaves out one token more in decode steps.
+    """
+    if not has_window(layer):
+        return 0
+    size = layer.sliding_window_size
+    if default in ("fa3", "fa4", "torch_native"):
+        return int(size) + 1
+    # These backends have one window for all layers.
+    common = model_runner.sliding_window_size
+    if not common or common < 0 or default not in ("flashinfer", "triton"):
+        return None
+    return int(common) + (default == "flashinfer")
 
 
 def _pool_reason(layer: RadixAttention, model_runner: Any) -> Unsupported | None:
@@ -304,6 +362,20 @@ def _pool_reason(layer: RadixAttention, model_runner: Any) -> Unsupported | None
                 "KV pool", f"{type(pool).__name__} of {buffer.dtype} {[*buffer.shape[1:]]}"
             )
     return None
+
+
+def _window_pool_reason(layer: RadixAttention, model_runner: Any) -> Unsupported | None:
+    """Return a reason if it is not known which slots the tokens of a layer's window have."""
+    pool = model_runner.token_to_kv_pool
+    if not has_window(layer) or not hasattr(pool, "full_kv_pool"):  # one pool for all layers
+        return None
+    is_known = (
+        type(pool) is SWAKVPool
+        and pool.layers_mapping[layer.layer_id][1]
+        and isinstance(pool.full_to_swa_index_mapping, torch.Tensor)
+        and getattr(pool, "swa_req_ring_size", None) is None  # slots of a request, not of a token
+    )
+    return None if is_known else Unsupported("KV pool", f"{type(pool).__name__} with windows")
 
 
 # Backends that store and read the numbers as they are, whatever scales a layer has; that scale in

@@ -10,11 +10,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_pat import support
 from sglang_pat.executors.layer import Scale
-from sglang_pat.plan import HeadConfig
+from sglang_pat.plan import HeadConfig, LayerKind
 from sglang_pat.support import Unsupported
 
 PAT, DEFAULT = "pat", "default"  # who decodes a layer
@@ -30,12 +31,23 @@ class LayerSupport:
         self.prefill: str | None = None  # the name of the backend that prefills, if it is known
         self.layers: Sequence[RadixAttention] = ()
         self.shapes: dict[int, HeadConfig] = {}  # of the layers that pat decodes, by layer id
+        self.windows: dict[int, int] = {}  # tokens that a request attends to, if not to all
+        # Slots in the pool of layers with windows, by slot. None: they have no pool of their own.
+        self.window_slots: torch.Tensor | None = None
         self.fallback: dict[int, Unsupported] = {}  # why the others fall back, by layer id
         self.whole: Unsupported | None = None  # why the whole model falls back
         self.sinks: frozenset[int] = frozenset()  # ids of the layers with attention sinks
         self.batch_invariant = False  # whether pat computes a request alike in any batch
         self.are_scaled = False  # whether the pool divides KV by the scales of its layer
         self.is_converted = False  # whether the pool has a type of one byte that pat converts
+
+    def kind(self, layer_id: int) -> LayerKind:
+        """Return the kind of a layer that pat decodes, which says whose plans it reads."""
+        return LayerKind(self.shapes[layer_id], self.windows.get(layer_id, 0))
+
+    def kinds(self) -> set[LayerKind]:
+        """Return the kinds of all layers that pat decodes."""
+        return {self.kind(layer_id) for layer_id in self.shapes}
 
     def fallback_reason(
         self, layer: RadixAttention, arguments: dict[str, Any]
@@ -113,6 +125,9 @@ class LayerSupport:
         with_sinks = len(self.sinks & self.shapes.keys())
         if with_sinks:
             head += f", {with_sinks} of them with attention sinks"
+        with_windows = len(self.windows.keys() & self.shapes.keys())
+        if with_windows:
+            head += f", {with_windows} of them with sliding windows"
         if self.batch_invariant:
             head += ", batch-invariant"
         tail = [] if self.prefill is None else [f"prefill on {self.prefill}"]

@@ -26,6 +26,7 @@ from sglang_pat.sglang.compat import RequestFields
 from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder
 from sglang_pat.sglang.tree.radix_paths import PathReader, Request
 from sglang_pat.stats import PlanningTime, bound_of
+from sglang_pat.window import WindowAttention
 
 
 class DebugChecks:
@@ -154,6 +155,22 @@ def check_host_lengths(on_host: IntArray, seq_lens: torch.Tensor) -> None:
     if len(wrong):
         row = wrong[0]
         raise RuntimeError(f"request {row} has {lens[row]} tokens, and {on_host[row]} on the host")
+
+
+def check_windows(
+    attention: WindowAttention,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+) -> None:
+    """Raise RuntimeError unless each request reads each slot of its window once."""
+    steps = zip(attention.slots(), req_pool_indices.tolist(), seq_lens.tolist(), strict=False)
+    for request, (found, row, length) in enumerate(steps):
+        slots = req_to_token[row, max(0, length - attention.window) : length].long()
+        if attention.slot_map is not None:
+            slots = attention.slot_map[slots]
+        if not torch.equal(found.long().sort().values, slots.cpu().long().sort().values):
+            raise RuntimeError(f"request {request} does not read the slots of its window")
 
 
 def _check_kept(reqs: Sequence[Request], forest: PrefixForest, in_tree: list[_Ends]) -> None:

@@ -15,20 +15,27 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from sglang_pat.attention import PackAttention
 from sglang_pat.executors.cuda import PlanOverflowError
-from sglang_pat.plan import HeadConfig
+from sglang_pat.plan import HeadConfig, LayerKind
 from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.report.reports import StepReports
 from sglang_pat.sglang.start.layer_support import LayerSupport
-from sglang_pat.sglang.step.debug_checks import DebugChecks, check_host_lengths
+from sglang_pat.sglang.step.debug_checks import (
+    DebugChecks,
+    check_host_lengths,
+    check_windows,
+)
 from sglang_pat.sglang.step.microbatches import Microbatch, Microbatches
 from sglang_pat.sglang.step.plan_reuse import PlanReuse, SkippedPlanning
 from sglang_pat.sglang.step.step_type import ExecutionMode, StepType
 from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder
 from sglang_pat.sglang.tree.request_tracker import StepRequests
 from sglang_pat.stats import Counters, PlanStats, read_counters
+from sglang_pat.window import WindowAttention
 
 if TYPE_CHECKING:
     from sglang_pat.sglang.start.environment import Environment
@@ -41,7 +48,7 @@ class StepPlanner:
     """Plans the steps of one model, each for all layers that pat decodes.
 
     Eager steps and CUDA graphs have plans of their own: a graph needs buffers that never move.
-    Plans are made for the shapes of the layers in `layer_support`.
+    Plans are made for the kinds of the layers in `layer_support`.
     """
 
     new_builder: Callable[..., DecodeBatchBuilder] = DecodeBatchBuilder
@@ -53,16 +60,17 @@ class StepPlanner:
         self.dtypes = (model_runner.dtype, model_runner.kv_cache_dtype)  # of queries, of KV
         self._req_to_token_pool = model_runner.req_to_token_pool
         self._token_to_kv_pool = model_runner.token_to_kv_pool
-        self._layer_id = min(layer_support.shapes)
+        self._layer_ids = tuple(layer_support.shapes)
         self._new_plans = partial(
             _new_plans,
             model_runner=model_runner,
             environment=environment,
             batch_invariant=layer_support.batch_invariant,
+            window_slots=layer_support.window_slots,
         )
         self._microbatches = Microbatches(
             _num_microbatches(model_runner.server_args),
-            partial(self._new_plans, {*layer_support.shapes.values()}),
+            partial(self._new_plans, layer_support.kinds()),
             partial(self.new_builder, strict=environment.debug),
         )
         self._checks = DebugChecks.of_sglang() if environment.debug else None
@@ -146,9 +154,11 @@ class StepPlanner:
         except PlanOverflowError:
             made = plans.plan(builder.without_sharing(batch, StepReason.OVERFLOW), **tensors)
         if self._checks is not None:
-            self._checks.check_growth(made[0][0], builder, would_repeat=would_repeat)
+            self._checks.check_growth(made[-1][0], builder, would_repeat=would_repeat)
             for attention, plan in made:
                 self._checks.check(attention, plan, builder, table, req_pool_indices)
+                if isinstance(attention, WindowAttention):
+                    check_windows(attention, table, req_pool_indices, seq_lens)
             if builder.last_shared is not None:
                 check_host_lengths(builder.lens, view.seq_lens)
         if requests is not None:
@@ -186,7 +196,8 @@ class StepPlanner:
         self._reserve_rows(self._max_requests)
 
     def _reserve_rows(self, max_rows: int) -> None:
-        num_slots = len(self._token_to_kv_pool.get_key_buffer(self._layer_id))
+        pool = self._token_to_kv_pool  # a hybrid one has fewer slots for layers with windows
+        num_slots = max(len(pool.get_key_buffer(layer_id)) for layer_id in self._layer_ids)
         self._microbatches.reserve(
             max_requests=max_rows,
             # A slot may be in several shared ranges: packs may read the ranges of their parents.
@@ -243,30 +254,41 @@ class TargetPlanner(StepPlanner):
 
 
 def _new_plans(
-    shapes: Iterable[HeadConfig],
+    kinds: Iterable[LayerKind],
     model_runner: Any,
     environment: Environment,
     batch_invariant: bool,
+    window_slots: torch.Tensor | None,
     **reservation: Any,
 ) -> StepPlans:
-    """Make a PackAttention for each shape of layers."""
-    attentions = {
-        shape: PackAttention(
-            shape.num_qo_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            v_head_dim=shape.v_head_dim,
+    """Make a PackAttention for each kind of layers."""
+
+    def attention(heads: HeadConfig, **window: Any) -> PackAttention:
+        return (WindowAttention if window else PackAttention)(
+            heads.num_qo_heads,
+            heads.num_kv_heads,
+            heads.head_dim,
+            v_head_dim=heads.v_head_dim,
             dtype=model_runner.dtype,
             kv_dtype=model_runner.kv_cache_dtype,
             device=model_runner.req_to_token_pool.req_to_token.device,
             policy=environment.policy,
             growth_tokens=environment.growth_tokens,
             batch_invariant=batch_invariant,
+            **window,
             **reservation,
         )
-        for shape in sorted(set(shapes))
-    }
-    return StepPlans(attentions)
+
+    # Those without a window come last: their statistics are the step's.
+    in_order = sorted(set(kinds), key=lambda kind: (-kind.window, kind.heads))
+    return StepPlans(
+        {
+            kind: attention(kind.heads, window=kind.window, slot_map=window_slots)
+            if kind.window
+            else attention(kind.heads)
+            for kind in in_order
+        }
+    )
 
 
 def _num_microbatches(server_args: Any) -> int:

@@ -141,6 +141,7 @@ def runner(**change: Any) -> Any:
         "model_config": model_config,
         "server_args": server_arguments(),
         "is_hybrid_swa": False,
+        "sliding_window_size": None,
         "attention_chunk_size": None,
         "dtype": torch.float32,
         "kv_cache_dtype": torch.float32,

@@ -88,23 +88,28 @@ class Spoiler:
     """Overwrites the KV of free slots, in the pools of a model and of its draft model."""
 
     def __init__(self) -> None:
-        self._allocator: Any = None
-        self._buffers: list[torch.Tensor] = []
+        self._pools: list[tuple[Any, Any]] = []  # with who gives out their slots
 
     def watch(self, model_runner: Any) -> None:
-        """Spoil the pool of this model, too."""
-        self._allocator = model_runner.token_to_kv_pool_allocator
-        for name in ("k_buffer", "v_buffer", "kv_buffer"):
-            self._buffers += getattr(model_runner.token_to_kv_pool, name, ())
+        """Spoil the pool of this model, too, or both parts of a hybrid one."""
+        allocator, pool = model_runner.token_to_kv_pool_allocator, model_runner.token_to_kv_pool
+        if hasattr(pool, "swa_kv_pool"):
+            self._pools.append((allocator.full_attn_allocator, pool.full_kv_pool))
+            self._pools.append((allocator.swa_attn_allocator, pool.swa_kv_pool))
+        else:
+            self._pools.append((allocator, pool))
 
     def spoil(self) -> None:
         """Overwrite what is free by now."""
-        page_size = self._allocator.page_size
-        for pages in (self._allocator.free_pages, self._allocator.release_pages):
-            if pages is not None and len(pages):
-                slots = (pages[:, None] * page_size + torch.arange(page_size)).view(-1)
-                for buffer in self._buffers:
-                    buffer[slots] = 9
+        for allocator, pool in self._pools:
+            for pages in (allocator.free_pages, allocator.release_pages):
+                if pages is None or not len(pages):
+                    continue
+                size = allocator.page_size
+                slots = (pages[:, None] * size + torch.arange(size)).view(-1)
+                for name in ("k_buffer", "v_buffer", "kv_buffer"):
+                    for buffer in getattr(pool, name, ()):
+                        buffer[slots] = 9
 
 
 def register() -> None:
@@ -158,6 +163,9 @@ def register() -> None:
             pat.plans = pat.planner.plan_captured(kind, view)
             if isinstance(kind, SpeculativeStep):
                 kind.record_in_graph(view)
+            if pat.plans is not None:
+                pat.plans.record_in_graph()
+            pat.layers.begin_step()
             read_again(pat.plans)
 
     def prepare_round(steps: Any, batch: Any) -> None:

@@ -1,0 +1,62 @@
+"""Layers with sliding windows on pat: answers as with SGLang's default backend.
+
+Prompts share 100 tokens and end in 5 to 26 of their own, and answers have 24. So each window of 32
+tokens begins in what all share, and some end up in what is the request's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import sglang
+from family_engines import FamilyEngines, family_engines, twice
+from model_families import FAMILIES, Family
+
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("families")]
+
+# A pool of which others take the slots between two turns. Windows give up theirs in every step.
+EVICTIONS: dict[str, Any] = {
+    "evictions": True,
+    "max_total_tokens": 1000,
+    "environment": {"SGLANG_SWA_EVICTION_INTERVAL": "1"},
+}
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FamilyEngines]:
+    with family_engines(tmp_path_factory.mktemp("windows")) as running:
+        yield running
+
+
+def family_of(name: str) -> Family:
+    family = FAMILIES[name]
+    if sglang.__version__ in family.refused:
+        pytest.skip(family.refused[sglang.__version__])
+    return family
+
+
+@pytest.mark.parametrize("name", ["gemma-2", "gemma-3"])
+def test_windows_in_one_pool_with_graphs(engines: FamilyEngines, name: str) -> None:
+    """A plan serves several steps, in which windows move on."""
+    family = family_of(name)
+    found = engines.run(family, "pat", has_graphs=True)
+    assert found.tokens == twice(engines.alone(family).tokens)
+    assert found.layers_of("pat") == family.pat
+    assert found.layers_of("default") == ()
+    assert found.stats["plans_reused"] > found.stats["plans_built"]
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+@pytest.mark.parametrize("name", ["gpt-oss", "mellum"])
+def test_windows_in_a_pool_of_their_own(
+    engines: FamilyEngines, name: str, has_graphs: bool
+) -> None:
+    """Their slots are others than the rows', and are given up while the request runs."""
+    family = family_of(name)
+    expected = engines.run(family, None, **EVICTIONS)
+    found = engines.run(family, "pat", has_graphs=has_graphs, **EVICTIONS)
+    assert found.tokens == (twice(expected.tokens) if has_graphs else expected.tokens)
+    assert found.layers_of("pat") == family.pat
+    assert found.layers_of("default") == ()
