@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -212,17 +211,3 @@ def test_a_node_of_one_request_is_private() -> None:
 def test_two_roots_are_two_packs() -> None:
     case = make_case([(-1, 300), (-1, 400)], [(0, 9), (1, 9), (0, 9), (1, 9)])
     assert shared_packs(case, "memory") == [(0, 300, 2), (0, 400, 2)]
-
-
-def test_tickets_begin_with_the_beginnings_of_tiles() -> None:
-    case = make_case([(-1, 400)], [(0, 300)] * 80)
-    plan = plan_case(make_scheduler(num_workers=7, max_block_q=64), case)
-    begins_tile = [
-        kv_request == SHARED_KV and kv_begin == 0
-        for kv_request, kv_begin in plan.kv_segments[plan.work_items[:, 3], :2].tolist()
-    ]
-    firsts = plan.ticket_begin[:, 0].tolist()
-    tickets = [begins_tile[begin:end] for begin, end in pairwise(firsts)]
-    assert sum(begins_tile) >= 5, "with partials, no ticket runs from the tails up"
-    assert [True, False] in tickets
-    assert [False, True] not in tickets

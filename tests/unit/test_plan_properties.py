@@ -11,7 +11,6 @@ from sample_forests import (
     ForestCase,
     few,
     forest_cases,
-    make_case,
     make_scheduler,
     many,
     plan_case,
@@ -117,41 +116,3 @@ def test_a_plan_serves_grown_requests(case: ForestCase, growth: int, data: st.Da
         shrunk = case.seq_lens.copy()
         shrunk[0] -= 1
         assert not serves(scheduler, shrunk)
-
-
-def ticket_tokens(plan: DecodePlan, case: ForestCase) -> list[int]:
-    """KV tokens of every ticket."""
-    tokens = segment_tokens(plan, case.seq_lens)
-    return [int(part.sum()) for part in np.split(tokens, plan.ticket_begin[1:-1, 1])]
-
-
-def test_much_work_is_tickets_that_shrink() -> None:
-    case = make_case([], [(-1, 700 + 970 * r) for r in range(40)])
-    plan = plan_case(make_scheduler(), case)
-    tokens = ticket_tokens(plan, case)
-    share = sum(tokens) / 33
-    assert max(tokens) <= 0.75 * share
-    assert max(tokens[-33:]) <= 600
-    check_coverage(plan, case, case.seq_lens)
-
-
-def test_half_of_the_tickets_run_from_the_tails_up() -> None:
-    """So that shared KV, out of the L2, and tails, out of device memory, are read side by side."""
-    case = make_case([(-1, 512)], [(0, 32)] * 1024)
-    plan = plan_case(make_scheduler(), case)
-    begins = plan.kv_segments[plan.ticket_begin[:-1, 1], 0] == SHARED_KV
-    assert len(begins) == 64
-    assert begins[:17].all()
-    assert not begins[17:33].any()
-    assert begins[33::2].all()
-    assert not begins[34::2].any()
-
-
-def test_shared_and_private_tickets_are_drawn_side_by_side() -> None:
-    """The shared ones twice as fast, so that they end first."""
-    case = make_case([(-1, 2048)], [(0, 900)] * 256 + [(-1, 2000)] * 256)
-    plan = plan_case(make_scheduler(), case)
-    is_shared = np.array([plan.kv_segments[i[3], 0] == SHARED_KV for i in plan.work_items.tolist()])
-    last_shared = np.flatnonzero(is_shared)[-1]
-    private_before = (~is_shared[:last_shared]).sum()
-    assert 0.3 < private_before / (~is_shared).sum() < 0.65

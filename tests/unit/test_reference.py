@@ -52,14 +52,6 @@ def test_random_forests(
     problem.check(attention, sinks=make_sinks(heads[0]) if with_sinks else None)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_requests", [1, 2, 100])
-def test_three_levels(num_requests: int, dtype: torch.dtype) -> None:
-    heads = (8, 2, 64)
-    attention = PackAttention(*heads, dtype=dtype)
-    Problem(three_level_case(num_requests), heads, dtype).check(attention)
-
-
 def test_a_long_request_is_gathered_in_bounded_memory() -> None:
     heads = (4, 1, 64)
     case = make_case([(-1, 20_000)], [(0, 70_000), (0, 5)])
