@@ -21,7 +21,7 @@ from fakes.backends import (
     server_arguments,
 )
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVWriteLoc, MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat import support
@@ -405,6 +405,35 @@ def test_models_that_pat_decodes(default: str, page_size: int) -> None:
     backend = pat_backend(model_runner, default)
     assert type(backend) is not DefaultBackend
     assert [*inside.planner(backend).layer_support.shapes] == [0, 1]
+
+
+def hybrid_pool(dtype: torch.dtype = torch.float32) -> HybridLinearKVPool:
+    """SGLang's, of layers 1 and 3; the others keep a state."""
+    pool = HybridLinearKVPool.__new__(HybridLinearKVPool)
+    pool.full_kv_pool, pool.use_mla = make_pool(dtype), True
+    pool.full_attention_layer_id_mapping = {1: 0, 3: 1}
+    pool.layer_transfer_counter = None
+    return pool
+
+
+class Hybrid(torch.nn.Module):
+    """Latent attention in layers 1 and 3; layer 0 has a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(linear_layer_ids=[0, 2], full_attention_layer_ids=[1, 3])
+        linear = RadixAttention(8, 128, 128**-0.5, num_kv_heads=8, layer_id=0)
+        self.layers = torch.nn.ModuleList([linear, Attention(1), Attention(3)])
+
+
+def test_latent_layers_among_layers_with_a_state() -> None:
+    hybrid = {"model": Hybrid(), "token_to_kv_pool": hybrid_pool()}
+    layer_support = layers_of_runner(latent_runner(**hybrid), "fa3")
+    assert [*layer_support.shapes] == [1, 3]
+    assert layer_support.fallback == {}
+    hybrid["token_to_kv_pool"].full_kv_pool.use_dsa = True
+    layer_support = layers_of_runner(latent_runner(**hybrid), "fa3")
+    assert {str(each) for each in layer_support.fallback.values()} == {"KV pool MLATokenToKVPool"}
 
 
 @pytest.mark.parametrize("default", ["fa3", "flashinfer", "triton", "flashmla", "torch_native"])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from sglang.srt.configs.model_config import is_deepseek_dsa, is_minimax_sparse
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_pat import support
@@ -103,7 +103,7 @@ def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
 
     A module may keep them in a plain list or dict, as SGLang's wrapper of transformers models does.
     Latent attention has two layers of one id: the absorbed one is returned, while the other one
-    attends in prompts.
+    attends in prompts. Layers that keep a state in place of KV are left out, whatever their module.
     """
     layers: dict[int, RadixAttention] = {}  # by id(): a layer may be in both
     twins = set()
@@ -118,7 +118,12 @@ def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
             elif type(value) is dict:
                 found += value.values()
         layers |= {id(each): each for each in found if isinstance(each, RadixAttention)}
-    return [each for each in layers.values() if id(each) not in twins]
+    config = getattr(model, "config", None)
+    # Both: of layers that have a state beside their KV.
+    states = {*getattr(config, "linear_layer_ids", ())}
+    states -= {*getattr(config, "full_attention_layer_ids", ())}
+    found = [each for each in layers.values() if id(each) not in twins]
+    return [each for each in found if each.layer_id not in states]
 
 
 def _layers_with_sinks(model: torch.nn.Module) -> frozenset[int]:
@@ -251,8 +256,10 @@ def _latent_pool_reason(layer: RadixAttention, model_runner: Any) -> Unsupported
     if dtype != model_runner.dtype and not is_converted(model_runner):
         return Unsupported("dtype of queries and KV cache", f"a KV cache of {dtype}")
     pool = model_runner.token_to_kv_pool
-    name = type(pool).__name__
-    if type(pool) is not MLATokenToKVPool or pool.use_dsa:  # others store in ways of their own
+    of_attention = pool.full_kv_pool if type(pool) is HybridLinearKVPool else pool
+    name = type(of_attention).__name__
+    # Others store in ways of their own.
+    if type(of_attention) is not MLATokenToKVPool or of_attention.use_dsa:
         return Unsupported("KV pool", name)
     keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
     is_known = (

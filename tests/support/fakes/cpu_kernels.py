@@ -37,6 +37,11 @@ def install() -> None:
         _replace("sglang.srt.layers.attention.mamba.mamba", f"{name}_triton", globals()[name])
         setattr(sgl_kernel.mamba, f"{name}_cpu", globals()[name])
     sgl_kernel.mamba.chunk_gated_delta_rule_cpu = chunk_gated_delta_rule
+    kda = "sglang.srt.layers.attention.linear.kernels.kda_triton"
+    _replace(kda, "chunk_kda", chunk_kda)
+    _replace(kda, "fused_sigmoid_gating_delta_rule_update", kda_update)
+    _replace("sglang.srt.layers.attention.linear.lightning_backend", "seg_la_fwd", seg_la)
+    _replace("sglang.kernels.ops.attention.fla.layernorm_gated", "layernorm_fn", layernorm)
     for module in (
         "sglang.kernels.ops.mamba.triton_ops",
         "sglang.srt.layers.attention.mamba.ops",
@@ -50,6 +55,14 @@ def install() -> None:
             with contextlib.suppress(ImportError):  # another version's
                 found = importlib.import_module(f"{package}.{module}")
                 getattr(found, name).forward = gated_norm
+    rope = "sglang.srt.layers.rotary_embedding.factory"
+    with contextlib.suppress(ImportError, AttributeError):
+        _replace(rope, "get_rope_cpu", rope_on_cpu(importlib.import_module(rope)))
+    if not torch.cuda.is_available():
+        torch.cuda.Stream = lambda *_, **__: None
+        from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+
+        RotaryEmbedding.forward_cuda = RotaryEmbedding.forward_native
     elementwise = "sglang.kernels.ops.elementwise.elementwise"
     _replace(elementwise, "fused_gate_sigmoid_mul", gated_expert)
     _replace(elementwise, "fused_gate_sigmoid_mul_add", add_gated_expert)
@@ -293,23 +306,33 @@ def chunk_gated_delta_rule(
     **rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, None]:  # fmt: skip
     """Token after token; `initial_state` `[slots, heads, value dim, key dim]` is updated."""
+    decay = g.view(-1, v.shape[-2], 1)
+    state = (initial_state, initial_state_indices)
+    return _delta_rule(q, k, v, decay, beta, *state, cu_seqlens), initial_state, None
+
+
+def _delta_rule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor,
+    initial_state: torch.Tensor, initial_state_indices: torch.Tensor, cu_seqlens: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """decay: its logarithm, `[tokens, heads, key dim]`, or of all columns `[tokens, heads, 1]`."""
     heads = v.shape[-2]
     q, k = (F.normalize(each.float(), dim=-1, eps=1e-6)[0] for each in (q, k))
     q, k = (each.repeat_interleave(heads // each.shape[1], dim=1) for each in (q, k))
     q = q * q.shape[-1] ** -0.5
     out = torch.empty_like(v)
-    g, beta, values = g.view(-1, heads).float().exp(), beta.view(-1, heads).float(), v[0].float()
+    g, beta, values = decay.float().exp(), beta.view(-1, heads).float(), v[0].float()
     bounds = cu_seqlens.tolist()
     for i, (begin, end) in enumerate(itertools.pairwise(bounds)):
         slot = int(initial_state_indices[i])
         state = initial_state[slot].float()
         for t in range(begin, end):
-            state = state * g[t, :, None, None]
+            state = state * g[t, :, None, :]
             delta = (values[t] - torch.einsum("hvk,hk->hv", state, k[t])) * beta[t, :, None]
             state = state + delta[..., None] * k[t, :, None]
             out[0, t] = torch.einsum("hvk,hk->hv", state, q[t]).to(out.dtype)
         initial_state[slot] = state.to(initial_state.dtype)
-    return out, initial_state, None
+    return out
 
 
 def fused_gdn_gating(
@@ -329,6 +352,56 @@ def fused_sigmoid_gating_delta_rule_update(
     decay, beta = fused_gdn_gating(A_log, a, b, dt_bias)
     state = {"initial_state": initial_state_source, "initial_state_indices": initial_state_indices}
     return chunk_gated_delta_rule(q, k, v, decay, beta, cu_seqlens=cu_seqlens, **state)[0]
+
+
+# --- the same with a decay of each column of the keys (Kimi-Linear, Kimi K3, Ling 3) ---
+
+
+def chunk_kda(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    initial_state: torch.Tensor, initial_state_indices: torch.Tensor, cu_seqlens: torch.Tensor,
+    A_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float | None = None,
+    beta_is_raw: bool = False, **rest: Any,
+) -> torch.Tensor:  # fmt: skip
+    """`g` is the gate before its activation."""
+    heads, columns = v.shape[-2], k.shape[-1]
+    gate = g.reshape(-1, heads, columns).float() + dt_bias.view(heads, columns).float()
+    rate = A_log.float().exp().view(heads, 1)
+    decay = -rate * F.softplus(gate)
+    if lower_bound is not None:
+        decay = lower_bound * (rate * gate).sigmoid()
+    beta = beta.float().sigmoid() if beta_is_raw else beta
+    return _delta_rule(
+        q, k, v, decay, beta, initial_state, initial_state_indices, cu_seqlens
+    )  # fmt: skip
+
+
+def kda_update(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
+    initial_state_source: torch.Tensor, **rest: Any,
+) -> torch.Tensor:  # fmt: skip
+    """The decode step of the same rule."""
+    return chunk_kda(q, k, v, a, b, initial_state_source, beta_is_raw=True, **rest)
+
+
+# --- lightning attention (Ling 2.5, 2.6) ---
+
+
+def seg_la(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor, decay_scales: torch.Tensor,
+    meta: Any, softmax_scale: float | None = None, **rest: Any,
+) -> torch.Tensor:  # fmt: skip
+    """Token after token; `s` `[slots, heads, key dim, value dim]` is updated."""
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    out, decay = torch.empty_like(v), (-decay_scales.float()).exp().view(-1, 1, 1)
+    for i, (begin, end) in enumerate(itertools.pairwise(meta.q_offsets.tolist())):
+        slot = int(meta.s_offsets[i])
+        state = s[slot].float() * bool(meta.s_scales[i])
+        for t in range(begin, end):
+            state = state * decay + k[t, :, :, None].float() * v[t, :, None].float()
+            out[t] = scale * torch.einsum("hkv,hk->hv", state, q[t].float()).to(out.dtype)
+        s[slot] = state.to(s.dtype)
+    return out
 
 
 # --- state space models (Mamba 2: Nemotron-H, Falcon-H1) ---
@@ -389,6 +462,17 @@ def selective_state_update(
     out.copy_((y + (D * x.float() if D is not None else 0)).to(out.dtype))
 
 
+def rope_on_cpu(factory: Any) -> Callable[..., Any]:
+    """Positions without scaling too, for which SGLang has no module on a CPU."""
+    scaled = factory.get_rope_cpu
+
+    def get_rope_cpu(*arguments: Any) -> Any:
+        is_scaled = (arguments[5] or {}).get("rope_type") == "deepseek_yarn"
+        return scaled(*arguments) if is_scaled else factory.get_rope(*arguments[:8])
+
+    return get_rope_cpu
+
+
 # --- the rest of `torch.ops.sgl_kernel` that the models ask for on a CPU ---
 
 
@@ -399,10 +483,21 @@ def gemma_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
     return (normed * (1 + weight.float())).to(x.dtype)
 
 
-def gated_norm(self: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """The forward of a norm that is gated after it."""
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight
+def layernorm(
+    x: torch.Tensor, weight: torch.Tensor, bias: None, eps: float = 1e-6,
+    group_size: int | None = None, **rest: Any,
+) -> torch.Tensor:  # fmt: skip
+    """A norm by the root of the mean square, of all columns or of groups of them."""
+    wide = x.float().unflatten(-1, (-1, group_size or x.shape[-1]))
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed.flatten(-2) * weight).to(x.dtype)
+
+
+def gated_norm(self: Any, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+    """The forward of a norm that is gated after it, if there is a gate."""
+    normed = layernorm(x, self.weight, None, self.eps, getattr(self, "group_size", None))
+    if gate is None:
+        return normed
     is_sigmoid = self.activation == "sigmoid"
     return (normed * (gate.sigmoid() if is_sigmoid else F.silu(gate))).to(x.dtype)
 
