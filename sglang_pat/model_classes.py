@@ -88,6 +88,8 @@ SPARSE_WITH_INDEX = _names(
     MistralLarge3ForCausalLM PixtralForConditionalGeneration
     """
 )
+# A bias of each query and distance is added to the scores.
+WITH_BIAS = frozenset({"InklingForConditionalGeneration"})
 ENCODER_DECODER = _names(
     """
     MllamaForConditionalGeneration MossVLForConditionalGeneration WhisperForConditionalGeneration
@@ -113,6 +115,7 @@ KNOWN = (
     | OTHER_RULES
     | SPARSE
     | SPARSE_WITH_INDEX
+    | WITH_BIAS
     | ENCODER_DECODER
     | WITHOUT_TOKENS
     | WITHOUT_ATTENTION

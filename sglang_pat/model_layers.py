@@ -264,6 +264,8 @@ def whole_refusal(config: Mapping[str, Any]) -> Unsupported | None:
         return Unsupported("attention", "an encoder-decoder model" + f" ({name})" * bool(name))
     if sparse := model_classes.sparse_name(config):
         return Unsupported("attention", f"sparse attention ({sparse})")
+    if name in model_classes.WITH_BIAS:
+        return Unsupported("attention", f"a bias by distance ({name})")
     return None
 
 

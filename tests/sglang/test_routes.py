@@ -117,6 +117,9 @@ OF_THE_MODEL: dict[tuple[str, str], Callable[[], Any]] = {
     ("attention", "sparse attention (DeepseekV32ForCausalLM)"): lambda: runner(
         model_config=config(hf_config=deepseek_v32())
     ),
+    ("attention", "a bias by distance (InklingForConditionalGeneration)"): lambda: runner(
+        model_config=config(hf_config=architecture("InklingForConditionalGeneration"))
+    ),
     ("attention", "an encoder-decoder model (LlamaForCausalLM)"): lambda: runner(
         model_config=config(is_encoder_decoder=True)
     ),

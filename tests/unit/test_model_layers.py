@@ -131,13 +131,18 @@ def test_kinds_of_layers_by_the_keys_of_each_family(
         ({"v_head_dim": 64}, "head_dim 128/64"),
         ({"num_attention_heads": 128, "num_key_value_heads": 1}, "query heads per KV head 128"),
         ({"is_encoder_decoder": True}, "an encoder-decoder model"),
-        # Latent attention: of another size, sparse, of too many heads.
+        # Latent attention: of other sizes (MiniCPM3, Mistral-Small-4), sparse, of too many heads.
         ({"kv_lora_rank": 256, "qk_rope_head_dim": 32}, "head_dim 288/256"),
+        ({"kv_lora_rank": 256, "qk_rope_head_dim": 64}, "head_dim 320/256"),
         ({**MLA, "architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048},
          "sparse attention (DeepseekV32ForCausalLM)"),
         ({"architectures": ["MiniMaxM3SparseForCausalLM"]},
          "sparse attention (MiniMaxM3SparseForCausalLM)"),
         ({"architectures": ["MistralModel"]}, "a model that answers with no tokens (MistralModel)"),
+        (
+            {"architectures": ["InklingForConditionalGeneration"]},
+            "a bias by distance (InklingForConditionalGeneration)",
+        ),
         ({**MLA, "num_attention_heads": 64},
          "latent attention with nothing to gain: 64 heads fill a tile"),
     ],

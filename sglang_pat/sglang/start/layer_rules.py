@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MLATokenToKVPoo
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_pat import support
+from sglang_pat.model_classes import WITH_BIAS
 from sglang_pat.plan import HeadConfig
 from sglang_pat.sglang import compat
 from sglang_pat.sglang.start.environment import Environment
@@ -156,6 +157,8 @@ def model_reason(config: Any) -> Unsupported | None:
         return Unsupported("attention", f"an encoder-decoder model ({name})")
     if _is_sparse(config):
         return Unsupported("attention", f"sparse attention ({name})")
+    if name in WITH_BIAS:
+        return Unsupported("attention", f"a bias by distance ({name})")
     return None
 
 
