@@ -155,6 +155,15 @@ class Scenario:
         return count
 
 
+# What SGLang's cookbook recommends for DeepSeek-V3: three draft steps, four tokens to verify.
+_MTP = {
+    "speculative_algorithm": "NEXTN",
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+}
+
+
 def _tensor_parallel(ranks: int) -> dict[str, Any]:
     # SGLang's own all-reduce is compiled for a minute, and pat has no part in it.
     return {"tp_size": ranks, "disable_custom_all_reduce": True}
@@ -252,6 +261,28 @@ SCENARIOS = {
         ("pat", "fa3", "flashmla"),
         (shared(24, 60_032, 1024, 1.6), alone(64, 1024, 0.98), *_LATENT),
     ),
+    "kimi-linear": Scenario(
+        "kimi-linear",
+        ("pat", "default"),
+        (shared(64, 16_384, 512, 1.15), alone(64, 1024, 0.98), shared(24, 60_032, 1024)),
+    ),
+    # With random weights hardly a draft is accepted: a token takes a verify step.
+    **{
+        name: Scenario(
+            "v3-rank",
+            ("pat", "fa3", "flashmla"),
+            (
+                shared(64, 16_384, 512, least),
+                shared(24, 60_032, 1024, least),
+                alone(64, 1024, 0.99),
+            ),
+            arguments,
+        )
+        for name, arguments, least in (
+            ("v3-mtp", _MTP, 0.99),
+            ("v3-mtp-fp8", _MTP | _FP8, 1.2),
+        )
+    },
     "v2-lite": Scenario("deepseek-v2-lite", ("pat", "fa3", "flashmla"), _LATENT),
     "glm-4.7-flash": Scenario("glm-4.7-flash", ("pat", "fa3", "flashmla"), _LATENT),
     "page-64": Scenario(

@@ -187,6 +187,51 @@ _GLM_4_7_FLASH = {
 }
 
 
+# All layers: 7 of 27 are latent attention, and the others keep states.
+_KIMI_LINEAR = {
+    "architectures": ["KimiLinearForCausalLM"],
+    "model_type": "kimi_linear",
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 72,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "mla_use_nope": True,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "kda_layers": [layer for layer in range(1, 27) if layer % 4],
+        "head_dim": 128,
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "moe_intermediate_size": 1024,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_experts": 16,
+    "num_experts_per_token": 8,
+    "num_shared_experts": 1,
+    "num_expert_group": 1,
+    "topk_group": 1,
+    "use_grouped_topk": True,
+    "routed_scaling_factor": 2.446,
+    "vocab_size": 163840,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": 163584,
+    "eos_token_id": 163586,
+}
+
+
 def _rank(heads: int, vocab_size: int) -> dict[str, Any]:
     """One of eight ranks of DeepSeek-V3 or Kimi K2, with few experts."""
     return {
@@ -207,6 +252,7 @@ def _rank(heads: int, vocab_size: int) -> dict[str, Any]:
         "scoring_func": "sigmoid",
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 1,
         "vocab_size": vocab_size,
     }
 
@@ -290,6 +336,7 @@ SHAPES = {
         _shape("glm-4.6", _GLM_4_6, {"num_hidden_layers": 92, "n_routed_experts": 160}),
         _shape("deepseek-v2-lite", _V2_LITE, {"num_hidden_layers": 27}),
         _shape("glm-4.7-flash", _GLM_4_7_FLASH, {"num_hidden_layers": 47}),
+        _shape("kimi-linear", _KIMI_LINEAR, {"num_experts": 256}),
         _shape(
             "v3-rank",
             _rank(16, 16160),
