@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -143,17 +144,18 @@ def workloads(*, quick: bool = False) -> list[LatentWorkload]:
     return [case for case in cases if case.quick] if quick else cases
 
 
-def many_rows() -> list[LatentWorkload]:
-    """Requests of 64 rows and more, which fill a tile alone, over long shared prefixes.
+# Query heads and draft tokens: the recommended MTP; none; GLM-4.7-Flash with MTP; blocks of 8.
+MANY = ((16, 4), (64, 1), (20, 4), (8, 8))
 
-    Rows: 16 heads with the 4 draft tokens of the recommended MTP, 20 with as many, 8 with blocks
-    of 8, and 64 heads with none.
+
+def many_rows(shapes: Sequence[tuple[int, int]] = MANY) -> list[LatentWorkload]:
+    """Requests of many rows over long shared prefixes: some 64 fill a tile alone.
+
+    shapes: query heads and draft tokens.
     """
     trees = ["1,64_8192,256", "1,64_40960,256", "1,24_122880,256", "64_8192"]
-    more_of_16 = ["1,64_16384,256", "1,24_60000,256"]
-    shapes = ((16, 4), (64, 1), (20, 4), (8, 8))
-    cases = [(tree, *shapes[0]) for tree in trees + more_of_16]
-    cases += [(tree, *shape) for shape in shapes[1:] for tree in trees]
+    cases = [(tree, *shape) for shape in shapes for tree in trees]
+    cases += [(tree, *shapes[0]) for tree in ("1,64_16384,256", "1,24_60000,256")]
     cases += [(tree, *shape) for tree in ("64_1024", "8_32768") for shape in shapes]
     return [
         LatentWorkload(Forest.of_tree(tree), heads, suite=MANY_ROWS, drafts=drafts)

@@ -28,6 +28,7 @@ from kernel.gates import Gate, fp8_latent_gates, latent_gates, many_rows_gates
 from kernel.latent_contenders import CONTENDERS, SM_SCALE
 from kernel.latent_workloads import (
     COLUMNS,
+    MANY,
     MANY_ROWS,
     SUITE,
     SUITES,
@@ -46,15 +47,21 @@ _CHECKED_REQUESTS = 8
 
 
 def measure(
-    workload: LatentWorkload, names: list[str], rounds: int, *, dirty: bool
+    workload: LatentWorkload, names: list[str], rounds: int, *, dirty: bool, pool_tokens: int = 0
 ) -> dict[str, object]:
-    """Check and time one case. dirty: also behind an L2 that was written to."""
+    """Check and time one case. dirty: also behind an L2 that was written to.
+
+    pool_tokens: slots of the pool, where the case has fewer.
+    """
     tensors = _tensors(workload)
     generator = torch.Generator("cuda").manual_seed(1)
-    shape = LAYERS, workload.forest.num_tokens + 1, 1, workload.head_dim
-    pool = torch.empty(shape, dtype=workload.dtype, device="cuda").normal_(generator=generator)
-    layers = list(pool.to(workload.cache_dtype))
-    del pool
+    shape = max(workload.forest.num_tokens + 1, pool_tokens), 1, workload.head_dim
+    layers = [
+        torch.empty(shape, dtype=workload.dtype, device="cuda")
+        .normal_(generator=generator)
+        .to(workload.cache_dtype)
+        for _ in range(LAYERS)
+    ]
     return measure_contenders(
         {name: CONTENDERS[name] for name in names},
         workload,
@@ -128,8 +135,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--kv-dtype",
         choices=("float8_e4m3fn",),
         help="of the KV, if not that of the queries; SGLang's FA3 and FlashInfer convert all of the"
-        " pool in every layer then: here it holds the KV of the case and nothing else",
+        " pool in every layer then",
     )
+    parser.add_argument(
+        "--pool-tokens",
+        type=whole_number(0, 1 << 24),
+        default=0,
+        help="slots of the pool, where the case has fewer; default: the KV of the case, no more",
+    )
+    parser.add_argument(
+        "--rows",
+        type=_rows,
+        nargs="+",
+        default=MANY,
+        metavar="HEADSxDRAFTS",
+        help="of --suite many-rows; 16x4 64x1 20x4 8x8",
+    )
+
+
+def _rows(text: str) -> tuple[int, int]:
+    """The argparse type of query heads and draft tokens."""
+    heads, _, drafts = text.partition("x")
+    limit = whole_number(1, 64)
+    return limit(heads), limit(drafts)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -141,6 +169,7 @@ def run(args: argparse.Namespace) -> int:
         "matmul_tflops": flops / 1e12,
         "clocks": {"before": gpu_state()},
         "slots": args.slots,
+        "pool_tokens": args.pool_tokens,
     }
     print(
         f"{info['gpu']}, copy {info['copy_gbps']:.0f} GB/s, matmul {info['matmul_tflops']:.0f} "
@@ -151,7 +180,13 @@ def run(args: argparse.Namespace) -> int:
         _workloads(args),
         lambda workload, rounds: (
             _described(workload, copy_bandwidth, flops)
-            | measure(workload, names, rounds, dirty=not args.no_dirty)
+            | measure(
+                workload,
+                names,
+                rounds,
+                dirty=not args.no_dirty,
+                pool_tokens=args.pool_tokens,
+            )
         ),
         _gates(args),
         names=names,
@@ -167,7 +202,7 @@ def _gates(args: argparse.Namespace) -> Callable[[list[dict[str, object]]], list
 
 
 def _workloads(args: argparse.Namespace) -> list[LatentWorkload]:
-    chosen = many_rows() if args.suite == MANY_ROWS else workloads(quick=args.quick)
+    chosen = many_rows(args.rows) if args.suite == MANY_ROWS else workloads(quick=args.quick)
     if args.tree:
         chosen = [LatentWorkload(args.tree, args.heads, suite=args.suite, drafts=args.drafts)]
     dtype = getattr(torch, args.dtype)
