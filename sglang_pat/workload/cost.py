@@ -68,6 +68,10 @@ _PARTIAL_BYTES, _LSE_BYTES = 2, 4  # of one number of a partial output, and of i
 _STATE_BYTES_PER_REQUEST = 4 << 20  # of a layer that keeps a state: read and written in every step
 
 
+# Tokens of its own that a request reads although others share them (`sglang_pat/window.py`).
+_WINDOW_SLACK = 64
+
+
 class Reads(NamedTuple):
     """KV that the attention of one layer reads in a step, in tokens of one KV head.
 
@@ -85,6 +89,27 @@ class Reads(NamedTuple):
     @property
     def tokens(self) -> float:
         return self.once + self.again + self.cached
+
+    def in_windows(self, requests: int, kv_tokens: float, window: int) -> Reads:
+        """Return the part of these reads that lies in the last `window` tokens of each request.
+
+        As if the requests were of one length and shared one prefix. What is left of it in windows
+        fits into the L2 cache. kv_tokens: of all requests.
+        """
+        if kv_tokens <= requests * window:
+            return self
+        common = kv_tokens - self.once  # tokens that are not the first of their kind
+        prefix = common / max(requests - 1, 1)
+        own = kv_tokens / requests - prefix
+        left = max(0.0, window - own)
+        part = (self.again + self.cached) / common if common else 1.0  # 1: nobody shares reads
+        slack = min(_WINDOW_SLACK, window / 8, left) * (1 - part)
+        return self._replace(
+            once=left + requests * min(own, window),
+            again=0.0,
+            cached=left * (requests - 1) * part + slack * requests,
+            partials=self.partials if left else 0.0,
+        )
 
 
 class StepSeconds(NamedTuple):
@@ -246,16 +271,16 @@ class StepTime:
         kv_tokens
             Of all requests.
         ours, other
-            What a layer that pat accelerates reads, and one of full attention that it does not. A
-            window that is shorter than the requests is taken to share nothing.
+            What a layer of full attention reads that pat accelerates, and one that it does not.
         """
         attention = 0.0
         for layer, count in self._alike.items():
             reads = ours if layer.is_accelerated else other
-            in_windows = requests * (layer.window or 0)
-            if layer.kind in (WINDOW, CHUNK) and 0 < in_windows < kv_tokens:
-                reads = Reads(in_windows)
-            elif layer.kind not in (FULL, LATENT) and not layer.is_accelerated:
+            if layer.kind == WINDOW and layer.window:
+                reads = reads.in_windows(requests, kv_tokens, layer.window)
+            elif layer.kind == CHUNK and layer.window:
+                reads = Reads(min(kv_tokens, requests * layer.window))
+            elif layer.kind not in (FULL, LATENT):
                 reads = Reads(kv_tokens)
             attention += count * self.attention(layer, reads)
         return StepSeconds(self.without_attention(requests) + attention, attention)

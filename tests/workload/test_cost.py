@@ -257,3 +257,33 @@ def test_gpus_without_a_body_for_latent_attention(monkeypatch: pytest.MonkeyPatc
     refused = StepTime.of_model({**config, **MLA}, GPUS["B200"]).layers[0].refusal
     assert refused is not None
     assert str(refused) == "latent attention on a B200"
+
+
+def test_windows_of_a_recorded_server_are_predicted() -> None:
+    """FA3 in a layer with a window, whose shared part it reads from the L2 cache."""
+    data = recorded("h100/hybrid-models.json")
+    (case,) = (c for c in data["cases"] if (c["model"], c["case"]) == ("gemma-3-12b", "shared"))
+    time = StepTime.of_model(data["models"]["gemma-3-12b"]["config"], GPUS["H100"])
+    layer, *_ = (each for each in time.layers if each.kind == WINDOW)
+    requests, own = case["batch"], case["private"] + case["tokens"] / 2
+    once, kv_tokens = case["prefix"] + requests * own, requests * (case["prefix"] + own)
+    reads = Reads(once, cached=kv_tokens - once).in_windows(requests, kv_tokens, layer.window or 0)
+    assert reads.tokens == pytest.approx(requests * 1024)
+    kernels = case["step_us"]["pat"]["kernels"]  # pat had left these layers to FA3
+    us = [total / count for name, (total, count) in kernels.items() if "FlashAttnFwd" in name]
+    assert 1e6 * time.attention(layer, reads) == pytest.approx(sum(us), rel=0.15)
+
+
+@pytest.mark.parametrize("private", [0, 100, 1500])
+def test_reads_within_windows(private: int) -> None:
+    """Whoever shares reads only what windows have left of the prefix, and own tokens fill them."""
+    requests, window = 16, 1024
+    kv_tokens, once = requests * (8192 + private), 8192 + requests * private
+    alone = Reads(once, 10.0, kv_tokens - once - 10).in_windows(requests, kv_tokens, window)
+    shared = Reads(once).in_windows(requests, kv_tokens, window)
+    left = max(0, window - private)
+    assert alone.tokens == pytest.approx(requests * window)
+    assert alone.once == shared.once == pytest.approx(left + requests * min(private, window))
+    assert shared.cached == requests * min(64, left)
+    within = Reads(300.0, cached=20.0)
+    assert within.in_windows(requests, 500, window) == within
