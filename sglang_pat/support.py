@@ -163,8 +163,8 @@ _MATRIX = (
     SupportRow("KV pool", "slots of [KV head, head_dim], page size 1 or more", LAYER),
     SupportRow(
         "sliding window",
-        "where the default backend is fa3, fa4, flashinfer, triton or torch_native; not with "
-        "speculative decoding or in batch-invariant mode",
+        "where the default backend is fa3, fa4, flashinfer, trtllm_mha, triton or torch_native; "
+        "not with speculative decoding or in batch-invariant mode",
         LAYER,
     ),
     SupportRow(

@@ -77,6 +77,9 @@ OF_A_LAYER: dict[tuple[str, str], Callable[[], Any]] = {
     ),
     ("attention", "cross attention"): lambda: runner(model=layers(is_cross_attention=True)),
     ("sliding window", "128 on triton"): lambda: runner(model=layers(sliding_window_size=128)),
+    ("sliding window", "128 over latent attention"): lambda: runner(
+        model=layers(sliding_window_size=128, tp_k_head_num=1, qk_head_dim=576, v_head_dim=512)
+    ),
     ("KV pool", "WindowPools with windows"): lambda: runner(
         model=layers(sliding_window_size=128),
         sliding_window_size=128,
@@ -319,16 +322,16 @@ def test_a_table_joins_neighbours() -> None:
         each.sliding_window_size = 16
     pool = KVPool()
     pool.keys, pool.values = [pool.keys[0]] * 5, [pool.values[0]] * 5
-    layer_support = layers_of_runner(runner(model=five, token_to_kv_pool=pool), "trtllm_mha")
-    reason = "sliding window 16 on trtllm_mha"
+    layer_support = layers_of_runner(runner(model=five, token_to_kv_pool=pool), "intel_amx")
+    reason = "sliding window 16 on intel_amx"
     assert [*layer_table(layer_support)] == [
         ("0", "pat", ""),
-        ("1-2", "trtllm_mha", reason),
+        ("1-2", "intel_amx", reason),
         ("3-4", "pat", ""),
     ]
-    assert str(layer_support) == f"pat decodes 3 of 5 layers; 2 on trtllm_mha: {reason}"
+    assert str(layer_support) == f"pat decodes 3 of 5 layers; 2 on intel_amx: {reason}"
     assert layer_support.as_json() == {
-        "default_backend": "trtllm_mha",
+        "default_backend": "intel_amx",
         "pat_layers": 3,
         "default_layers": {reason: 2},
         "batch_invariant": False,
@@ -383,7 +386,8 @@ def test_layers_with_sinks_are_named(name: str) -> None:
         ("triton", 20, 20),
         ("flashinfer", None, None),
         ("triton", None, None),
-        ("trtllm_mha", 20, None),
+        ("trtllm_mha", None, 17),
+        ("intel_amx", 20, None),
     ],
 )
 def test_windows_are_as_long_as_those_of_the_default_backend(

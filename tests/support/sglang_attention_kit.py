@@ -194,7 +194,7 @@ def _layer_of(runner: Any, head_dim: int) -> RadixAttention:
 
 
 def cases_of(backend: str) -> tuple[DenseAttentionCase, ...]:
-    """Cases of dense attention; one decodes in a layer with a window, which stays SGLang's."""
+    """Cases of dense attention; one decodes in a layer with a window."""
     windowed = replace(
         draft_case(backend, page_size=16),
         name="swa_decode_window_edges",
@@ -292,7 +292,7 @@ def extend_case(backend: str, page_size: int = 1) -> DenseAttentionCase:
 
 
 def is_decoded_by_pat(case: DenseAttentionCase) -> bool:
-    return case.forward_mode.is_decode() and case.sliding_window_size is None
+    return bool(case.forward_mode.is_decode())
 
 
 class KitTestCase(unittest.TestCase):

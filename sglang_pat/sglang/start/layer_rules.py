@@ -322,6 +322,8 @@ def layer_window_reason(
         return Unsupported("sliding window", f"{size} with speculative decoding")
     if batch_invariant(arguments, Environment.read()):
         return Unsupported("sliding window", f"{size} in batch-invariant mode")
+    if shape_of(layer).is_latent:
+        return Unsupported("sliding window", f"{size} over latent attention")
     if window_size(layer, model_runner, default) is None:
         return Unsupported("sliding window", f"{size} on {default}")
     return None
@@ -341,7 +343,7 @@ def window_size(layer: RadixAttention, model_runner: Any, default: str) -> int |
     if not has_window(layer):
         return 0
     size = layer.sliding_window_size
-    if default in ("fa3", "fa4", "torch_native"):
+    if default in ("fa3", "fa4", "torch_native", "trtllm_mha"):
         return int(size) + 1
     # These backends have one window for all layers.
     common = model_runner.sliding_window_size
