@@ -120,19 +120,6 @@ def test_every_number_of_a_script_has_bounds(
     check_numbers(parser_of(script, monkeypatch), capsys)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_knows_before_it_works_where_its_result_goes(
-    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parser = parser_of(script, monkeypatch)
-    for action in with_values(parser):
-        if action.dest in ("json", "sharing_json"):
-            refused = refusal(parser, [f"{action.option_strings[-1]}=/no/f"], capsys)
-            assert "its folder /no does not exist" in refused
-        elif action.dest == "picture":
-            assert action.type is output_file
-
-
 def test_bounds_are_told() -> None:
     assert whole_number(1, 1000)("1000") == 1000
     assert real_number(0.001, 10)("0.001") == 0.001

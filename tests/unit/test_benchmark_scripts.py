@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 import shutil
 import subprocess
 import sys
@@ -50,17 +49,6 @@ def test_it_prints_its_help(
     printed = capsys.readouterr().out
     assert printed.startswith(f"usage: benchmarks/{folder} {suite} [-h]")
     assert suites.said(package, suite)
-
-
-def test_folders_import_one_way() -> None:
-    """Each imports common/ and itself; `server` and `plot` import `kernel` too. Experiments may."""
-    for path in BENCHMARKS.glob("*/*.py"):
-        own = path.parent.name
-        if own == "experiments":
-            continue
-        imported = {*re.findall(r"^ *from (\w+)[. ]", path.read_text(), re.MULTILINE)}
-        allowed = {own, "kernel"} if own in ("server", "plot") else {own}
-        assert imported & {*FOLDERS} <= allowed, path
 
 
 def test_a_copy_runs_without_the_checkout(tmp_path: Path) -> None:

@@ -190,28 +190,9 @@ def _good() -> list[Any]:
     ]
 
 
-GAIN = "pat-20 shared: geomean best peer/pat >= 1.50"
-
-
-@pytest.mark.parametrize(
-    ("index", "us", "failing"),
-    [
-        (0, 13.9, set()),
-        (0, 15.0, {"pat-20 shared: geomean time/floor <= 1.40", GAIN}),
-        (1, 10.2, {"unshared, uniform: best peer/pat >= 0.99 in all cases"}),
-        (4, 16.1, {"long-prefix: geomean time/floor <= 1.60"}),
-    ],
-)
-def test_a_slow_case_fails_its_gate(index: int, us: float, failing: set[str]) -> None:
-    cases = _good()
-    assert [gate.passed for gate in gates(cases)] == [True] * 11
-    cases[index]["us"]["pat"] = us
-    found = {f"{gate.suite}: {gate.rule}" for gate in gates(cases) if not gate.passed}
-    assert found - {"unshared, all: geomean best peer/pat >= 1.00"} == failing
-
-
 def test_a_case_in_which_pat_failed_fails_its_suite() -> None:
     cases = _good()
+    assert [gate.passed for gate in gates(cases)] == [True] * 11
     del cases[4]["us"]["pat"]
     cases[4]["failed"]["pat"] = "wrong"
     cases.append(_case("long-prefix", "g", "shared", 10.0, 40.0))

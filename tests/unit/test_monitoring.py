@@ -202,16 +202,3 @@ def test_what_the_code_publishes_of_a_whole_fallback_fires(tmp_path: Path) -> No
     rule_files = [str(FOLDER / "pat-rules.yml")]
     file.write_text(yaml.safe_dump({"rule_files": rule_files, "tests": tests}))
     promtool("test", "rules", str(file), folder=tmp_path)
-
-
-def test_panels_and_alerts_explain_themselves() -> None:
-    for panel in DASHBOARD["panels"]:
-        assert panel["description"].endswith("."), panel["title"]
-    places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in DASHBOARD["panels"]}
-    assert len(places) == len(DASHBOARD["panels"])
-    for rule in rules():
-        if "alert" in rule:
-            assert rule["labels"]["severity"] in ("info", "warning")
-            assert set(rule["annotations"]) == {"summary", "description"}
-    tested = (FOLDER / "pat-rules-test.yml").read_text()
-    assert all(rule["alert"] in tested for rule in rules() if "alert" in rule)

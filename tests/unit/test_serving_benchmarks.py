@@ -9,20 +9,13 @@ from typing import Any
 
 import pytest
 
-from common.fleet import Member, groups_that_fit, wait, watched
-from common.metadata import known_gpu
-from common.models import MODELS
-from common.results import earlier, write
-from kernel import sharing
+from common.fleet import Member, wait
 from server import compare
 from server.compare import arguments_of, gates, server_bytes
 from server.scenarios import BACKENDS, SCENARIOS, Scenario, shared
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun
 from sglang_pat.bench.http_server import as_flags, running_process
-from sglang_pat.workload.models import GPUS
-
-META = {"commit": "c", "gpu": "g", "torch": "t", "cuda": "u", "versions": {}}
 
 
 def test_prompts_share_the_prefix_of_their_group_and_nothing_else() -> None:
@@ -51,14 +44,6 @@ def test_a_server_has_the_variables_that_it_is_given(
     with running_process(command, {}, log, start_seconds=None, environment=environment) as server:
         assert server.process.wait() == 0
     assert log.read_text() == "by the benchmark by the shell\n"
-
-
-def test_results_are_continued_by_the_same_commit_only(tmp_path: Path) -> None:
-    file = tmp_path / "traffic.json"
-    write(file, {"meta": META, "serving": [1]})
-    assert earlier(file, META)["serving"] == [1]
-    with pytest.raises(ValueError, match="commit 'c', this is 'd'"):
-        earlier(file, META | {"commit": "d"})
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -178,55 +163,3 @@ def test_servers_that_end_or_hang_do_not_hold_up_the_others(
     printed = capsys.readouterr().out
     assert "line 99" in printed
     assert "line 69" not in printed
-
-
-def test_servers_start_together_as_far_as_the_memory_goes() -> None:
-    gigabytes = {"a": 30.0, "b": 30.0, "c": 30.0, "d": 90.0, "e": 10.0}
-    needs = {name: (2, need) for name, need in gigabytes.items()}
-    assert groups_that_fit(needs, 80) == [["a", "b"], ["c"], ["d"], ["e"]]
-    assert groups_that_fit(needs, 0) == [[each] for each in needs]
-    # No more than eight servers, whatever the memory.
-    assert groups_that_fit(needs, 1e6) == [["a", "b", "c", "d"], ["e"]]
-
-
-def test_an_error_is_the_failure_of_servers_that_do_not_answer(tmp_path: Path) -> None:
-    good, ended = member(tmp_path, "good"), member(tmp_path, "ended", ends=True)
-    with watched([good, ended], "a case"):
-        raise ValueError("too few slices")
-    assert good.failure is None
-    assert ended.failure == "a case: ValueError: too few slices"
-
-
-@pytest.mark.parametrize(
-    ("name", "known"),
-    [
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA L40S", "L40S"),
-        ("NVIDIA L4", "L4"),
-        ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA H2000", None),
-        ("GeForce 9", None),
-        (None, None),
-    ],
-)
-def test_gpus_are_known_by_their_drivers_names(name: str | None, known: str | None) -> None:
-    assert known_gpu(name) == known
-
-
-def test_a_token_is_attention_and_the_rest_of_a_step() -> None:
-    """As `kernel sharing` estimates it."""
-
-    def estimated(us: dict[str, float]) -> dict[str, Any]:
-        measured = {"us": us, "failed": {"pat": "wrong"}}
-        cell = sharing.Cell(32, 0.5, 2048)
-        return sharing.estimated(cell, MODELS["llama-3-8b"], GPUS["H100"], measured)
-
-    free = estimated({"pat": 0.0, "fa3": 0.0, "flashinfer": 1.0})
-    assert free["gain"] == 1
-    assert 4 < free["tpot_ms"]["pat"] < 9  # 16 GB of weights
-    slow = estimated({"pat": 10.0, "fa3": 110.0, "flashinfer": 120.0})
-    assert slow["other"] == "fa3"
-    assert slow["tpot_ms"]["other"] - slow["tpot_ms"]["pat"] == pytest.approx(32 * 0.1)
-    with pytest.raises(RuntimeError, match="wrong"):
-        estimated({"fa3": 1.0})

@@ -5,13 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 
-from check import deterministic
 from check import logits as check_logits
 from sglang_pat.bench.answers import Answer, Candidate, agreement
-
-# --- answers ---
 
 
 def answer(tokens: list[int], gap: float = 1.0) -> Answer:
@@ -92,45 +88,3 @@ def test_a_check_that_compared_nothing_does_not_pass() -> None:
     assert check_logits.problems_of_decoding(counted | {"plans_reused": 0})
     assert check_logits.problems_of_decoding(counted | {"kv_tokens_planned": 10})
     assert check_logits.problems_of_decoding({})
-
-
-# --- deterministic servers ---
-
-
-class Answering:
-    """A server whose log-probabilities may depend on what is asked together."""
-
-    def __init__(self, *, varies: bool = False, value: float | None = -1.5) -> None:
-        self.varies = varies
-        self.value = value
-
-    def flush(self) -> None: ...
-
-    def generate(
-        self, asked: list[list[int]], sampling: list[dict[str, Any]], **_: Any
-    ) -> list[dict[str, Any]]:
-        varied = -1.25 if self.varies and len(asked) == 3 else self.value
-        logprobs = [(self.value, 7, None), (varied, 8, None)]
-        return [
-            {"output_ids": [7, 8], "meta_info": {"output_token_logprobs": logprobs}} for _ in asked
-        ]
-
-
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_bits_that_depend_on_the_batch_are_counted(
-    monkeypatch: pytest.MonkeyPatch, *, on_gpu: bool
-) -> None:
-    monkeypatch.setattr(deterministic, "cuda_driver_is_present", lambda: on_gpu)
-    prompts = [[3, i] for i in range(9)]
-    found = {
-        name: deterministic.of_answers(Answering(varies=varies), prompts, 3, sampled=False)
-        for name, varies in (("pat", True), ("fa3", False))
-    }
-    batches = {"1, cached": 0, "3": 3 * on_gpu, "9": 0, "9, reversed, cached": 0}
-    assert found["pat"]["different"] == batches
-    assert not any(found["pat"]["different_first"].values())
-    assert not any(found["fa3"]["different"].values())
-    for pair, more in ((("pat", "fa3"), 3 * on_gpu), (("fa3", "pat"), 0)):
-        more_answers, odd = deterministic.gates_of("case", found, *pair).values()
-        assert (more_answers["value"], more_answers["met"]) == (more, more == 0)
-        assert odd["met"]
