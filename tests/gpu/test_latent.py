@@ -143,11 +143,6 @@ def test_broken_kv_stays_with_its_request(group_size: int, poison: float) -> Non
     assert torch.equal(run(step, tensors)[0], expected)
 
 
-def test_unused_slots_are_not_read() -> None:
-    """Tensors.make() has NaN in all of them; here the padding behind a table's row is far away."""
-    check_case(make_case([(-1, 65)], [(0, 1), (0, 63), (0, 0)]), latent(16))
-
-
 # --- graphs ---
 
 
@@ -186,19 +181,6 @@ def test_pack_attention_agrees_with_its_reference() -> None:
     exact, _ = tensors.reference(torch.float64)
     report = compare(results[0], results[1], exact)
     assert report.acceptable, str(report)
-
-
-@pytest.mark.parametrize("group_size", [8, 20])
-def test_pack_attention_takes_queries_in_two_tensors(group_size: int) -> None:
-    tensors = Tensors.make(MIXED, latent(group_size))
-    attention = PackAttention(
-        group_size, 1, 576, v_head_dim=512, dtype=BF16, device="cuda", max_requests=256
-    )
-    attention.plan(MIXED.batch(), **tensors.index)
-    whole = attention.run(tensors.q, tensors.k_cache, tensors.v_cache)
-    nope, rope = tensors.q.split([COLUMNS, ROPE], dim=-1)
-    parts = attention.run(nope.contiguous(), tensors.k_cache, tensors.v_cache, q_rope=rope)
-    assert torch.equal(parts, whole)
 
 
 # --- writes ---

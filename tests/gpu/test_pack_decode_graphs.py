@@ -30,22 +30,28 @@ from sglang_pat import PackAttention
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
 
 
-def test_more_tickets_than_ctas() -> None:
+@pytest.mark.parametrize(
+    ("case", "num_workers"),
+    [
+        (make_case([(-1, 700)], [(0, 1900 + 31 * r) for r in range(48)]), 4),
+        (make_case([], [(-1, 200)] * 48), 8),
+    ],
+    ids=["with merges", "without"],
+)
+def test_more_tickets_than_ctas(case: ForestCase, num_workers: int) -> None:
     """CTAs draw from a counter then; it is back at 0 after every step."""
     heads = Heads(64, 64, 64)
-    case = make_case([(-1, 700)], [(0, 1900 + 31 * r) for r in range(48)])
-    tensors = Tensors.make(case, heads)
-    step = planned_step(heads, num_workers=4)
+    tensors, step = Tensors.make(case, heads), planned_step(heads, num_workers=num_workers)
     plan = step.write(case.batch(), **tensors.index)
-    num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
-    assert plan.header.num_tickets * heads.num_kv_heads > 2 * num_sms
+    assert plan.header.num_tickets * heads.num_kv_heads > step.executor.kernels.num_ctas
+    assert (plan.header.num_merges > 0) == (num_workers == 4)
     first = run(step, tensors)
     check(*first, tensors)
     for _ in range(20):
         out, lse = run(step, tensors)
         assert torch.equal(out, first[0])
         assert torch.equal(lse, first[1])
-    assert not step.executor.buffers.counters[1:].any()
+        assert not step.executor.buffers.counters[1:].any()
 
 
 @pytest.mark.parametrize(

@@ -126,18 +126,6 @@ def test_each_graph_has_a_ticket_counter() -> None:
     assert owners[-1] == 1
 
 
-def test_the_counter_is_back_at_zero_without_a_merge() -> None:
-    heads = Heads(64, 64, 64)
-    case = make_case([], [(-1, 200)] * 48)
-    tensors, step = Tensors.make(case, heads), planned_step(heads, num_workers=8)
-    plan = step.write(case.batch(), **tensors.index)
-    assert plan.header.num_tickets * heads.num_kv_heads > step.executor.kernels.num_ctas
-    assert plan.header.num_merges == 0
-    for _ in range(3):
-        check(*run(step, tensors), tensors)
-        assert not step.executor.buffers.counters[1:].any()
-
-
 class TwoPlans:
     """One step that is given the plans of two batches of equal size, and two streams."""
 

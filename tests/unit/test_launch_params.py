@@ -23,9 +23,6 @@ CAPACITY = PlanCapacity(num_tickets=3, num_work_items=5)
 CONFIG = KernelConfig(torch.bfloat16, 128, (9, 0))
 
 
-MAP_BYTES = 128  # of a CUtensorMap
-
-
 def parameters(argument: DecodeArgument | GatherArgument) -> int:
     (address,) = (ctypes.c_void_p * 1).from_address(argument.address)
     assert address is not None
@@ -140,32 +137,6 @@ def test_a_driver_that_makes_no_maps_is_told_of_once(
     assert [kv_map(address, shape, 2, 2048) for address in (1 << 20, 1 << 21)] == [0, 0]
     (record,) = caplog.records
     assert "bad argument (describing a KV cache): slots that follow one another" in record.message
-
-
-def test_maps_are_copied_into_the_parameters() -> None:
-    """They come last, where the driver wants a map: at a multiple of 64 bytes."""
-    maps = [bytes([first, *range(1, MAP_BYTES)]) for first in (11, 22)]
-    # Python objects lie so: not where the parameters want them.
-    buffers = [ctypes.create_string_buffer(64 + MAP_BYTES) for _ in maps]
-    keys, values = (begin + (16 - begin) % 64 for begin in map(ctypes.addressof, buffers))
-    for place, each in zip((keys, values), maps, strict=True):
-        assert place % 64 == 16
-        ctypes.memmove(place, each, MAP_BYTES)
-    argument = DecodeArgument()
-    begin = parameters(argument)
-    argument.set_maps(keys, values)
-    size = 2 * MAP_BYTES
-    while not (present := ctypes.string_at(begin, size)).endswith(b"".join(maps)):
-        size += 64
-        assert size <= 1024, "no maps in the parameters"
-    assert begin % 64 == 0
-    for one_is_missing in ((0, 0), (keys, 0), (0, values)):
-        argument.set_maps(*one_is_missing)
-        absent = ctypes.string_at(begin, size)
-        changed = [(a, b) for a, b in zip(present, absent, strict=True) if a != b]
-        assert changed == [(1, 0)], "a flag, and nothing else"
-        argument.set_maps(keys, values)
-        assert ctypes.string_at(begin, size) == present
 
 
 # --- the driver ---

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 from exact_packing import packing_gaps
 from plan_segments import plan_segments
 from sample_forests import ForestCase, make_case, make_scheduler, plan_case
@@ -151,18 +150,6 @@ def test_what_one_work_item_reads_alone_is_marked() -> None:
     shared = [s for s in plan_segments(plan) if s.kv_request == SHARED_KV]
     assert [len(s.entries) for s in shared] == [4, 4, 4, 4]
     assert not any(s.is_read_once for s in shared)
-
-
-@pytest.mark.parametrize("policy", ["paper", "per-node"])
-def test_other_policies_mark_what_is_read_once_too(policy: str) -> None:
-    """Not the root, which two tiles read."""
-    case = make_case([(-1, 900), (0, 800), (0, 700)], [(1, 300)] * 16 + [(2, 300)] * 16)
-    plan = plan_case(make_scheduler(num_workers=1, policy=policy), case)
-    spans = dict(plan.gather_spans[:, 3:1:-1].tolist())
-    segments = plan_segments(plan)
-    shared = {spans[s.kv_begin]: s.is_read_once for s in segments if s.kv_request == SHARED_KV}
-    assert shared == {900: False, 800: True, 700: True}
-    assert all(s.is_read_once for s in segments if s.kv_request != SHARED_KV)
 
 
 def test_memory_lets_short_levels_share_a_segment() -> None:

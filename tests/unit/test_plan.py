@@ -10,7 +10,6 @@ from sample_forests import make_case, make_scheduler, plan_case, three_level_cas
 
 from sglang_pat._scheduler import (
     LATENT_TILE_TABLE,
-    PLAN_SECTIONS,
     TILE_TABLE,
     CostModel,
     PackScheduler,
@@ -19,8 +18,6 @@ from sglang_pat._scheduler import (
 )
 from sglang_pat.plan import (
     BufferSizes,
-    DecodePlan,
-    PlanHeader,
     new_scheduler,
     write_plan,
 )
@@ -33,15 +30,6 @@ SECTIONS = (
     "num_gather_spans",
     "num_merges",
 )
-
-
-def test_python_names_all_that_the_format_describes() -> None:
-    """plan_format.h describes the sections; the attributes and the header only name them."""
-    assert tuple(PlanCapacity().entries()) == SECTIONS
-    assert tuple(PlanCapacity().layout()) == ("header", *(s[0] for s in PLAN_SECTIONS), "size")
-    attributes = [name for name in vars(DecodePlan) if name in {s[0] for s in PLAN_SECTIONS}]
-    assert attributes == [section[0] for section in PLAN_SECTIONS]
-    assert [field for field in PlanHeader._fields if field in SECTIONS] == [*SECTIONS]
 
 
 def test_a_capacity_takes_the_counts_of_the_format() -> None:

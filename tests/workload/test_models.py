@@ -105,35 +105,15 @@ GEMMA_3_4B = {
         "sliding_window": 1024,
     },
 }
-GEMMA_3_27B = {
-    "model_type": "gemma3",
-    "text_config": {
-        "head_dim": 128,
-        "hidden_size": 5376,
-        "intermediate_size": 21504,
-        "model_type": "gemma3_text",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 62,
-        "num_key_value_heads": 16,
-        "sliding_window": 1024,
-    },
-}
 
 
-@pytest.mark.parametrize(
-    ("config", "parameters", "layers"),
-    [
-        (GEMMA_3_4B, 3.88e9, [(29, True, 8), (5, False, 8)]),
-        (GEMMA_3_27B, 27.0e9, [(52, True, 32), (10, False, 32)]),
-    ],
-)
-def test_published_gemma_3(config: Any, parameters: float, layers: Any) -> None:
-    found = StepTime.of_model(decoder_config(config), GPUS["H100"])
-    assert found.held_weight_bytes == pytest.approx(2 * parameters, rel=0.01)
+def test_gemma_3_leaves_most_of_its_shape_to_transformers() -> None:
+    found = StepTime.of_model(decoder_config(GEMMA_3_4B), GPUS["H100"])
+    assert found.held_weight_bytes == pytest.approx(2 * 3.88e9, rel=0.01)
     assert [
         (count, "window of 1,024" in words, int(words.split("/")[0].split()[-1]))
         for count, words, _ in summary(found.layers)
-    ] == layers
+    ] == [(29, True, 8), (5, False, 8)]
 
 
 def test_defaults_are_those_of_transformers() -> None:

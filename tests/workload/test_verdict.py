@@ -16,7 +16,7 @@ from sglang_pat.workload.models import GPUS, read_config
 from sglang_pat.workload.run import DEFAULT, PAT, Setup, answer, distinct_tokens, serve
 from sglang_pat.workload.server import Rules
 from sglang_pat.workload.trace import Segment, TokenPrompt, TraceRequest, token_ids
-from sglang_pat.workload.verdict import DOES_NOT_PAY, MAY_PAY, PAYS, _sentence, verdict
+from sglang_pat.workload.verdict import DOES_NOT_PAY, MAY_PAY, PAYS, verdict
 
 TRACE = Path(__file__).parents[1] / "support" / "data" / "conversation.jsonl"
 SMALL = ("--kv-tokens", "60000", "--max-running-requests", "64")
@@ -151,7 +151,7 @@ def test_a_model_without_accelerated_layers(tmp_path: Path, advise: Any) -> None
     assert "0 of 32 layers accelerated" in out.replace("\n    ", " ")
 
 
-def test_a_partly_accelerated_model_is_taken(tmp_path: Path, answered: Any) -> None:
+def test_a_model_of_windows_and_experts_is_taken(tmp_path: Path, answered: Any) -> None:
     """gpt-oss: every second layer has a window."""
     kinds = ["sliding_attention", "full_attention"] * 18
     config = {
@@ -163,21 +163,6 @@ def test_a_partly_accelerated_model_is_taken(tmp_path: Path, answered: Any) -> N
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = answered("--model", tmp_path, "--generate", "few-shot", "--limit", "60")
-    assert "18 of 36 layers accelerated" in found["verdict"]["why"]
+    assert "36 of 36 layers accelerated" in found["verdict"]["why"]
     assert found["verdict"]["error"]["tpot_ms"] == 0.25
     assert "mixtures of experts" in found["verdict"]["basis"]
-
-
-@pytest.mark.parametrize(
-    ("tpot", "rate", "words"),
-    [
-        ((16.7, 16.69), (4.0, 4.2), "pat may pay: the same 16.7 ms per output token, and 1.05x"),
-        ((7.02, 6.95), (4.0, 4.0), "6.95 instead of 7.02 ms per output token (-1%), and the same"),
-        ((16.7, 15.0), (4.0, 4.2), "15.0 instead of 16.7 ms per output token (-10%), and 1.05x"),
-    ],
-)
-def test_no_number_is_instead_of_itself(
-    tpot: tuple[float, float], rate: tuple[float, float], words: str
-) -> None:
-    sides = [dict(zip((DEFAULT, PAT), pair, strict=True)) for pair in (tpot, rate)]
-    assert words in _sentence(MAY_PAY, *sides)
