@@ -1,4 +1,4 @@
-// For tests/unit/test_fp8_rounding.py: floats of the standard input, as bytes to the standard output.
+// For tests/unit/test_kernel_headers.py: floats of the standard input, as bytes to the standard output.
 #include "fp8_rounding.h"
 
 #include <cstdio>

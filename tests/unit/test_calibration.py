@@ -264,18 +264,6 @@ def test_costs_of_latent_attention_are_measured_as_well(
         load(MACHINE)
 
 
-def test_the_hash_of_the_kernels_is_that_of_all_sources(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a.cu").write_text("one")
-    monkeypatch.setattr(jit, "source_folder", lambda: tmp_path)
-    before = jit.source_hash()
-    (tmp_path / "README.md").write_text("a wheel has no such page")
-    assert before == jit.source_hash()
-    (tmp_path / "a.cu").write_text("two")
-    assert before != jit.source_hash()
-
-
 # --- the commands ---
 
 

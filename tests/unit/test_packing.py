@@ -112,59 +112,6 @@ def test_memory_reads_the_levels_of_a_tree_in_one_work_item() -> None:
     ]
 
 
-def test_what_one_work_item_reads_alone_is_marked() -> None:
-    """Marked are nodes of 16 and 8, and private tails, of 48 requests in three tiles.
-
-    Not marked are the root and its child of 32. A cut between positions changes nothing, one
-    between requests does.
-    """
-    nodes = [(-1, 900), (0, 700), (0, 600), (2, 500)]
-    requests = [(1, 400)] * 32 + [(3, 300)] * 8 + [(2, 300)] * 8
-    case = make_case(nodes, requests)
-
-    def marked(num_workers: int) -> dict[int, set[bool]]:
-        """By the length of a node; 0: tails."""
-        found: dict[int, set[bool]] = {}
-        plan = plan_case(make_scheduler(num_workers=num_workers), case)
-        spans = plan.gather_spans.tolist()
-        for segment in plan_segments(plan):
-            length = 0
-            if segment.kv_request == SHARED_KV:
-                (length,) = (s[2] for s in spans if s[3] <= segment.kv_begin < s[3] + s[2])
-            found.setdefault(length, set()).add(segment.is_read_once)
-        return found
-
-    expected = {900: {False}, 700: {False}, 600: {True}, 500: {True}, 0: {True}}
-    assert marked(1) == expected
-    assert marked(33) == expected
-
-    one = make_case([(-1, 8000)], [(0, 10)] * 2)
-    plan = plan_case(make_scheduler(num_workers=33), one)
-    shared = [s for s in plan_segments(plan) if s.kv_request == SHARED_KV]
-    assert len(shared) > 2
-    assert all(s.is_read_once for s in shared)
-
-    # Cut between requests: both sides read the prefix.
-    cut = make_case([(-1, 128)], [(0, 200)] * 16)
-    plan = plan_case(make_scheduler(group_size=1, num_workers=4, max_block_q=16), cut)
-    shared = [s for s in plan_segments(plan) if s.kv_request == SHARED_KV]
-    assert [len(s.entries) for s in shared] == [4, 4, 4, 4]
-    assert not any(s.is_read_once for s in shared)
-
-
-def test_memory_lets_short_levels_share_a_segment() -> None:
-    """Levels of the same requests share one: a segment fills whole stages of the kernels' rings."""
-
-    def segments(upper: int, lower: int) -> list[int]:
-        case = make_case([(-1, upper), (0, lower)], [(1, 9)] * 16 + [(0, 9)])
-        plan = plan_case(make_scheduler(num_workers=1, min_item_tokens=1 << 24), case)
-        shared = [s for s in plan_segments(plan) if s.kv_request == SHARED_KV]
-        return [s.kv_end - s.kv_begin for s in shared]
-
-    assert segments(100, 50) == [150]
-    assert segments(1000, 50) == [1000, 50]
-
-
 def test_memory_leaves_unshared_requests_alone() -> None:
     case = make_case([(-1, 30)], [(-1, 5), (-1, 5), (0, 5), (0, 5), (-1, 5)])
     assert sorted(packs(case)) == [[0], [1], [2, 3], [4]]

@@ -188,40 +188,6 @@ def test_a_batch_that_the_forest_does_not_have() -> None:
     assert len(batches.forest) == 0
 
 
-def test_a_path_that_changes_while_it_is_read() -> None:
-    """Python code that a node runs must not meet a path that is being read."""
-    batches = Batches(Request([SYSTEM]))
-
-    class Clears:
-        def __index__(self) -> int:
-            path.clear()
-            return 0
-
-        def __repr__(self) -> str:
-            path.clear()
-            return "Clears()"
-
-    now = [*batches.requests, Request([])]
-    path: list[Any] = [(5, -1, 0, 9, Clears(), 0)]  # not looked at: neither is its tokens field
-    assert batches.forest.update(batches.requests, now, set(), lambda _: [path]) == (1, 0, 0, 0)
-    path += [(6, -1, Clears(), 19, 9, 0)] * 1000
-    joins = [*now, Request([])]
-    with pytest.raises(TypeError, match=r"a node must be .* got \(6, -1, Clears\(\), 19, 9, 0\)"):
-        batches.forest.update(now, joins, set(), lambda _: [path])
-
-
-def test_a_batch_that_changes_while_it_is_read() -> None:
-    batches = Batches(Request([SYSTEM]))
-    now = [*batches.requests, *(Request([SYSTEM, LONG]) for _ in range(5))]
-
-    def read(requests: list[Request]) -> list[Any]:
-        now.clear()
-        return [request.read() for request in requests]
-
-    assert batches.forest.update([*batches.requests], now, set(), read) == (5, 0, 0, 0)
-    assert len(batches.forest) == 6
-
-
 def test_same_objects() -> None:
     a, b = Request([]), Request([])
     assert same_objects([a, b], [a, b])

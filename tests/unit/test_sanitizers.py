@@ -32,12 +32,6 @@ RACE = """========= COMPUTE-SANITIZER
 """
 
 
-def counts(case: Case) -> dict[str, int]:
-    """Contents of a case's plan."""
-    needed = BufferSizes.needed_by(case.plan(case.config(HOPPER)))  # type: ignore[arg-type]
-    return {**needed.plan.entries(), "num_shared_slots": needed.num_shared_slots}
-
-
 def largest_rows(case: Case) -> int:
     """Query rows of the largest tile of a latent case's plan: Hopper has a body for either."""
     plan = case.plan(case.config(HOPPER))
@@ -73,17 +67,6 @@ def test_each_body_has_all_that_it_does(body: str) -> None:
     assert any(case.sinks for case in cases)
     assert any(case.broken for case in cases)
     assert {case.placement for case in cases} >= {"scattered", "ranges", "mixed"}
-
-
-@pytest.mark.parametrize("body", GRID)
-def test_plans_split_share_and_merge(body: str) -> None:
-    plans = [(case.heads[1], counts(case)) for case in GRID[body]]
-    for name in ("num_merges", "num_shared_slots"):
-        assert {plan[name] > 0 for _, plan in plans} == {False, True}
-    # More tickets than a GPU runs CTAs at once; and many items in a ticket.
-    num_ctas = 148 if body.startswith("latent") else 2 * 148
-    assert max(kv_heads * plan["num_tickets"] for kv_heads, plan in plans) > num_ctas
-    assert any(plan["num_work_items"] > 10 * plan["num_tickets"] for _, plan in plans)
 
 
 @pytest.mark.parametrize("uninitialized", [False, True])

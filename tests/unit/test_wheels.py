@@ -1,18 +1,22 @@
-"""The wheels: what builds them needs no active environment; what they hold needs no compiler."""
+"""Wheels: they need no compiler, and leave an SGLang beside them and all that it needs alone."""
 
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from sglang_pat import support
 from sglang_pat.executors import jit
@@ -165,3 +169,45 @@ def test_advise_of_a_wheel(wheel: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "32 of 32 layers" in " ".join(done.stdout.split())
     assert time.monotonic() - begun < 120
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# Extras for users; the others are for work on the project itself.
+FOR_USERS = ("sglang", "torch", "replay")
+REQUIREMENTS = [
+    Requirement(text)
+    for text in (
+        *PROJECT["dependencies"],
+        *(each for extra in FOR_USERS for each in PROJECT["optional-dependencies"][extra]),
+    )
+]
+
+
+@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
+def test_what_is_installed_satisfies_every_requirement(requirement: Requirement) -> None:
+    """Then pip has nothing to change."""
+    try:
+        installed = version(requirement.name)
+    except PackageNotFoundError:
+        pytest.fail(f"{requirement.name} is missing from the test environment")
+    assert requirement.specifier.contains(installed, prereleases=True)
+
+
+@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
+def test_no_requirement_pins_a_package(requirement: Requirement) -> None:
+    operators = {specifier.operator for specifier in requirement.specifier}
+    # SGLang alone has an upper bound: its next minor series may move every hook.
+    assert operators <= ({">=", "<"} if requirement.name == "sglang" else {">="})
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("extra", ["", "[torch]", "[sglang]", "[sglang,replay]"])
+def test_an_installation_changes_no_other_package(extra: str) -> None:
+    uv = shutil.which("uv") or str(ROOT / "build/uv/bin/uv")
+    command = [uv, "pip", "install", "--dry-run", "--python", sys.executable]
+    result = subprocess.run(
+        [*command, "--no-build-isolation", f".{extra}"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    changes = re.findall(r"^ [-+~] (\S+?)(?:==| @|\[| |$)", result.stderr, re.MULTILINE)
+    assert set(changes) <= {"sglang-pat"}, result.stderr

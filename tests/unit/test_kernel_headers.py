@@ -1,4 +1,4 @@
-"""The kernels' rounding to one byte, run on the host, against torch's."""
+"""Headers of the kernels that are compiled for the host: rounding to one byte, shared memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sglang_pat.executors.jit import source_folder
+from sglang_pat.support import HEAD_DIMS
 
 SOURCE = Path(__file__).parents[1] / "support" / "fp8_rounding.cpp"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -74,3 +75,17 @@ def test_nan_stays_nan_with_its_sign(program: Path, kv_dtype: torch.dtype) -> No
     patterns = torch.tensor([0x7FC00000, 0x7F800001, 0x7FFFFFFF], dtype=torch.int32)
     numbers = torch.cat([patterns, patterns | -(2**31)]).view(torch.float32)
     assert in_kernels(program, numbers, kv_dtype, 0x7E).tolist() == [0x7F] * 3 + [0xFF] * 3
+
+
+CHECK = Path(__file__).parents[1] / "support" / "shared_layout.cpp"
+
+
+def test_copies_and_matrix_instructions_mean_the_same_bytes(tmp_path: Path) -> None:
+    """Every element of a stage and of the query tiles, for every pair of head_dims."""
+    pairs = " ".join(f"PAT_PAIR({key}, {value})" for key, value in HEAD_DIMS)
+    program = tmp_path / "shared_layout"
+    flags = ["-std=c++20", "-O1", "-Wall", "-Werror", f"-I{source_folder()}"]
+    subprocess.run(["c++", *flags, f"-DPAT_PAIRS={pairs}", CHECK, "-o", program], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.split() == [f"{key}/{value}" for key, value in HEAD_DIMS]
