@@ -36,19 +36,24 @@ def test_equal_slots_are_equal_tokens(slots: str) -> None:
         assert follow == [slots == "runs"] * len(follow)
 
 
-@pytest.mark.parametrize("tree", ["1,3_40,60", "3_50", "1,2_40,20"])
-def test_rows_of_drafts_read_what_a_chain_reads(tree: str) -> None:
-    """Each row one token more than the one before it, from the slots of its request."""
-    case = LatentWorkload(Forest.of_tree(tree), 16, drafts=4)
+@pytest.mark.parametrize(
+    ("tree", "heads"), [("1,3_40,60", 16), ("3_50", 16), ("1,2_40,20", 16), ("1,3_40,60", 20)]
+)
+def test_rows_of_drafts_read_what_a_chain_reads(tree: str, heads: int) -> None:
+    """Each row one token more than the one before it, from the slots of its request.
+
+    With 20 heads the rows of a request are more than a tile has.
+    """
+    case = LatentWorkload(Forest.of_tree(tree), heads, drafts=4)
     requests, rows = case.forest.num_requests, len(case.row_lens)
     assert rows == 4 * requests
     assert case.row_lens.reshape(-1, 4)[:, -1].tolist() == case.forest.seq_lens.tolist()
     assert (case.row_lens.reshape(-1, 4)[:, 1:] - case.row_lens.reshape(-1, 4)[:, :-1] == 1).all()
     kv = torch.randn(case.forest.num_tokens + 1, 1, case.head_dim)
-    q = torch.randn(rows, 16, case.head_dim)
+    q = torch.randn(rows, heads, case.head_dim)
     table = case.forest.token_table(device="cpu")
     pool, lens = torch.arange(requests).repeat_interleave(4), torch.from_numpy(case.row_lens).long()
-    attention = PackAttention(16, 1, case.head_dim, v_head_dim=COLUMNS, dtype=torch.float32)
+    attention = PackAttention(heads, 1, case.head_dim, v_head_dim=COLUMNS, dtype=torch.float32)
     plan = attention.plan(case.batch(), req_to_token=table, req_pool_indices=pool, seq_lens=lens)
     out = attention.run(q, kv, kv[..., :COLUMNS])
     exact, _ = dense_attention(q, kv, kv[..., :COLUMNS], table, pool, lens, dtype=torch.float64)
