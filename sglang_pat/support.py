@@ -47,6 +47,9 @@ LATENT_CAPABILITIES = (OLDEST_CAPABILITY, (8, 6), (8, 7), (8, 9), (9, 0), (12, 0
 # kMaxGroupSize and kMaxLatentGroupSize of kernels/contract/tile_table.h.
 MAX_GROUP_SIZE = 16
 MAX_LATENT_GROUP_SIZE = 64
+# Requests that a tile of latent attention must hold for pat to win 3%, as measured on an H100. Over
+# an fp8 cache FlashMLA multiplies the numbers as they are, and others convert the whole pool first.
+_LEAST_IN_TILE, _LEAST_BESIDE_FLASHMLA = 1.2, 4
 GROWTH_TOKENS = 256  # default of SGLANG_PAT_GROWTH_TOKENS and of PackAttention
 # SGLang's backends that pat can decode for: dense attention over the whole paged KV of a request.
 # Others read it in ways of their own.
@@ -94,12 +97,17 @@ def max_group_size(head_dim: int, v_head_dim: int) -> int:
     return MAX_LATENT_GROUP_SIZE if is_latent(head_dim, v_head_dim) else MAX_GROUP_SIZE
 
 
-def fills_tile(num_heads: int, num_drafts: int = 1) -> bool:
-    """True if a tile of latent attention holds one request: then packing saves nothing.
+def fills_tile(
+    num_heads: int, num_drafts: int = 1, *, one_byte: bool = False, default: str = ""
+) -> bool:
+    """True if requests of latent attention fill a tile so far that packing does not pay.
 
-    num_drafts: rows of a request in a step, each with `num_heads` query heads.
+    num_drafts: rows of a request in a step, each with `num_heads` query heads. one_byte: the KV
+    cache is fp8. default: SGLang's backend that would decode.
     """
-    return MAX_LATENT_GROUP_SIZE // num_heads <= num_drafts
+    beside_flashmla = one_byte and default == "flashmla"
+    least = _LEAST_BESIDE_FLASHMLA if beside_flashmla else _LEAST_IN_TILE
+    return MAX_LATENT_GROUP_SIZE // num_heads < least * num_drafts
 
 
 def has_kernels(head_dim: int, v_head_dim: int, capability: tuple[int, int]) -> bool:
@@ -145,8 +153,9 @@ _MATRIX = (
         "attention",
         "causal self-attention with MHA, GQA or MQA heads, which may differ from layer to layer; "
         "tanh soft-cap; attention sinks; latent attention (MLA) "
-        f"{_latent_devices()}, if {MAX_LATENT_GROUP_SIZE} rows hold the query heads of more draft "
-        "tokens than a request has, without sinks, sparse attention (DSA) and LoRA on kv_b_proj",
+        f"{_latent_devices()}, if a tile of {MAX_LATENT_GROUP_SIZE} rows, which are query heads of "
+        f"draft tokens, holds {_LEAST_IN_TILE} requests ({_LEAST_BESIDE_FLASHMLA} beside flashmla "
+        "over fp8), without sinks, sparse attention (DSA) and LoRA on kv_b_proj",
         LAYER,
     ),
     SupportRow("head_dim", _any_of(tuple(head_dim_name(*pair) for pair in HEAD_DIMS)), LAYER),
@@ -235,17 +244,24 @@ def shape_reason(
         return Unsupported("head_dim", head_dim_name(head_dim, v_head_dim))
     if num_heads % num_kv_heads:
         return Unsupported("query heads per KV head", f"{num_heads}/{num_kv_heads}")
-    if is_latent(head_dim, v_head_dim) and fills_tile(num_heads):
-        return nothing_to_gain(num_heads)
+    if is_latent(head_dim, v_head_dim) and (reason := nothing_to_gain(num_heads)):
+        return reason
     if num_heads // num_kv_heads > max_group_size(head_dim, v_head_dim):
         return Unsupported("query heads per KV head", num_heads // num_kv_heads)
     return None
 
 
-def nothing_to_gain(num_heads: int, num_drafts: int = 1) -> Unsupported:
-    """Why latent attention is left alone where `fills_tile` is true."""
+def nothing_to_gain(
+    num_heads: int, num_drafts: int = 1, *, one_byte: bool = False, default: str = ""
+) -> Unsupported | None:
+    """Why latent attention is left alone where `fills_tile` is true of these arguments."""
+    if not fills_tile(num_heads, num_drafts, one_byte=one_byte, default=default):
+        return None
     rows = f"{num_heads} heads" + f" x {num_drafts} draft tokens" * (num_drafts > 1)
-    return Unsupported("attention", f"latent attention with nothing to gain: {rows} fill a tile")
+    rows += " fill a tile"
+    if not fills_tile(num_heads, num_drafts):
+        rows += f" too far beside {default} over fp8"
+    return Unsupported("attention", f"latent attention with nothing to gain: {rows}")
 
 
 def markdown_table() -> str:

@@ -169,6 +169,7 @@ def _build(path: str, flags: Sequence[str]) -> tuple[torch.nn.Module, LayerSuppo
         server_args=arguments,
         model=model,
         dtype=config.dtype,
+        kv_cache_dtype=_KV_DTYPES.get(compat.resolved(arguments, "kv_cache_dtype"), config.dtype),
         device="cuda" if torch.cuda.is_available() else "cpu",
         sliding_window_size=resolve_sliding_window_size(model, config),
     )
@@ -177,7 +178,7 @@ def _build(path: str, flags: Sequence[str]) -> tuple[torch.nn.Module, LayerSuppo
     def reason_of(layer: RadixAttention) -> Unsupported | None:
         reason = shape_reason(layer, chunk_size) or layer_window_reason(layer, runner, default)
         if reason is None and shape_of(layer).is_latent:
-            return latent_reason(layer, runner)
+            return latent_reason(layer, runner, default)
         return reason
 
     layer_support = layers_of_model(model, default, whole, reason_of)

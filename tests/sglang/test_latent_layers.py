@@ -359,6 +359,7 @@ GPU = {"device": "cuda", "dtype": torch.bfloat16, "kv_cache_dtype": torch.bfloat
 NO_GAIN = "latent attention with nothing to gain"
 DELEGATED: dict[str, Callable[[], Any]] = {
     f"{NO_GAIN}: 64 heads fill a tile": lambda: latent_runner(model=make_model(heads=64)),
+    f"{NO_GAIN}: 8 heads x 7 draft tokens fill a tile": lambda: speculating("EAGLE", 7),
     f"{NO_GAIN}: 8 heads x 8 draft tokens fill a tile": lambda: speculating("EAGLE", 8),
     "latent attention with a soft-cap": lambda: latent_runner(model=capped_model()),
     f"{NO_GAIN}: 128 heads fill a tile": lambda: latent_runner(model=make_model(heads=128)),
@@ -460,9 +461,29 @@ def test_scales_of_a_layer_do_not_count_over_an_fp8_cache(default: str) -> None:
     torch.testing.assert_close(out.view(exact.shape).double(), exact, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("drafts", [2, 4, 7])
+@pytest.mark.parametrize("drafts", [2, 4, 6])
 def test_chains_of_drafts_that_leave_room_in_a_tile(drafts: int) -> None:
     assert [*layers_of_runner(speculating("NEXTN", drafts), "fa3").shapes] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("heads", "drafts", "default", "told"),
+    [
+        (8, 4, "fa3", ""),
+        (32, 1, "fa3", ""),
+        (16, 1, "flashmla", ""),
+        (8, 2, "flashmla", ""),
+        (8, 3, "flashmla", "8 heads x 3 draft tokens fill a tile too far beside flashmla over fp8"),
+        (20, 1, "flashmla", "20 heads fill a tile too far beside flashmla over fp8"),
+        (64, 1, "fa3", "64 heads fill a tile"),
+    ],
+)
+def test_room_in_a_tile_over_an_fp8_cache(heads: int, drafts: int, default: str, told: str) -> None:
+    arguments = server_arguments(speculative_algorithm="NEXTN", speculative_num_draft_tokens=drafts)
+    change = {"server_args": arguments} if drafts > 1 else {}
+    layer_support = layers_of_runner(fp8_runner(model=make_model(heads=heads), **change), default)
+    reasons = {str(each) for each in layer_support.fallback.values()}
+    assert reasons == ({f"{NO_GAIN}: {told}"} if told else set())
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])

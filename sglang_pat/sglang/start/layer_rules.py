@@ -223,24 +223,29 @@ def layer_reason(
     chunk = getattr(model_runner, "attention_chunk_size", None)
     reason = shape_reason(layer, chunk, types) or layer_window_reason(layer, model_runner, default)
     if reason is None and shape_of(layer).is_latent:
-        reason = latent_reason(layer, model_runner) or _latent_pool_reason(layer, model_runner)
+        reason = latent_reason(layer, model_runner, default)
+        reason = reason or _latent_pool_reason(layer, model_runner)
     elif reason is None:
         reason = _pool_reason(layer, model_runner) or _window_pool_reason(layer, model_runner)
     return reason or scales_reason(layer, model_runner, default)
 
 
-def latent_reason(layer: RadixAttention, model_runner: Any) -> Unsupported | None:
+def latent_reason(layer: RadixAttention, model_runner: Any, default: str) -> Unsupported | None:
     """Return why pat does not decode a layer of latent attention, by the server.
 
-    Of the model runner, only `server_args`, `model`, `device` and `dtype` are read.
+    Of the model runner, only `server_args`, `model`, `device`, `dtype` and `kv_cache_dtype` are
+    read.
     """
     drafts = drafts_of(model_runner.server_args)
-    if drafts is not None:
-        num_drafts = max(drafts.counts)
-        if support.fills_tile(layer.tp_q_head_num, num_drafts):
-            return support.nothing_to_gain(layer.tp_q_head_num, num_drafts)
-        if not drafts.are_chains and model_runner.device != "cpu":
-            return Unsupported("attention", "trees of drafts over latent attention on a GPU")
+    num_drafts = max(drafts.counts) if drafts is not None else 1
+    one_byte = is_converted(model_runner)
+    reason = support.nothing_to_gain(
+        layer.tp_q_head_num, num_drafts, one_byte=one_byte, default=default
+    )
+    if reason is not None:
+        return reason
+    if drafts is not None and not drafts.are_chains and model_runner.device != "cpu":
+        return Unsupported("attention", "trees of drafts over latent attention on a GPU")
     if layer.layer_id in _with_lora_on_latent(model_runner.model):
         return Unsupported("attention", "latent attention with LoRA on kv_b_proj")
     if str(model_runner.dtype).removeprefix("torch.") not in support.DTYPES:
