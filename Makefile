@@ -20,6 +20,8 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 UV_DIR := build/uv
 UV := $(UV_DIR)/bin/uv
 INSTALL := $(UV) pip install --quiet --python $(RUN)
+# The package for development: its C++ code, and a link to this folder.
+EDITABLE := build/editable/$(shell $(PYTHON) -c 'import sys; print(sys.implementation.cache_tag)')
 # Runs a command, and says every few seconds that it goes on.
 SIGN_OF_LIFE := $(PYTHON) -m sglang_pat.cli.progress
 
@@ -140,9 +142,17 @@ clean:
 
 setup: $(VENV)/.package-built
 
-$(VENV)/.package-built: $(VENV)/.dependencies-installed $(CPP_SOURCES)
-	@echo "Building the scheduler into $(VENV)"
-	@$(SIGN_OF_LIFE) "Building the scheduler" $(INSTALL) --no-deps --no-build-isolation -Cbuild-dir=build/scheduler$(VENV) --editable .
+$(VENV)/.package-built: $(VENV)/.dependencies-installed $(EDITABLE)/.built
+	@$(INSTALL) --no-deps --reinstall $(EDITABLE)/*.whl
+	@touch $@
+
+# For every environment of this Python: the C++ code needs neither torch nor SGLang.
+$(EDITABLE)/.built: pyproject.toml $(CPP_SOURCES) | $(VENV)/.dependencies-installed
+	@echo "Building the scheduler"
+	@rm -rf $(EDITABLE) && mkdir -p $(EDITABLE)
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(SIGN_OF_LIFE) "Building the scheduler" $(RUN) -c \
+		'from scikit_build_core.build import build_editable as b; b("$(EDITABLE)", {"build-dir": "build/scheduler"})' \
+		>$(EDITABLE)/log || { cat $(EDITABLE)/log; exit 1; }
 	@touch $@
 
 $(VENV)/.dependencies-installed: pyproject.toml | $(UV) $(RUN)
