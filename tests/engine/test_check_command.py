@@ -23,7 +23,7 @@ from sglang_pat.bench.check_requests import Asked
 from sglang_pat.bench.closeness import LogprobVerdict, judge
 from sglang_pat.bench.prefill_scores import Distances, Reply, distances, score, serve
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("commands")]
+pytestmark = pytest.mark.engine
 
 RUNNING = 8
 

@@ -12,5 +12,6 @@ from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.xdist_group("servers"),
     pytest.mark.skipif(cuda_driver_is_present(), reason="tests/gpu runs them where there is a GPU"),
 ]

@@ -93,13 +93,3 @@ def test_the_kv_pool_of_a_server_is_bounded(given: list[str], expected: int) -> 
 def test_a_configuration_file_is_not_overridden() -> None:
     given = ["--config", "server.yaml"]
     assert cpu.bound_kv_pool(given) == given
-
-
-def test_the_launcher_needs_nothing_prepared() -> None:
-    clean = {
-        k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "SGLANG_USE_CPU_ENGINE")
-    }
-    command = [sys.executable, "-m", "sglang_pat.sglang.cpu", "--help"]
-    child = subprocess.run(command, capture_output=True, text=True, env=clean)
-    assert child.returncode == 0, child.stderr
-    assert "--attention-backend" in child.stdout
