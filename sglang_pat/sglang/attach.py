@@ -7,6 +7,7 @@ steps, and what is reported. The backend stays as it is if pat decodes nothing.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -43,12 +44,9 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
     if layer_support.shapes and drafts_of(arguments) is not None:
         attach_verification(default, model_runner, environment, layer_support)
     else:
-        attach(
-            [(default, PatMixin)],
-            layer_support,
-            lambda: [_new_state(model_runner, environment, layer_support)],
-            is_strict=environment.strict,
-        )
+        new_state = partial(_new_state, model_runner, environment, layer_support)
+        parts = [(default, PatMixin, new_state)]
+        attach(parts, layer_support, is_strict=environment.strict)
         if layer_support.shapes:
             default.needs_cpu_seq_lens = True  # on the object, as some classes do
         await_draft_model(None, model_runner)  # forget a model that was served before

@@ -224,9 +224,8 @@ def _graph(forward_batch: Any) -> tuple[ForwardMode, int]:
 
 
 def attach(
-    parts: Sequence[tuple[Any, type]],
+    parts: Sequence[tuple[Any, type, Callable[[], Any]]],
     layer_support: LayerSupport,
-    new_states: Callable[[], Sequence[Any]],
     *,
     reason: Unsupported | None = None,
     is_strict: bool = False,
@@ -236,45 +235,39 @@ def attach(
     Parameters
     ----------
     parts
-        Each object, and the mixin whose methods it gets.
+        Each object, the mixin whose methods it gets, and what makes the object's `_pat`, which is
+        called only if something changes.
     layer_support
         Which layers pat decodes. If there are none, nothing changes.
-    new_states
-        Makes what each object keeps as `_pat`. Called only if something changes.
     reason
         Why all layers fall back, if that is known.
     is_strict
         Raise ValueError that names the reason if a layer falls back.
     """
-    kinds = [with_mixin(mixin, type(part)) for part, mixin in parts]
-    closed = [
-        type(part).__name__
-        for (part, _), kind in zip(parts, kinds, strict=True)
-        if not can_become(part, kind)
-    ]
-    if reason is None and closed:
-        reason = Unsupported("default backend", f"{closed[0]}, which is closed")
+    kinds = [_class_with(mixin, part) for part, mixin, _ in parts]
+    if reason is None and None in kinds:
+        closed = type(parts[kinds.index(None)][0]).__name__
+        reason = Unsupported("default backend", f"{closed}, which is closed")
     if reason is not None and layer_support.shapes:
         layer_support.fall_back_all(reason)
     if is_strict:
         layer_support.check_strict()
     if layer_support.shapes:
-        for (part, _), kind, state in zip(parts, kinds, new_states(), strict=True):
+        for (part, _, new_state), kind in zip(parts, kinds, strict=True):
             part.__class__ = kind
-            part._pat = state
+            part._pat = new_state()
 
 
-def with_mixin(mixin: type, kind: type) -> type:
-    """Return the class `kind` with the methods of a mixin before its own."""
-    return type(f"Pat{kind.__name__}", (mixin, kind), {})
+def _class_with(mixin: type, part: Any) -> type | None:
+    """Return the class of an object with the methods of a mixin before its own.
 
-
-def can_become(instance: Any, kind: type) -> bool:
-    """Return True if Python lets the object change to a subclass of its class."""
-    before = type(instance)
+    None: Python does not let the object change to it.
+    """
+    before = type(part)
+    kind = type(f"Pat{before.__name__}", (mixin, before), {})
     try:
-        instance.__class__ = kind
+        part.__class__ = kind
     except TypeError:  # the layouts of the objects differ
-        return False
-    instance.__class__ = before
-    return True
+        return None
+    part.__class__ = before
+    return kind

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 from sglang.srt.plugins.hook_registry import HookType
 
@@ -20,13 +20,19 @@ SERVER_INFO_KEY = "pat"
 _SCHEDULER = "sglang.srt.managers.scheduler"
 
 
+# The steps of a draft model in `/server_info` and in the log: its decode steps, and draft extend.
+_DRAFTS = {
+    "draft_model": "draft model",
+    "draft_extend": "draft model, reading what was accepted",
+}
+
+
 class _LastReport:
     """The last report of this process. SGLang may build its backend several times."""
 
     layer_support: dict[str, Any] | None = None
     model_runner: Any = None
-    draft_support: dict[str, Any] | None = None  # of a draft model's decode steps
-    extend_support: dict[str, Any] | None = None  # of its draft extend
+    drafts: ClassVar[dict[str, dict[str, Any]]] = {}  # of a draft model, by key of `_DRAFTS`
     line: str = ""
     metrics: LayerMetrics | None = None
 
@@ -44,7 +50,7 @@ def report_layer_support(layer_support: LayerSupport, model_runner: Any = None) 
     if model_runner is not None:
         # With adaptive drafts, SGLang builds a draft model's backends before the model's last ones.
         if model_runner is not _LastReport.model_runner:
-            _LastReport.draft_support = _LastReport.extend_support = None
+            _LastReport.drafts.clear()
         _LastReport.model_runner = model_runner
         if _SCHEDULER in sys.modules:  # nobody else asks, and its import is heavy
             install_hooks([_SERVER_INFO_HOOK])
@@ -55,28 +61,21 @@ def report_layer_support(layer_support: LayerSupport, model_runner: Any = None) 
         _LastReport.metrics.set(layer_support.counts())
 
 
-def report_draft_support(layer_support: LayerSupport) -> None:
-    """Report which layers of the draft model pat decodes: at start-up, and when that changes."""
-    _LastReport.draft_support = layer_support.as_json()
-    if reports.rank_speaks():
-        logger.info("draft model: %s", layer_support)
+def report_draft_support(layer_support: LayerSupport, key: str = "draft_model") -> None:
+    """Report which layers of the draft model pat decodes: at start-up, and when that changes.
 
-
-def report_extend_support(layer_support: LayerSupport) -> None:
-    """Report which layers of the draft model pat decodes in draft extend."""
-    _LastReport.extend_support = layer_support.as_json()
+    key: one of `_DRAFTS`.
+    """
+    _LastReport.drafts[key] = layer_support.as_json()
     if reports.rank_speaks():
-        logger.info("draft model, reading what was accepted: %s", layer_support)
+        logger.info("%s: %s", _DRAFTS[key], layer_support)
 
 
 def _after_get_init_info(result: dict[str, Any], *_: object) -> dict[str, Any]:
     """AFTER Scheduler.get_init_info, whose fields replace those that name the default backend."""
     told = _LastReport.layer_support
     decodes = told is not None and told["pat_layers"] > 0
-    if told is not None and _LastReport.draft_support is not None:
-        told = told | {"draft_model": _LastReport.draft_support}
-    if told is not None and _LastReport.extend_support is not None:
-        told = told | {"draft_extend": _LastReport.extend_support}
+    told = told and told | _LastReport.drafts
     decode_backend = {"decode_attention_backend": BACKEND} if decodes else {}
     return result | decode_backend | {SERVER_INFO_KEY: told}
 

@@ -18,11 +18,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_pat.sglang.backend import BackendState, PatMixin, attach
 from sglang_pat.sglang.compat import draft_backend, resolved
 from sglang_pat.sglang.layer.attention import LayerAttention
-from sglang_pat.sglang.report.layer_report import (
-    report_draft_support,
-    report_extend_support,
-    report_layer_support,
-)
+from sglang_pat.sglang.report.layer_report import report_draft_support, report_layer_support
 from sglang_pat.sglang.speculative.backends import (
     DraftStepsState,
     DraftStepState,
@@ -103,12 +99,8 @@ def attach_verification(
             is_strict=environment.strict,
         )
 
-    attach(
-        [(default, PatSpeculativeMixin)],
-        layer_support,
-        lambda: [new_state()],
-        is_strict=environment.strict,
-    )
+    parts = [(default, PatSpeculativeMixin, new_state)]
+    attach(parts, layer_support, is_strict=environment.strict)
     if planner is not None and resolved(arguments, "speculative_algorithm") in TREES:
         # SGLang's watermark reads the n-gram worker's masks as full ones.
         others_read = layer_support.fallback or resolved(arguments, "enable_watermark")
@@ -162,33 +154,27 @@ def await_draft_model(planner: VerifyPlanner | None, model_runner: Any) -> None:
         install_hooks((_LAYERS_HOOK,))
 
 
-def _planner_for(draft_runner: Any) -> VerifyPlanner | None:
-    """Return the served model's planner if its draft model was asked to decode through pat."""
-    asked = draft_runner is not None and is_asked_for(draft_runner.server_args)
-    return _TargetModel.planner if asked else None
+def _give(built: Any, draft_runner: Any, with_pat: Callable[..., None]) -> Any:
+    """Return what SGLang has built for a draft model, with pat if that was asked for."""
+    planner = _TargetModel.planner
+    if None not in (built, draft_runner, planner) and is_asked_for(draft_runner.server_args):
+        with_pat(built, draft_runner, planner)
+    return built
 
 
 def _after_create_decode_backend(steps: Any, factory: Any) -> Any:
     """AFTER DraftBackendFactory.create_decode_backend."""
-    runner = factory.draft_model_runner
-    if steps is not None and (planner := _planner_for(runner)) is not None:
-        with_pat_drafts(steps, runner, planner)
-    return steps
+    return _give(steps, factory.draft_model_runner, with_pat_drafts)
 
 
 def _after_create_extend_backend(backend: Any, factory: Any) -> Any:
     """AFTER DraftBackendFactory.create_draft_extend_backend."""
-    runner = factory.draft_model_runner
-    if backend is not None and (planner := _planner_for(runner)) is not None:
-        with_pat_extend(backend, runner, planner)
-    return backend
+    return _give(backend, factory.draft_model_runner, with_pat_extend)
 
 
 def _after_block_backend(result: Any, worker: Any) -> None:
     """AFTER init_attention_backends of a worker whose draft model gives blocks."""
-    runner = getattr(worker, "draft_model_runner", None)
-    if (planner := _planner_for(runner)) is not None:
-        with_pat_blocks(worker, runner, planner)
+    _give(worker, getattr(worker, "draft_model_runner", None), with_pat_blocks)
 
 
 def _after_capture(result: Any, worker: Any) -> None:
@@ -279,7 +265,7 @@ def with_pat_drafts(steps: Any, model_runner: Any, served: VerifyPlanner) -> Non
     layer_support = _draft_layer_support(model_runner)
     backends = list(getattr(steps, "attn_backends", ()))
 
-    def new_states() -> list[Any]:
+    def new_state() -> DraftStepsState:
         device = model_runner.req_to_token_pool.req_to_token.device
         topk = branches_of(model_runner.server_args)
         drafting = (
@@ -289,16 +275,16 @@ def with_pat_drafts(steps: Any, model_runner: Any, served: VerifyPlanner) -> Non
         )
         planner = SpeculativePlanner(model_runner, Environment.read(), layer_support, (drafting,))
         served.report(planner)
-        state = DraftStepsState(planner, drafting, LayerAttention(model_runner, layer_support))
-        return [*(DraftStepState(steps, step) for step in range(len(backends))), state]
+        layers = LayerAttention(model_runner, layer_support)
+        return DraftStepsState(planner, drafting, layers, layer_support)
 
-    name = type(steps).__name__
-    attach(
-        [*((each, PatDraftStep) for each in backends), (steps, PatDraftSteps)],
-        layer_support,
-        new_states,
-        reason=None if backends else Unsupported("default backend", f"{name}, which is closed"),
-    )
+    of_steps: list[Any] = [
+        (backend, PatDraftStep, partial(DraftStepState, steps, step))
+        for step, backend in enumerate(backends)
+    ]
+    closed = Unsupported("default backend", f"{type(steps).__name__}, which is closed")
+    reason = None if backends else closed
+    attach([*of_steps, (steps, PatDraftSteps, new_state)], layer_support, reason=reason)
     report_draft_support(layer_support)
 
 
@@ -320,12 +306,8 @@ def with_pat_blocks(worker: Any, model_runner: Any, served: VerifyPlanner) -> No
         layers = LayerAttention(model_runner, layer_support)
         return BackendState(planner, layers, [drafting], report=report_draft_support)
 
-    attach(
-        [(backend, PatSpeculativeMixin)],
-        layer_support,
-        lambda: [new_state()],
-        reason=_block_reason(worker, arguments),
-    )
+    parts = [(backend, PatSpeculativeMixin, new_state)]
+    attach(parts, layer_support, reason=_block_reason(worker, arguments))
     report_draft_support(layer_support)
 
 
@@ -346,19 +328,16 @@ def with_pat_extend(backend: Any, model_runner: Any, served: VerifyPlanner) -> N
     The class of `backend`, which also attends in prompts, changes.
     """
     layer_support = _draft_layer_support(model_runner)
+    report = partial(report_draft_support, key="draft_extend")
 
     def new_state() -> BackendState:
         extend = served.new_extend(layer_support, drafts_now(model_runner.server_args))
         layers = LayerAttention(model_runner, layer_support)
-        return BackendState(served, layers, [extend], report=report_extend_support)
+        return BackendState(served, layers, [extend], report=report)
 
-    attach(
-        [(backend, PatSpeculativeMixin)],
-        layer_support,
-        lambda: [new_state()],
-        reason=_extend_reason(model_runner, served),
-    )
-    report_extend_support(layer_support)
+    parts = [(backend, PatSpeculativeMixin, new_state)]
+    attach(parts, layer_support, reason=_extend_reason(model_runner, served))
+    report(layer_support)
 
 
 def _extend_reason(model_runner: Any, served: VerifyPlanner) -> Unsupported | None:

@@ -7,6 +7,7 @@ draft model's decode steps, and `PatDraftStep` for the backend of each step.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from sglang_pat.sglang.report.layer_report import report_draft_support
 from sglang_pat.sglang.speculative.planners import SpeculativePlanner
 from sglang_pat.sglang.speculative.steps import DraftSteps, SpeculativeStep, TargetVerifyStep
 from sglang_pat.sglang.speculative.tree_attention import TreeKv, undo_square_masks
+from sglang_pat.sglang.start.layer_support import LayerSupport
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER
 
 _VERIFY = ForwardMode.TARGET_VERIFY
@@ -150,21 +152,19 @@ def _trees_of(kind: Any) -> TreeKv | None:
     return extra_kv if isinstance(extra_kv, TreeKv) else None
 
 
+@dataclass
 class DraftStepsState:
     """The state that pat keeps on the container of a draft model's steps."""
 
-    def __init__(
-        self, planner: SpeculativePlanner, kind: DraftSteps, layers: LayerAttention
-    ) -> None:
-        self.planner = planner
-        self.round = kind
-        self.layers = layers
-        self.layer_support = layers.layer_support
-        self.plans: StepPlans | None = None  # of the last round
-        self.seen: set[int] = set()  # layers that have run
-        self.has_default = False  # whether the default backend is prepared for this round
-        self.in_capture = False  # whether this round is that of a graph which is being captured
-        self.has_graphs = False  # whether pat has layers in any graph
+    planner: SpeculativePlanner
+    round: DraftSteps
+    layers: LayerAttention
+    layer_support: LayerSupport
+    plans: StepPlans | None = None  # of the last round
+    seen: set[int] = field(default_factory=set)  # layers that have run
+    has_default: bool = False  # whether the default backend is prepared for this round
+    in_capture: bool = False  # whether this round is that of a graph which is being captured
+    has_graphs: bool = False  # whether pat has layers in any graph
 
 
 class DraftStepState(NamedTuple):

@@ -79,9 +79,6 @@ class RowShape:
         return torch.from_numpy(self._offsets().astype(np.int64)).to(device)
 
 
-DECODE_ROWS = RowShape()
-
-
 class DeviceRows:
     """What the rows of a step read on the device: `req_pool_indices` and `seq_lens`.
 

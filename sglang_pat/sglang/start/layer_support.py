@@ -57,22 +57,18 @@ class LayerSupport:
         The model passes an argument that pat would ignore, or the layer was not found. None: there
         is no such reason, or the layer has fallen back already.
         """
-        layer_id = layer.layer_id
-        shape = self.shapes.get(layer_id)
-        if shape is not None:
-            if shape.is_latent and layer.qk_head_dim != shape.head_dim:
-                return Unsupported("attention", "latent attention that is not absorbed")
-            if not arguments:
-                return None
+        what, shape = None, self.shapes.get(layer.layer_id)
+        if shape is None:
+            if layer.layer_id not in self.fallback:
+                what = "a layer that was not found in the model"
+        elif shape.is_latent and layer.qk_head_dim != shape.head_dim:
+            what = "latent attention that is not absorbed"
+        elif arguments:
             known = _LATENT_ARGUMENTS if shape.is_latent else ("sinks",)
-            given = sorted(name for name, value in arguments.items() if value is not None)
-            unknown = [name for name in given if name not in known]
-            return (
-                Unsupported("attention", f"the argument {', '.join(unknown)}") if unknown else None
-            )
-        if layer_id in self.fallback:
-            return None
-        return Unsupported("attention", "a layer that was not found in the model")
+            given = {name for name, value in arguments.items() if value is not None}
+            if unknown := given.difference(known):
+                what = f"the argument {', '.join(sorted(unknown))}"
+        return None if what is None else Unsupported("attention", what)
 
     def fall_back(self, layer_id: int, reason: Unsupported) -> None:
         """Leave a layer to the default backend."""

@@ -38,11 +38,6 @@ class DebugChecks:
         # By builder: who planned its last step, and for which lengths.
         self._before: dict[DecodeBatchBuilder, tuple[PackAttention, IntArray]] = {}
 
-    @classmethod
-    def of_sglang(cls) -> DebugChecks:
-        """Return the checks of this rank."""
-        return cls(RankChecker.of_sglang())
-
     def counters(self) -> dict[str, Counter[str]]:
         """Return what the ranks have counted, by name: see `RankChecker`."""
         return {"ranks_alike": self._ranks.checked, "ranks_apart_ns": self._ranks.apart_ns}

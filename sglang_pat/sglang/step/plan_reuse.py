@@ -12,6 +12,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 from sglang_pat.plan import KvTokens
@@ -22,20 +23,16 @@ from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, RequestTrack
 from sglang_pat.stats import PlanningTime, PlanStats
 
 
+@dataclass(slots=True)
 class LastPlan:
     """The last planned step, and the conditions under which a replay may skip planning."""
 
-    __slots__ = ("kind", "num_rows", "plans", "reqs", "steps_left", "why")
-
-    def __init__(
-        self, kind: Any, reqs: list[Request], plans: StepPlans, num_rows: int, why: StepReason
-    ) -> None:
-        self.kind = kind
-        self.reqs = reqs
-        self.plans = plans
-        self.num_rows = num_rows
-        self.steps_left = 0
-        self.why = why  # why the next step is planned once no steps are left
+    kind: Any
+    reqs: list[Request]
+    plans: StepPlans
+    num_rows: int
+    why: StepReason  # why the next step is planned once no steps are left
+    steps_left: int = 0
 
 
 class PlanReuse:

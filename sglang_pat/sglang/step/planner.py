@@ -26,6 +26,7 @@ from sglang_pat.sglang.report.reports import StepReports
 from sglang_pat.sglang.start.layer_support import LayerSupport
 from sglang_pat.sglang.step.debug_checks import (
     DebugChecks,
+    RankChecker,
     check_host_lengths,
     check_windows,
 )
@@ -73,7 +74,7 @@ class StepPlanner:
             partial(self._new_plans, layer_support.kinds()),
             partial(self.new_builder, strict=environment.debug),
         )
-        self._checks = DebugChecks.of_sglang() if environment.debug else None
+        self._checks = DebugChecks(RankChecker.of_sglang()) if environment.debug else None
         self._max_requests = 0  # of the largest graph
         self._reuse = PlanReuse()
         self._reasons: Counter[str] = Counter()  # why steps were planned

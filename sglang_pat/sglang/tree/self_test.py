@@ -11,7 +11,7 @@ import pkgutil
 from array import array
 from importlib.metadata import version
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -32,15 +32,10 @@ _NEXT_TOKEN = 99  # SGLang leaves the last token of a prompt to the prefill
 _SPANS = [[(0, 8), (8, 11)], [(0, 8), (8, 13)]]
 
 
-class _Prompt(NamedTuple):
-    tokens: list[int]
-    slots: list[int]
-
-
-# The second one finds the KV of the common tokens in the cache.
+# Tokens and slots. The second prompt finds the KV of the common tokens in the cache.
 _PROMPTS = (
-    _Prompt(_COMMON + _FIRST, [*range(100, 111)]),
-    _Prompt(_COMMON + _SECOND, [*range(100, 108), *range(200, 205)]),
+    (_COMMON + _FIRST, [*range(100, 111)]),
+    (_COMMON + _SECOND, [*range(100, 108), *range(200, 205)]),
 )
 
 
@@ -96,7 +91,7 @@ def _test(kind: type[Any]) -> None:
     cache = _new_cache(kind)
     events = CacheEventMonitor.watching(cache, lambda req: None, lambda: None)
     _insert(cache)
-    reqs = [_request(f"request {i}", prompt, cache) for i, prompt in enumerate(_PROMPTS)]
+    reqs = [_request(f"request {i}", tokens, cache) for i, (tokens, _) in enumerate(_PROMPTS)]
     for req in reqs:
         _lock(cache, req)
     source = path_reader(cache)
@@ -107,7 +102,7 @@ def _test(kind: type[Any]) -> None:
     _expect("nodes of the common prefix", len({path[0][0] for path in paths}), 1)
     _expect("nodes of both paths", len({node[0] for path in paths for node in path}), 3)
     slots = [source.shared_slots(req).tolist() for req in reqs]
-    _expect("KV slots", slots, [prompt.slots for prompt in _PROMPTS])
+    _expect("KV slots", slots, [slots for _, slots in _PROMPTS])
     expected = {"insert": 2, "lock": 2} | ({} if events.unobservable else {"split": 1})
     _expect("events", {name: events.counts[name] for name in expected}, expected)
 
@@ -140,21 +135,21 @@ def _insert(cache: Any) -> None:
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
-    for prompt in _PROMPTS:
-        key = RadixKey(array("q", prompt.tokens))
-        cache.insert(InsertParams(key=key, value=torch.tensor(prompt.slots)))
+    for tokens, slots in _PROMPTS:
+        key = RadixKey(array("q", tokens))
+        cache.insert(InsertParams(key=key, value=torch.tensor(slots)))
 
 
 def _lock(cache: Any, req: Any) -> None:
     cache.inc_lock_ref(req.last_node)
 
 
-def _request(name: str, prompt: _Prompt, cache: Any) -> Any:
+def _request(name: str, prompt: list[int], cache: Any) -> Any:
     """Return a request as SGLang admits it. It finds its prompt in the cache."""
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    tokens = array("q", [*prompt.tokens, _NEXT_TOKEN])
+    tokens = array("q", [*prompt, _NEXT_TOKEN])
     req = Req(name, "", tokens, SamplingParams(max_new_tokens=1))
     req.init_next_round_input(cache)
     return req
