@@ -384,7 +384,7 @@ def run(args: argparse.Namespace) -> int:
         if setup is ON_CPU and layout not in ON_A_CPU:
             raise Refused(
                 f"--layout {layout} needs GPUs: SGLang lacks what it takes on a CPU "
-                "(tests/engine/test_families.py and test_tensor_parallel.py add it)"
+                "(tests/engine/test_families.py adds it)"
             )
     with tempfile.TemporaryDirectory(prefix="check-ranks-") as folder:
         data = check_all(setup, args.backends, args, Path(folder))

@@ -10,10 +10,11 @@ from sglang_engines import (
     Request,
     Workload,
     generate,
-    run_several_ranks,
     running_pat_engine,
     tokens,
 )
+
+from check.cpu_ranks import environment_of_ranks
 
 pytestmark = pytest.mark.engine
 
@@ -25,7 +26,8 @@ def test_two_stages_give_the_same_tokens_and_reuse_plans(
     workload: Workload,
     expected: Expected,
 ) -> None:
-    run_several_ranks(monkeypatch, pp_size=2)
+    for name, value in environment_of_ranks(pp_size=2).items():
+        monkeypatch.setenv(name, value)
     arguments = {
         "pp_size": 2,
         "max_total_tokens": 32768,

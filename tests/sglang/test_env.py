@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-from sglang.srt.plugins import load_plugins
-from sglang.srt.server_args import ServerArgs
 
 from sglang_pat.executors.kernel_cache import default_cache
 from sglang_pat.sglang.start.environment import Environment
@@ -71,23 +69,3 @@ def test_the_variables_of_the_process_are_read(monkeypatch: pytest.MonkeyPatch) 
 def test_a_bad_variable_is_named(name: str, value: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Environment.read({name: value})
-
-
-@pytest.mark.parametrize("option", ["attention_backend", "decode_attention_backend"])
-def test_a_bad_variable_stops_sglang_before_the_model_is_loaded(
-    option: str, monkeypatch: pytest.MonkeyPatch, tiny_model: Path
-) -> None:
-    load_plugins()
-    monkeypatch.setenv("SGLANG_PAT_STATS_FILE", "/no/such/folder/f")
-
-    def start(**arguments: str) -> None:
-        """First steps of a launch, in the process of the command line."""
-        resolved = ServerArgs(model_path=str(tiny_model), device="cpu", **arguments)
-        if hasattr(resolved, "resolve_once"):  # 0.5.17 resolves in the constructor
-            resolved.resolve_once()
-
-    with pytest.raises(ValueError, match=r"SGLANG_PAT_STATS_FILE='/no/such/folder/f'; allowed"):
-        start(**{option: "pat"})
-    start(**{option: "torch_native"})  # of no concern where pat is not used
-    monkeypatch.delenv("SGLANG_PAT_STATS_FILE")
-    start(**{option: "pat"})

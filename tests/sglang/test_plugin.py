@@ -150,22 +150,30 @@ def test_modes_that_pat_does_not_serve_are_refused(
         start(tiny_model, **chosen)
 
 
-STRICT_REFUSES: list[tuple[dict[str, Any], str]] = [
-    (
-        {"speculative_algorithm": "NGRAM", "prefill_attention_backend": "torch_native"},
-        "speculative decoding = --speculative-attention-mode prefill with torch_native; supported",
-    ),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), STRICT_REFUSES)
-def test_in_strict_mode_options_are_refused_before_a_model_is_loaded(
-    options: dict[str, Any], message: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("option", ["attention_backend", "decode_attention_backend"])
+def test_a_bad_variable_stops_sglang_before_the_model_is_loaded(
+    option: str, monkeypatch: pytest.MonkeyPatch, tiny_model: Path
 ) -> None:
-    options = options | {"attention_backend": "triton"}
+    monkeypatch.setenv("SGLANG_PAT_STATS_FILE", "/no/such/folder/f")
+    with pytest.raises(ValueError, match=r"SGLANG_PAT_STATS_FILE='/no/such/folder/f'; allowed"):
+        start(tiny_model, **{option: "pat"})
+    start(tiny_model, **{option: "torch_native"})  # of no concern where pat is not used
+    monkeypatch.delenv("SGLANG_PAT_STATS_FILE")
+    start(tiny_model, **{option: "pat"})
+
+
+def test_in_strict_mode_options_are_refused_before_a_model_is_loaded(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {
+        "attention_backend": "triton",
+        "speculative_algorithm": "NGRAM",
+        "prefill_attention_backend": "torch_native",
+    }
     start(tiny_model, decode_attention_backend="pat", **options)
     monkeypatch.setenv("SGLANG_PAT_STRICT", "1")
     start(tiny_model, **options)
+    message = "speculative decoding = --speculative-attention-mode prefill with torch_native; supp"
     with pytest.raises(ValueError, match=message):
         start(tiny_model, decode_attention_backend="pat", **options)
 

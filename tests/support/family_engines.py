@@ -22,7 +22,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,32 @@ class Run:
         return tuple(sorted(layer for who, layer in self.calls if who == route))
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What an engine is asked besides the prompts.
+
+    stop_tokens: one for each prompt, which ends its answer. ranks: variables with which SGLang
+    starts several ranks (`environment_of_ranks`). answers: what the model answers, for drafts that
+    are right (`fakes.draft_blocks`). environment: variables of SGLang's. has_graphs: steps of pat
+    run as in CUDA graphs (`fakes.cuda_graphs`); no step is checked then, since in debug mode none
+    repeats another, and every other prompt comes twice, so that KV is computed twice and freed
+    once. aborts: all prompts come once before, while others that are the same are aborted.
+    conversations: prompts begin conversations of several turns, whose answers are put together;
+    "whole": a turn repeats what was said before; "session" and "streaming": SGLang's sessions keep
+    it, the second kind with its KV, and mended for drafts (`fakes.speculation`). evictions: the
+    prompts come twice, and others between, which need the pool.
+    """
+
+    stop_tokens: list[int] | None = None
+    ranks: dict[str, str] | None = None
+    answers: list[list[int]] | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    has_graphs: bool = False
+    aborts: bool = False
+    conversations: str | None = None
+    evictions: bool = False
+
+
 class EngineFailed(RuntimeError):
     """The engine has not answered. Its log is the message."""
 
@@ -109,51 +135,23 @@ class FamilyEngines:
             self._alone[family.name] = self.run(family, None)
         return self._alone[family.name]
 
-    def run(
-        self,
-        family: Family,
-        backend: str | None,
-        *,
-        stop_tokens: list[int] | None = None,
-        ranks: dict[str, str] | None = None,
-        answers: list[list[int]] | None = None,
-        environment: dict[str, str] | None = None,
-        has_graphs: bool = False,
-        aborts: bool = False,
-        conversations: str | None = None,
-        evictions: bool = False,
-        **arguments: Any,
-    ) -> Run:
+    def run(self, family: Family, backend: str | None, **options: Any) -> Run:
         """Answer the prompts with an engine of this family.
 
-        backend: None is SGLang's default. stop_tokens: one for each prompt, which ends its answer.
-        ranks: variables with which SGLang starts several ranks (`environment_of_ranks`). answers:
-        what the model answers, for drafts that are right (`fakes.draft_blocks`). environment:
-        variables of SGLang's. has_graphs: steps of pat run as in CUDA graphs
-        (`fakes.cuda_graphs`); no step is checked then, since in debug mode none repeats another,
-        and every other prompt comes twice, so that KV is computed twice and freed once. aborts: all
-        prompts come once before, while others that are the same are aborted. conversations: prompts
-        begin conversations of several turns, whose answers are put together; "whole": a turn
-        repeats what was said before; "session" and "streaming": SGLang's sessions keep it, the
-        second kind with its KV, and mended for drafts (`fakes.speculation`). evictions: the
-        prompts come twice, and others between, which need the pool. arguments: of sglang.Engine.
+        backend: None is SGLang's default. options: fields of `Asked`, and arguments of
+        sglang.Engine.
         """
         self._count += 1
         folder = family.write(self._folder / f"{self._count}-{family.name}-{backend}")
         if backend is not None:
-            arguments["attention_backend"] = backend
+            options["attention_backend"] = backend
+        names = {each.name for each in fields(Asked)} & options.keys()
+        asked = {name: options.pop(name) for name in names}
         order = {
             "family": family.name,
             "folder": str(folder),
-            "arguments": arguments,
-            "stop_tokens": stop_tokens,
-            "ranks": ranks,
-            "answers": answers,
-            "environment": environment or {},
-            "has_graphs": has_graphs,
-            "aborts": aborts,
-            "conversations": conversations,
-            "evictions": evictions,
+            "arguments": options,
+            "asked": asked,
         }
         assert self._process.stdin is not None
         print(json.dumps(order), file=self._process.stdin, flush=True)
@@ -205,7 +203,8 @@ def serve() -> None:
             os.setpgid(0, 0)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            _in_child(order)
+            asked = Asked(**order["asked"])
+            _in_child(FAMILIES[order["family"]], Path(order["folder"]), order["arguments"], asked)
         os.close(log)
         print(_ended(child), file=answers, flush=True)
     os._exit(0)  # Python would take seconds to clear all that was imported
@@ -228,38 +227,29 @@ def _ended(child: int) -> str:
     return status
 
 
-def _in_child(order: dict[str, Any]) -> None:
+def _in_child(family: Family, folder: Path, arguments: dict[str, Any], asked: Asked) -> None:
     status = 1
     try:
-        os.environ.update(order["environment"])
-        if order["ranks"] is not None or order["evictions"]:
+        os.environ.update(asked.environment)
+        if asked.ranks is not None or asked.evictions:
             from fakes import driver
 
             driver.register()
-            os.environ.update(order["ranks"] or {})
-        if order["conversations"] == "streaming":
+            os.environ.update(asked.ranks or {})
+        if asked.conversations == "streaming":
             from fakes import speculation
 
             speculation.mend_streaming_sessions()
-        if order["has_graphs"]:
+        if asked.has_graphs:
             from fakes import cuda_graphs
 
             cuda_graphs.register()
-        if order["answers"] is not None:
+        if asked.answers is not None:
             from fakes import draft_blocks
 
-            pairs = zip(_prompts(are_twins=order["has_graphs"]), order["answers"], strict=True)
+            pairs = zip(_prompts(are_twins=asked.has_graphs), asked.answers, strict=True)
             draft_blocks.answers += [prompt + answer for prompt, answer in pairs]
-        _answer_prompts(
-            FAMILIES[order["family"]],
-            Path(order["folder"]),
-            order["arguments"],
-            order["stop_tokens"],
-            has_graphs=order["has_graphs"],
-            aborts=order["aborts"],
-            conversations=order["conversations"],
-            evictions=order["evictions"],
-        )
+        _answer_prompts(family, folder, arguments, asked)
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -377,17 +367,7 @@ def twice(items: list[Any]) -> list[Any]:
     return [item for item in items[::2] for _ in range(2)]
 
 
-def _answer_prompts(
-    family: Family,
-    folder: Path,
-    arguments: dict[str, Any],
-    stop_tokens: list[int] | None,
-    *,
-    has_graphs: bool,
-    aborts: bool,
-    conversations: str | None,
-    evictions: bool,
-) -> None:
+def _answer_prompts(family: Family, folder: Path, arguments: dict[str, Any], asked: Asked) -> None:
     import sglang
     from fakes import draft_blocks
 
@@ -395,7 +375,7 @@ def _answer_prompts(
 
     os.environ[_CALLS] = str(folder / "calls")
     os.environ["SGLANG_PAT_STATS_FILE"] = str(folder / "stats.json")
-    os.environ["SGLANG_PAT_DEBUG"] = str(int(not has_graphs))
+    os.environ["SGLANG_PAT_DEBUG"] = str(int(not asked.has_graphs))
     common: dict[str, Any] = {
         "model_path": str(folder),
         "load_format": "dummy",
@@ -411,27 +391,28 @@ def _answer_prompts(
         "custom_sigquit_handler": _died,
     }
     engine = sglang.Engine(**(common | family.arguments | arguments))
-    prompts = _prompts(are_twins=has_graphs)
+    prompts = _prompts(are_twins=asked.has_graphs)
     params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
     # The first one fills the tree, so that the others share what it has computed.
     first = engine.generate(input_ids=prompts[:1], sampling_params=params)
-    before, aborted = _answers_among_aborts(engine, prompts, params) if aborts else ([], 0)
-    asked = [params] * len(prompts)
-    if stop_tokens is not None:
-        asked = [params | {"ignore_eos": False, "stop_token_ids": [each]} for each in stop_tokens]
+    before, aborted = _answers_among_aborts(engine, prompts, params) if asked.aborts else ([], 0)
+    sampling = [params] * len(prompts)
+    if asked.stop_tokens is not None:
+        stops = {"ignore_eos": False}
+        sampling = [params | stops | {"stop_token_ids": [each]} for each in asked.stop_tokens]
     # SGLang 0.5.17 has none with blocks of drafts.
     scores = {} if draft_blocks.answers else {"return_logprob": True, "top_logprobs_num": 2}
-    if conversations is not None:
-        turns = _turns(engine, prompts, {"sampling_params": params} | scores, conversations)
+    if asked.conversations is not None:
+        turns = _turns(engine, prompts, {"sampling_params": params} | scores, asked.conversations)
     else:
-        turns = [engine.generate(input_ids=prompts, sampling_params=asked, **scores)]
-    if evictions:
+        turns = [engine.generate(input_ids=prompts, sampling_params=sampling, **scores)]
+    if asked.evictions:
         engine.generate(input_ids=_texts(6, [90] * 8), sampling_params=params)
-        turns.append(engine.generate(input_ids=prompts, sampling_params=asked, **scores))
+        turns.append(engine.generate(input_ids=prompts, sampling_params=sampling, **scores))
     answers = [*zip(*turns, strict=True)]  # of each prompt
     again = turns[0][0]["output_ids"]
     assert first[0]["output_ids"][: len(again)] == again, "the cache changes the answer"
-    for early, later in zip(before, turns[0], strict=aborts):
+    for early, later in zip(before, turns[0], strict=asked.aborts):
         assert early == later["output_ids"], "aborts of others change the answer"
     told = [[answer["meta_info"] for answer in each] for each in answers]
     run = {

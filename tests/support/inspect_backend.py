@@ -98,11 +98,6 @@ def check_steps(owner: Any) -> None:
     _planner(owner)._checks = DebugChecks(RankChecker(None))
 
 
-def do_not_check_steps(owner: Any) -> None:
-    """Let steps of a planner repeat, unchecked."""
-    _planner(owner)._checks = None
-
-
 def log_every(owner: Any, num_steps: int) -> None:
     """Let a planner log after that many steps."""
     _planner(owner)._reports._log._interval = num_steps

@@ -27,7 +27,6 @@ from prometheus_client.samples import Sample
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from check.cpu_ranks import environment_of_ranks
 from common.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 from sglang_pat.bench.http_server import HttpServer, running_process
 from sglang_pat.sglang.report.stats_file import read_stats
@@ -245,14 +244,6 @@ def running_pat_engine(
         environment.setenv("SGLANG_PAT_STATS_FILE", str(stats.path))
         with running_engine(model, backend, **arguments) as engine:
             yield engine, stats
-
-
-def run_several_ranks(
-    environment: pytest.MonkeyPatch, *, tp_size: int = 1, pp_size: int = 1
-) -> None:
-    """Let SGLang start several ranks on the CPU."""
-    for name, value in environment_of_ranks(tp_size=tp_size, pp_size=pp_size).items():
-        environment.setenv(name, value)
 
 
 COMMON_ARGUMENTS: dict[str, Any] = {
