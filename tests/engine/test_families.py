@@ -536,6 +536,7 @@ FROM_HOST = {
     "chains": CHAINS,
     "pages": CHAINS | {"page_size": 16},
     "trees": TREES,
+    "no drafts": {"hicache_write_policy": "write_back"},
 }
 
 
@@ -546,8 +547,7 @@ def test_kv_that_comes_back_from_the_host_under_speculation(
 ) -> None:
     """The draft model's comes back, too: as many drafts are right as before."""
     small = FAMILIES["llama"]
-    drafts = drafts_with(options, small, tmp_path) | HICACHE_ARGUMENTS
-    drafts |= {
+    drafts = HICACHE_ARGUMENTS | {
         "evictions": True,
         "enable_hierarchical_cache": True,
         "hicache_ratio": 8.0,
@@ -555,6 +555,7 @@ def test_kv_that_comes_back_from_the_host_under_speculation(
         "enable_cache_report": True,
         "max_total_tokens": 900,  # too small for all that is asked
     }
+    drafts |= drafts_with(options, small, tmp_path)
     alone = engines.alone(small)
     expected = engines.run(small, None, **drafts)
     found = engines.run(small, "pat", **drafts)

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,6 @@ from fakes.driver import HICACHE_ARGUMENTS, go_without_driver
 from sglang_engines import (
     Expected,
     Request,
-    Stats,
     Workload,
     flush,
     generate,
@@ -28,66 +24,20 @@ from sglang_engines import (
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
-POOL_TOKENS = 1024  # too small for the whole workload
-
-
-@pytest.fixture
-def running(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., AbstractContextManager[tuple[Any, Stats]]]:
-    """Starts an engine with a host tier."""
-    go_without_driver(tmp_path, monkeypatch)
-    common = HICACHE_ARGUMENTS | {
-        "enable_hierarchical_cache": True,
-        "hicache_ratio": 8.0,
-        "enable_cache_report": True,
-        "page_size": 16,
-        "max_total_tokens": POOL_TOKENS,
-        "max_running_requests": 8,
-    }
-    return partial(running_pat_engine, tiny_model, tmp_path, **common)
-
-
-def found(answers: list[dict[str, Any]]) -> Counter[str]:
-    """Number of prompt tokens found in each tier."""
-    tiers: Counter[str] = Counter()
-    for answer in answers:
-        details = answer["meta_info"].get("cached_tokens_details") or {}
-        tiers.update({name: count for name, count in details.items() if isinstance(count, int)})
-    return tiers
-
 
 def answer(engine: Any, asked: list[Request], expected: Expected) -> Counter[str]:
     """Compare the answers. Returns how many tokens of the prompts were found in each tier."""
     answers = generate(engine, asked)
     assert tokens(answers) == [expected.of(request) for request in asked]
-    return found(answers)
-
-
-def assert_comes_back_from_host(
-    engine: Any, stats: Stats, workload: Workload, expected: Expected
-) -> None:
-    answer(engine, workload.three_levels, expected)
-    stats.new()
-    from_host = 0
-    for others in (workload.no_sharing, workload.long_prompts, workload.crowd):
-        answer(engine, others, expected)  # drives the three levels out of the device
-        from_host += answer(engine, workload.three_levels, expected)["host"]
-    assert from_host > 0
-    counted = stats.new()
-    assert counted["tree_events"]["evict"] > 0
-    assert counted["steps_without_sharing"] == {}
-    assert counted["kv_tokens_planned"] < 0.7 * counted["kv_tokens_query_centric"]
-
-
-def test_write_back(running: Any, workload: Workload, expected: Expected) -> None:
-    with running(hicache_write_policy="write_back") as (engine, stats):
-        assert_comes_back_from_host(engine, stats, workload, expected)
-        answer(engine, workload.long_answers, expected)
+    tiers: Counter[str] = Counter()
+    for each in answers:
+        details = each["meta_info"].get("cached_tokens_details") or {}
+        tiers.update({name: count for name, count in details.items() if isinstance(count, int)})
+    return tiers
 
 
 def test_write_through_and_files(
-    running: Any,
+    tiny_model: Path,
     workload: Workload,
     expected: Expected,
     tmp_path: Path,
@@ -97,14 +47,31 @@ def test_write_through_and_files(
     # SGLang compiles its hash there. An engine that is ended meanwhile leaves a lock behind, for
     # which 0.5.17 would wait for ever.
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
-    arguments = {
+    go_without_driver(tmp_path, monkeypatch)
+    arguments = HICACHE_ARGUMENTS | {
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": 8.0,
+        "enable_cache_report": True,
+        "page_size": 16,
+        "max_total_tokens": 1024,  # too small for the whole workload
+        "max_running_requests": 8,
         "hicache_write_policy": "write_through",
         "hicache_storage_backend": "file",
         "hicache_storage_prefetch_policy": "wait_complete",
         "hicache_storage_backend_extra_config": json.dumps({"prefetch_threshold": 16}),
     }
-    with running(**arguments) as (engine, stats):
-        assert_comes_back_from_host(engine, stats, workload, expected)
+    with running_pat_engine(tiny_model, tmp_path, **arguments) as (engine, stats):
+        answer(engine, workload.three_levels, expected)
+        stats.new()
+        from_host = 0
+        for others in (workload.no_sharing, workload.long_prompts, workload.crowd):
+            answer(engine, others, expected)  # drives the three levels out of the device
+            from_host += answer(engine, workload.three_levels, expected)["host"]
+        assert from_host > 0
+        counted = stats.new()
+        assert counted["tree_events"]["evict"] > 0
+        assert counted["steps_without_sharing"] == {}
+        assert counted["kv_tokens_planned"] < 0.7 * counted["kv_tokens_query_centric"]
         flush(engine)  # empties the device and the host, but not the files
         stats.new()
         assert answer(engine, workload.three_levels, expected)["storage"] > 0

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import inspect_backend as inside
 import pytest
 import torch
-from scene import Scene, Steps
+from fakes.backends import KVPool
+from scene import Scene, Steps, assert_left
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang_trees import late_lengths
 
 from sglang_pat.reasons import StepReason
@@ -19,6 +23,8 @@ from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER
 pytestmark = pytest.mark.usefixtures("as_on_a_gpu")
 
 DRAFTS, STEPS = 3, 3
+NAMED = "speculative_draft_attention_backend"
+NAMED_FLAG = "--speculative-draft-attention-backend"
 # A draft token and a branch beside it: the third one does not read the second.
 BRANCHES = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
 
@@ -183,3 +189,80 @@ def test_a_request_that_stopped_takes_no_one_with_it(kind: Kind | None, is_repea
     backwards = reversed(range(steps.num_steps))  # so that each one's rows are looked up
     reads = kind.reads if kind else None
     reader.assert_exact(view, lens, reads, requests=[left], table=table, steps=backwards)
+
+
+# Which part of a draft model, options, changes of its runner or default backend, and the reason.
+LEFT: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("rounds", {}, {"device": "npu"}, "device npu"),
+    ("rounds", {NAMED: "triton"}, {}, f"{NAMED_FLAG} triton"),
+    ("rounds", {}, {"draft_attention_backend": "fa3"}, f"{NAMED_FLAG} fa3"),
+    (
+        "rounds",
+        {},
+        {"steps": SimpleNamespace(attn_backends=[])},
+        "SimpleNamespace, which is closed",
+    ),
+    (
+        "rounds",
+        {},
+        {"steps": SimpleNamespace(attn_backends=[object()])},
+        "object, which is closed",
+    ),
+    ("extends", {}, {"device": "npu"}, "device npu"),
+    ("extends", {}, {"draft_attention_backend": "fa3"}, f"{NAMED_FLAG} fa3"),
+    (
+        "extends",
+        {"enable_multi_layer_eagle": True},
+        {"req_to_token_pool": HybridReqToTokenPool.__new__(HybridReqToTokenPool)},
+        "--enable-multi-layer-eagle with states",
+    ),
+    ("extends", {}, {"default": SimpleNamespace()}, "SimpleNamespace, which is closed"),
+    (
+        "extends",
+        {},
+        {
+            "dtype": torch.bfloat16,
+            "kv_cache_dtype": torch.bfloat16,
+            "token_to_kv_pool": KVPool(torch.bfloat16),
+        },
+        "dtype of queries and KV cache torch.bfloat16 and torch.bfloat16",
+    ),
+    ("blocks", {NAMED: "fa3"}, {}, f"{NAMED_FLAG} fa3"),
+    (
+        "blocks",
+        {"speculative_draft_window_size": 64},
+        {"has_table": True},
+        "--speculative-draft-window-size 64",
+    ),
+    (
+        "blocks",
+        {},
+        {"default": SimpleNamespace(init_forward_metadata=None)},
+        "SimpleNamespace, which is closed",
+    ),
+]
+
+
+@pytest.mark.parametrize(("part", "arguments", "change", "reason"), LEFT)
+def test_draft_models_that_are_left_to_the_default_backend(
+    part: str,
+    arguments: dict[str, Any],
+    change: dict[str, Any],
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "sglang_pat")
+    if part == "blocks":
+        arguments = {"speculative_algorithm": "DFLASH"} | arguments
+    scene = Scene(drafts=DRAFTS, **arguments)
+    scene.arguments._sglang_pat_draft_backend = arguments.get(NAMED)
+    steps = getattr(scene, part)(**change)
+    assert not hasattr(steps.backend, "_pat")
+    assert "draft" not in scene.counters
+    assert "draft_extend" not in scene.counters
+    key = "draft_extend" if part == "extends" else "draft_model"
+    assert_left(key, reason)
+    assert inside.server_info()[key]["default_backend"] in ("triton", "fa3")
+    line = "draft model, reading what was accepted" if part == "extends" else "draft model"
+    assert f"{line}: pat decodes nothing, " in caplog.text
+    assert f" decodes all 2 layers: {reason}" in caplog.text

@@ -16,7 +16,7 @@ from sglang_pat.sglang.step.plan_reuse import PlanReuse
 from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder, StepInputs
 from sglang_pat.sglang.tree.radix_paths import path_reader
 from sglang_pat.sglang.tree.request_tracker import RequestTracker
-from sglang_pat.sglang.tree.row_groups import RowPaths, VirtualRequest, batch_with_beams
+from sglang_pat.sglang.tree.row_groups import RowPaths, batch_with_beams
 
 SYSTEM, PROMPT = [*range(100, 108)], [*range(100, 108), 1, 2, 3, 4]
 
@@ -211,14 +211,3 @@ def test_a_prompt_whose_part_in_the_tree_changes_is_another_node() -> None:
     (after,) = beams.read([rows[2]])
     assert after[-1][2:4] == (4, 12)
     assert before[-1][0] != after[-1][0]
-
-
-def test_rows_of_beams_are_made_once() -> None:
-    batch = Batch()
-    moved: list[Any] = []
-    first = batch_with_beams(batch.reqs, batch.tail, moved.extend)
-    again = batch_with_beams(batch.reqs, batch.tail, moved.extend)
-    assert [id(row) for row in first] == [id(row) for row in again]
-    assert moved == [batch.leader]
-    assert all(isinstance(row, VirtualRequest) for row in first[2:])
-    assert [row.rid for row in first[2:]] == ["leader, beam 2", "leader, beam 3"]

@@ -8,10 +8,9 @@ from typing import Any
 import inspect_backend as inside
 import pytest
 import torch
-from scene import Blocks, Scene, assert_left
+from scene import Blocks, Scene
 from sglang_trees import TREE_KINDS, late_lengths
 
-from sglang_pat.sglang import backend
 from sglang_pat.sglang.speculative.draft_requests import block_hook
 from sglang_pat.sglang.start import argument_rewrite
 from sglang_pat.sglang.start.hooks import check_hooks
@@ -116,27 +115,6 @@ def test_outside_of_its_worker_a_draft_model_knows_no_requests() -> None:
     scene.scheduled.reqs = []
     blocks.prepare(view)
     assert scene.counters["draft"]["steps"] == 0
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"named": "fa3"}, "--speculative-draft-attention-backend fa3"),
-        ({"has_table": True}, "--speculative-draft-window-size 64"),
-        (
-            {"default": SimpleNamespace(init_forward_metadata=None)},
-            "SimpleNamespace, which is closed",
-        ),
-    ],
-    ids=["named", "a table of its own", "closed"],
-)
-def test_draft_models_that_are_left_to_the_default_backend(
-    change: dict[str, Any], reason: str
-) -> None:
-    _, blocks = scene_of(**change)
-    assert not isinstance(blocks.backend, backend.PatMixin)
-    assert_left("draft_model", reason)
-    assert inside.server_info()["draft_model"]["default_backend"] == "triton"
 
 
 def test_a_layer_that_is_passed_more_is_left_to_the_default_backend() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,6 @@ from fakes.backends import (
     KV_HEADS,
     QO_HEADS,
     DefaultBackend,
-    KVPool,
     decode_batch,
     drafts_to_verify,
     layers,
@@ -22,10 +20,9 @@ from fakes.backends import (
     pat_backend,
     runner,
 )
-from scene import Scene, assert_left, kv_pool
+from scene import Scene, kv_pool
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -298,39 +295,6 @@ def test_a_layer_that_is_passed_more_is_left_to_the_default_backend(topk: int) -
     assert told["draft_extend"]["default_layers"] == {"the argument rope": 1}
     assert told["default_layers"] == {}
     scene.extend.assert_exact(view, [25, 31], layers=[1])
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"device": "npu"}, "device npu"),
-        ({"draft_attention_backend": "fa3"}, "--speculative-draft-attention-backend fa3"),
-        (
-            {
-                "arguments": {"enable_multi_layer_eagle": True},
-                "req_to_token_pool": HybridReqToTokenPool.__new__(HybridReqToTokenPool),
-            },
-            "--enable-multi-layer-eagle with states",
-        ),
-        ({"default": SimpleNamespace()}, "SimpleNamespace, which is closed"),
-        (
-            {"dtype": torch.bfloat16, "kv_cache_dtype": torch.bfloat16},
-            "dtype of queries and KV cache torch.bfloat16 and torch.bfloat16",
-        ),
-    ],
-    ids=["device", "named", "several layers", "closed", "other numbers"],
-)
-def test_draft_models_that_are_left_to_the_default_backend(
-    change: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "sglang_pat")
-    if "dtype" in change:
-        change = change | {"token_to_kv_pool": KVPool(torch.bfloat16)}
-    scene = Extending(**change)
-    assert type(scene.extend.backend) in (DefaultBackend, SimpleNamespace)
-    assert "draft_extend" not in scene.counters
-    assert_left("draft_extend", reason)
-    assert "reading what was accepted: pat decodes nothing" in caplog.text
 
 
 def test_without_speculation_no_draft_model_is_awaited() -> None:

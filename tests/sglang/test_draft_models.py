@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,7 @@ from fakes.backends import (
     runner,
     server_arguments,
 )
-from scene import ROWS, DefaultSteps, Scene, assert_left
+from scene import ROWS, DefaultSteps, Scene
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_trees import TREE_KINDS
@@ -237,35 +236,6 @@ def test_a_draft_model_has_a_geometry_of_its_own() -> None:
     layer = RadixAttention(2 * QO_HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, layer_id=0)
     scene = Drafting(model=torch.nn.ModuleList([layer]))
     scene.round.assert_exact(scene.round.step([25, 31]), [25, 31])
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"device": "npu"}, "device npu"),
-        (
-            {"arguments": {"speculative_draft_attention_backend": "triton"}},
-            "--speculative-draft-attention-backend triton",
-        ),
-        ({"draft_attention_backend": "fa3"}, "--speculative-draft-attention-backend fa3"),
-        (
-            {"steps": SimpleNamespace(calls=[], attn_backends=[])},
-            "SimpleNamespace, which is closed",
-        ),
-        ({"steps": SimpleNamespace(calls=[], attn_backends=[object()])}, "object, which is closed"),
-    ],
-    ids=["device", "named", "named for the runner", "without steps", "closed"],
-)
-def test_whole_draft_models_that_are_left_to_the_default_backend(
-    change: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "sglang_pat")
-    scene = Drafting(**change)
-    assert type(scene.round.backend) in (DefaultSteps, SimpleNamespace)
-    assert "draft" not in scene.counters
-    assert_left("draft_model", reason)
-    assert "draft model: pat decodes nothing" in caplog.text
-    assert f"decodes all 2 layers: {reason}" in caplog.text
 
 
 def test_without_speculation_no_draft_model_is_awaited() -> None:

@@ -1,8 +1,9 @@
 """KV by files: a plug-in of SGLang for tests, with which prefill servers give decode servers KV.
 
-SGLang's own fake transfer moves nothing. This one stands in for NIXL. A decode server writes how
-much of a prompt it has (`ROOM.asked`); the prefill server then writes the rest, with the first
-token of the answer (`ROOM.sent`). Both must hold the same layers and have pages of the same size.
+SGLang's own fake transfer moves nothing. Here its classes do, and stand in for NIXL's. A decode
+server writes how much of a prompt it has (`ROOM.asked`); the prefill server then writes the rest,
+with the first token of the answer (`ROOM.sent`). Both must hold the same layers and have pages of
+the same size.
 """
 
 from __future__ import annotations
@@ -17,13 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from sglang.srt.disaggregation.base.conn import (
-    BaseKVManager,
-    BaseKVReceiver,
-    BaseKVSender,
-    KVPoll,
-    KVTransferMetric,
-)
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.fake.conn import FakeKVManager, FakeKVReceiver, FakeKVSender
 
 from fakes.plugins import install_plugin
 
@@ -43,110 +39,68 @@ def tokens_kept(folder: Path, room: int) -> int:
     return int((folder / f"{room}.asked").read_text())
 
 
-class Manager(BaseKVManager):
-    """The KV of a server."""
+def _views(addresses: Any, sizes: Any, item_sizes: Any) -> list[npt.NDArray[np.uint8]]:
+    """Return what lies at some addresses: [item, byte] each."""
+    return [
+        np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)).reshape(-1, item_size)
+        for address, size, item_size in zip(addresses, sizes, item_sizes, strict=True)
+    ]
 
-    def __init__(self, args: Any, *_: object) -> None:
-        self.kv_args = args
+
+class Manager(FakeKVManager):  # type: ignore[misc]
+    """The KV of a server, and what else is sent: first tokens, and what belongs to them."""
+
+    def __init__(self, args: Any, *rest: Any) -> None:
+        super().__init__(args, *rest)
         self.prefill_info_table: dict[str, Any] = {}
-
-    def register_to_bootstrap(self) -> None:
-        pass
+        self.kv = _views(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
+        self.records = _views(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)
 
     def try_ensure_parallel_info(self, address: str) -> bool:
         self.prefill_info_table[address] = SimpleNamespace(dp_size=1)
         return True
 
-    def pages(self, indices: npt.NDArray[np.int32]) -> list[npt.NDArray[np.uint8]]:
-        """Return copies of these pages, for each buffer."""
-        args = self.kv_args
-        buffers = zip(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, strict=True)
-        return [_items(*buffer)[indices] for buffer in buffers]
 
-    def write_pages(self, indices: npt.NDArray[np.int32], pages: list[Any]) -> None:
-        args = self.kv_args
-        buffers = zip(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, strict=True)
-        for buffer, these in zip(buffers, pages, strict=True):
-            _items(*buffer)[indices] = these
+class _OfRoom:
+    """A request on one of the servers. aux_index: its record."""
 
-    def records(self) -> list[npt.NDArray[np.uint8]]:
-        """Return views of what else is sent: first tokens, and what belongs to them."""
-        args = self.kv_args
-        buffers = zip(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, strict=True)
-        return [_items(*buffer) for buffer in buffers]
+    def __init__(self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int, **_: Any) -> None:
+        super().__init__(mgr, bootstrap_addr, bootstrap_room)  # type: ignore[call-arg]
+        self._path = Path(os.environ[_FOLDER]) / str(bootstrap_room)
+        self.asked, self.sent = (self._path.with_suffix(each) for each in (".asked", ".sent"))
 
 
-def _items(address: int, num_bytes: int, item_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return a view of memory: [item, byte]."""
-    memory = (ctypes.c_uint8 * num_bytes).from_address(address)
-    return np.ctypeslib.as_array(memory).reshape(-1, item_bytes)
-
-
-class Sender(BaseKVSender):
+class Sender(_OfRoom, FakeKVSender):  # type: ignore[misc]
     """A prompt of the prefill server."""
 
-    def __init__(self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int, **_: object) -> None:
-        self._manager = mgr
-        self._path = Path(os.environ[_FOLDER]) / str(bootstrap_room)
-        self._left = self._record = 0
-        self._chunks: list[list[npt.NDArray[np.uint8]]] = []
-        self._state = KVPoll.Bootstrapping
-
-    def poll(self) -> int:
-        if self._state == KVPoll.Bootstrapping and self._path.with_suffix(".asked").exists():
-            self._state = KVPoll.WaitingForInput
-        return self._state
+    def poll(self) -> KVPoll:
+        is_waited_for = self.conclude_state is None and not self.asked.exists()
+        return KVPoll.Bootstrapping if is_waited_for else super().poll()
 
     def pop_decode_prefix_len(self) -> int:
-        return int(self._path.with_suffix(".asked").read_text())
+        return int(self.asked.read_text())
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        assert aux_index is not None
+        super().init(num_kv_indices, aux_index)
         self._left, self._record = num_kv_indices, aux_index
-
-    def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
-        return num_pages > 0 or last_chunk  # the first token goes even where all KV is there
+        self._chunks: list[list[npt.NDArray[np.uint8]]] = []
 
     def send(self, kv_indices: npt.NDArray[np.int32], *_: object, **__: object) -> None:
-        self._chunks.append(self._manager.pages(kv_indices))
+        self._chunks.append([layer[kv_indices] for layer in self.kv_mgr.kv])
         self._left -= len(kv_indices)
         if self._left == 0:
-            content = {
-                f"kv{i}": np.concatenate(chunks)
-                for i, chunks in enumerate(zip(*self._chunks, strict=True))
-            }
-            records = self._manager.records()
-            content |= {f"aux{i}": each[self._record] for i, each in enumerate(records)}
+            layers = map(np.concatenate, zip(*self._chunks, strict=True))
+            content = {f"kv{i}": layer for i, layer in enumerate(layers)}
+            records = enumerate(self.kv_mgr.records)
+            content |= {f"aux{i}": each[self._record] for i, each in records}
             being_written = self._path.with_suffix(".npz")
             np.savez(being_written, **content)
-            being_written.rename(self._path.with_suffix(".sent"))
-            self._state = KVPoll.Success
-
-    def get_transfer_metric(self) -> KVTransferMetric:
-        return KVTransferMetric()
-
-    def failure_exception(self) -> None:
-        raise RuntimeError(f"{self._path}: not sent")
-
-    def abort(self) -> None:
-        self._state = KVPoll.Failed
+            being_written.rename(self.sent)
+            super().send(kv_indices)
 
 
-class Receiver(BaseKVReceiver):
+class Receiver(_OfRoom, FakeKVReceiver):  # type: ignore[misc]
     """A request of the decode server."""
-
-    require_staging = False
-    abort_notified = False
-
-    def __init__(self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int) -> None:
-        self.kv_mgr = mgr
-        self._path = Path(os.environ[_FOLDER]) / str(bootstrap_room)
-        self._pages: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)
-        self._record = 0
-        self._state = KVPoll.Bootstrapping
-
-    def init(self, prefill_dp_rank: int) -> None:
-        self._state = KVPoll.WaitingForInput
 
     def send_metadata(
         self,
@@ -155,36 +109,22 @@ class Receiver(BaseKVReceiver):
         state_indices: list[Any] | None = None,
         decode_prefix_len: int | None = None,
     ) -> None:
-        assert aux_index is not None
+        super().send_metadata(kv_indices, aux_index)
         self._pages, self._record = kv_indices, aux_index
         being_written = self._path.with_suffix(".asking")
         being_written.write_text(str(decode_prefix_len or 0))
-        being_written.rename(self._path.with_suffix(".asked"))
-        self._state = KVPoll.Transferring
+        being_written.rename(self.asked)
 
-    def poll(self) -> int:
-        sent = self._path.with_suffix(".sent")
-        if self._state == KVPoll.Transferring and sent.exists():
-            with np.load(sent) as content:
-                num_kv = sum(name.startswith("kv") for name in content)
-                self.kv_mgr.write_pages(self._pages, [content[f"kv{i}"] for i in range(num_kv)])
-                for i, record in enumerate(self.kv_mgr.records()):
+    def poll(self) -> KVPoll:
+        if self.has_sent_metadata and self.conclude_state is None:
+            if not self.sent.exists():
+                return KVPoll.Transferring
+            with np.load(self.sent) as content:
+                for i, layer in enumerate(self.kv_mgr.kv):
+                    layer[self._pages] = content[f"kv{i}"]
+                for i, record in enumerate(self.kv_mgr.records):
                     record[self._record] = content[f"aux{i}"]
-            self._state = KVPoll.Success
-        return self._state
-
-    def failure_exception(self) -> None:
-        raise RuntimeError(f"{self._path}: not received")
-
-    def abort(self) -> None:
-        self._state = KVPoll.Failed
-
-
-class BootstrapServer:
-    """Nothing: the folder is known to both."""
-
-    def __init__(self, host: str, port: int) -> None:
-        pass
+        return super().poll()
 
 
 def register() -> None:
@@ -194,6 +134,6 @@ def register() -> None:
         NixlKVManager=Manager,
         NixlKVSender=Sender,
         NixlKVReceiver=Receiver,
-        NixlKVBootstrapServer=BootstrapServer,
+        NixlKVBootstrapServer=lambda host, port: None,  # the folder is known to both
     )
     sys.modules[nixl.__name__] = nixl
