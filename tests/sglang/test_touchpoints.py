@@ -124,11 +124,12 @@ def test_objects_of_sglang_are_written_where_the_list_says() -> None:
     assert written == expected
 
 
-# Questions about models, about objects that pat has marked, and about any SGLang at all.
+# Questions about models and pools, about objects that pat has marked, and about any SGLang at all.
 NOT_OF_VERSIONS = {
     ("plugin", "hasattr(factory, WRAPPED)"),
     ("start.hooks", "(AttributeError, ImportError)"),
     ("start.layer_rules", "hasattr(getattr(module, 'kv_b_proj', None), 'set_lora')"),
+    ("start.layer_rules", "hasattr(pool, 'full_kv_pool')"),
     ("start.layer_rules", "hasattr(text_config, 'wrap_attention_backend')"),
     ("tree.radix_paths", "hasattr(last_node, 'parent')"),
     ("tree.self_test", "(ImportError, AttributeError)"),
