@@ -173,7 +173,8 @@ _MATRIX = (
     SupportRow(
         "sliding window",
         "where the default backend is fa3, fa4, flashinfer, trtllm_mha, triton or torch_native; "
-        "not with speculative decoding or in batch-invariant mode",
+        "not in batch-invariant mode, in draft models, or with drafts other than chains on fa3 and "
+        "torch_native",
         LAYER,
     ),
     SupportRow(

@@ -29,7 +29,7 @@ from sglang_pat.plan import DecodePlan, largest_tile
 # Tokens by which requests may grow under one cut: a row reads as many more of its own. Small
 # windows have a part of them.
 SLACK, SLACK_PART = 64, 8
-AHEAD = 4  # tokens by which a request may be longer on the device than the host knows
+AHEAD = 4  # the default of `ahead`
 
 
 class WindowAttention(PackAttention):
@@ -47,6 +47,7 @@ class WindowAttention(PackAttention):
         *,
         window: int,
         slot_map: torch.Tensor | None = None,
+        ahead: int = AHEAD,
         **options: Any,
     ) -> None:
         """Refuse what is unsupported, and size everything else from the device.
@@ -60,6 +61,8 @@ class WindowAttention(PackAttention):
         slot_map : torch.Tensor, optional
             int64 or int32 `[num_slots]`: the slot in the layers' caches, by the slot in
             `req_to_token`. It is borrowed, and read in each step. Default: they are the same.
+        ahead : int
+            Tokens by which a request may be longer on the device than `batch.seq_lens` says.
         options
             The other arguments of PackAttention.
 
@@ -68,7 +71,7 @@ class WindowAttention(PackAttention):
         ValueError
             Something is unsupported. The message names the value and what is supported.
         """
-        check_integers(window=window)
+        check_integers(window=window, ahead=ahead)
         if window < 1:
             raise ValueError(f"window must be at least 1, got {window}")
         if options.get("batch_invariant"):
@@ -89,7 +92,7 @@ class WindowAttention(PackAttention):
         self._rule = {
             "window": window,
             "slack": min(SLACK, window // SLACK_PART),
-            "ahead": AHEAD,
+            "ahead": ahead,
             "rows_per_class": max(2, tile // self.shape.group_size),
         }
 
@@ -109,7 +112,7 @@ class WindowAttention(PackAttention):
     ) -> DecodePlan:
         """Prepare the next run()s: see `PackAttention.plan`.
 
-        A request may be at most `AHEAD` tokens longer on the device than `batch.seq_lens` says. The
+        A request may be at most `ahead` tokens longer on the device than `batch.seq_lens` says. The
         plan is one of the table's rows, which are at most as long as the window.
         """
         if not isinstance(batch, DecodeBatch):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +96,6 @@ TREES = {
 }
 
 
-VERIFIED_WINDOWS = replace(
-    FAMILIES["gemma-3"],
-    pat=(1, 3),
-    default={"sliding window 31 with speculative decoding": (0, 2)},
-)
-
-
 def drafts_with(options: dict[str, Any], small: Family, folder: Path) -> dict[str, Any]:
     """The options, with the same model where one drafts."""
     algorithm = options.get("speculative_algorithm")
@@ -146,7 +138,6 @@ SPECULATION = {
     "branches, pages of 16": ("llama", BRANCHES | {"page_size": 16}),
     "trees": ("llama", TREES),
     "pages": ("llama", CHAINS | {"page_size": 4}),
-    "window layers": ("gemma-3", CHAINS),  # which the default backend verifies
     "branches, latent": ("deepseek-v2", BRANCHES),
     "latent attention": ("deepseek-v2", CHAINS | {"page_size": 16}),
 }
@@ -166,7 +157,7 @@ def test_speculation(
     assert_telling(alone)
     # Some drafts are accepted, not all.
     assert NUM_TOKENS / 4 < sum(found.verify_steps) / len(found.verify_steps) < NUM_TOKENS - 1
-    assert_routes(found, VERIFIED_WINDOWS if family == "gemma-3" else small)
+    assert_routes(found, small)
     assert_drafts(found, expected, speculation)
     assert found.stats["steps_without_sharing"] == {}
     assert found.stats["plans_reused"] > found.stats["plans_built"]

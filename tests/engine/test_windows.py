@@ -7,6 +7,7 @@ tokens begins in what all share, and some end up in what is the request's own.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,3 +61,28 @@ def test_windows_in_a_pool_of_their_own(
     assert found.tokens == (twice(expected.tokens) if has_graphs else expected.tokens)
     assert found.layers_of("pat") == family.pat
     assert found.layers_of("default") == ()
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+@pytest.mark.parametrize("name", ["gemma-3", "mellum"])
+def test_windows_in_which_chains_are_verified(
+    engines: FamilyEngines, tmp_path: Path, name: str, has_graphs: bool
+) -> None:
+    """Each draft token has a window of its own. Those of the draft model stay with SGLang."""
+    family = family_of(name)
+    drafts = {
+        "speculative_algorithm": "STANDALONE",
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 4,
+        "speculative_draft_model_path": str(family.write(tmp_path / "draft")),
+    }
+    expected = engines.run(family, None, has_graphs=has_graphs, **drafts)
+    found = engines.run(family, "pat", has_graphs=has_graphs, **drafts)
+    assert found.tokens == expected.tokens
+    if not has_graphs:  # free slots are not overwritten
+        assert found.verify_steps == expected.verify_steps
+    assert found.layers_of("pat") == family.pat
+    assert found.layers_of("default") == ()
+    full, windows = {("pat", 1), ("pat", 3)}, {("default", 0), ("default", 2)}
+    assert found.draft_calls.keys() == full | windows

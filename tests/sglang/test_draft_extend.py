@@ -280,7 +280,7 @@ def test_layers_that_pat_does_not_do_are_the_default_backends() -> None:
     told = inside.server_info()["draft_extend"]
     assert (told["pat_layers"], told["default_layers"]) == (
         1,
-        {"sliding window 8 with speculative decoding": 1},
+        {"sliding window 8 of a draft model": 1},
     )
 
 

@@ -228,7 +228,7 @@ def test_layers_that_pat_does_not_do_are_the_default_backends() -> None:
     assert scene.round.attend(view, 1, 1)[1].isinf().all()
     assert second.calls == ["decode layer 1"]
     assert inside.server_info()["draft_model"]["default_layers"] == {
-        "sliding window 8 with speculative decoding": 1
+        "sliding window 8 of a draft model": 1
     }
 
 

@@ -402,6 +402,29 @@ def test_windows_are_as_long_as_those_of_the_default_backend(
     }
 
 
+@pytest.mark.parametrize(
+    ("changes", "default", "reason"),
+    [
+        ({"speculative_algorithm": "EAGLE"}, "fa3", None),
+        ({"speculative_algorithm": "EAGLE"}, "triton", "with drafts on triton"),
+        ({"speculative_algorithm": "NGRAM"}, "fa3", "with drafts in trees or blocks"),
+        ({"speculative_algorithm": "DFLASH"}, "fa3", "with drafts in trees or blocks"),
+    ],
+)
+def test_windows_with_drafts(changes: dict[str, Any], default: str, reason: str | None) -> None:
+    arguments = server_arguments(speculative_num_draft_tokens=4, **changes)
+    model_runner = runner(
+        model=layers(sliding_window_size=16), server_args=arguments, sliding_window_size=16
+    )
+    layer_support = layers_of_runner(model_runner, default)
+    found = layer_support.fallback.get(1)
+    assert found == (reason and support.Unsupported("sliding window", f"16 {reason}"))
+    assert layer_support.drafts_ahead == (0 if reason else 8)
+    model_runner.is_draft_worker = True
+    of_draft_model = layers_of_runner(model_runner, default).fallback[1]
+    assert str(of_draft_model) == "sliding window 16 of a draft model"
+
+
 def test_windows_are_not_batch_invariant() -> None:
     arguments = server_arguments(enable_deterministic_inference=True)
     model_runner = runner(model=layers(sliding_window_size=16), server_args=arguments)

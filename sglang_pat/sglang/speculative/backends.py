@@ -37,11 +37,11 @@ class PatSpeculativeMixin(PatMixin):
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Record what a CUDA graph does before its layers: it writes what the rows read."""
-        super().init_forward_metadata_in_graph(forward_batch)
         kind = self._pat.kinds.get(forward_batch.forward_mode)
         is_pats = not self._pat.in_default and self._pat.layer_support.shapes
         if isinstance(kind, SpeculativeStep) and is_pats:
             kind.record_in_graph(forward_batch)
+        super().init_forward_metadata_in_graph(forward_batch)  # windows read those rows
 
     @property
     def verify_mask(self) -> VerifyMask | None:

@@ -51,6 +51,9 @@ def layers_of_runner(
     note_windows(layer_support, model_runner, default)
     if type(model_runner.token_to_kv_pool) is SWAKVPool:
         layer_support.window_slots = model_runner.token_to_kv_pool.full_to_swa_index_mapping
+    drafts = drafts_of(model_runner.server_args) if layer_support.windows else None
+    if drafts is not None:  # plans may be made from lengths that are a step old
+        layer_support.drafts_ahead = 2 * max(drafts.counts)
     return layer_support
 
 
@@ -313,18 +316,28 @@ def shape_reason(
     return None
 
 
+_VERIFIES_WINDOWS = ("fa3", "torch_native")  # with the window of their decode steps
+
+
 def layer_window_reason(
     layer: RadixAttention, model_runner: Any, default: str
 ) -> Unsupported | None:
     """Return why pat does not decode a layer with its window.
 
-    Of the model runner, only `server_args` and `sliding_window_size` are read.
+    Of the model runner, only `server_args` and `sliding_window_size` are read, and whether it is a
+    draft model's.
     """
     size, arguments = layer.sliding_window_size, model_runner.server_args
     if not has_window(layer):
         return None
-    if drafts_of(arguments) is not None:
-        return Unsupported("sliding window", f"{size} with speculative decoding")
+    drafts = drafts_of(arguments)
+    if drafts is not None:
+        if getattr(model_runner, "is_draft_worker", False):
+            return Unsupported("sliding window", f"{size} of a draft model")
+        if not drafts.are_chains or drafts.lengths_are_bounds:
+            return Unsupported("sliding window", f"{size} with drafts in trees or blocks")
+        if default not in _VERIFIES_WINDOWS:  # others verify with another length than they decode
+            return Unsupported("sliding window", f"{size} with drafts on {default}")
     if batch_invariant(arguments, Environment.read()):
         return Unsupported("sliding window", f"{size} in batch-invariant mode")
     if shape_of(layer).is_latent:

@@ -34,6 +34,7 @@ class LayerSupport:
         self.windows: dict[int, int] = {}  # tokens that a request attends to, if not to all
         # Slots in the pool of layers with windows, by slot. None: they have no pool of their own.
         self.window_slots: torch.Tensor | None = None
+        self.drafts_ahead = 0  # drafts by which rows may be longer on the device than on the host
         self.fallback: dict[int, Unsupported] = {}  # why the others fall back, by layer id
         self.whole: Unsupported | None = None  # why the whole model falls back
         self.sinks: frozenset[int] = frozenset()  # ids of the layers with attention sinks

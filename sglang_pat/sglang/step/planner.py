@@ -36,7 +36,7 @@ from sglang_pat.sglang.step.step_type import ExecutionMode, StepType
 from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder
 from sglang_pat.sglang.tree.request_tracker import StepRequests
 from sglang_pat.stats import Counters, PlanStats, read_counters
-from sglang_pat.window import WindowAttention
+from sglang_pat.window import AHEAD, WindowAttention
 
 if TYPE_CHECKING:
     from sglang_pat.sglang.start.environment import Environment
@@ -67,7 +67,8 @@ class StepPlanner:
             model_runner=model_runner,
             environment=environment,
             batch_invariant=layer_support.batch_invariant,
-            window_slots=layer_support.window_slots,
+            slot_map=layer_support.window_slots,
+            ahead=AHEAD + layer_support.drafts_ahead,
         )
         self._microbatches = Microbatches(
             _num_microbatches(model_runner.server_args),
@@ -259,7 +260,8 @@ def _new_plans(
     model_runner: Any,
     environment: Environment,
     batch_invariant: bool,
-    window_slots: torch.Tensor | None,
+    slot_map: torch.Tensor | None,
+    ahead: int,
     **reservation: Any,
 ) -> StepPlans:
     """Make a PackAttention for each kind of layers."""
@@ -284,7 +286,7 @@ def _new_plans(
     in_order = sorted(set(kinds), key=lambda kind: (-kind.window, kind.heads))
     return StepPlans(
         {
-            kind: attention(kind.heads, window=kind.window, slot_map=window_slots)
+            kind: attention(kind.heads, window=kind.window, slot_map=slot_map, ahead=ahead)
             if kind.window
             else attention(kind.heads)
             for kind in in_order
