@@ -17,8 +17,8 @@ from sglang_pat.batch import PrefixPaths
 from sglang_pat.model_layers import WINDOW
 from sglang_pat.workload.cost import Reads, StepTime
 from sglang_pat.workload.models import GPUS, read_config
-from sglang_pat.workload.reads import Planner, PlanReads, Ratios
-from sglang_pat.workload.run import DEFAULT, PAT, BackendClock, Setup, serve
+from sglang_pat.workload.reads import Planner
+from sglang_pat.workload.run import DEFAULT, PAT, Setup, serve
 from sglang_pat.workload.server import Batch
 from sglang_pat.workload.trace import Segment, TraceRequest
 from sglang_pat.workload.verdict import ERRORS, RATE, TPOT
@@ -198,16 +198,6 @@ def shares(order: list[int], shared: int) -> float:
     lengths = np.full(len(order), shared + 12, dtype=np.int32)
     planner.begin(Batch([], lengths), Tree())  # type: ignore[arg-type]
     return planner.ratios.from_memory
-
-
-def test_reads_are_counted_in_full_however_fast_they_are() -> None:
-    planner = Planner(StepTime.of_model(read_config("llama-3-8b")[1], GPUS["H100"]))
-    planner.ratios = Ratios(0.25, {"memory": PlanReads(again=0.5, partials=1.0)})
-    clock = BackendClock(PAT, planner)
-    assert clock.pat_reads(24, 1000.0, 400.0).tokens == 400 + 0.5 * 600
-    alone = clock._default_reads(24, 1000.0, 400.0)
-    assert (alone.tokens, alone.again) == (1000, 0.25 * 600)
-    assert alone.cache_speed == pytest.approx(24 * 8 / 132 / 2)
 
 
 def test_the_cache_holds_what_is_read_by_neighbours_or_is_small() -> None:

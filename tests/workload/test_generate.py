@@ -79,21 +79,6 @@ def test_gaps_are_exponential():
     assert statistics.mean(gaps) == pytest.approx(statistics.stdev(gaps), rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"name": "chat", "requests": 1}, "workload 'chat'; allowed: conversation, toolagent"),
-        ({"name": "no-sharing", "requests": 0}, "requests=0"),
-        ({"name": "no-sharing", "requests": 1, "rate": 0}, "rate=0"),
-        ({"name": "no-sharing", "requests": 1, "rate": math.nan}, "rate=nan"),
-        ({"name": "no-sharing", "requests": 1, "seed": -1}, "seed -1"),
-    ],
-)
-def test_bad_options_are_refused(options, reason):
-    with pytest.raises(ValueError, match=reason):
-        generate(**options)
-
-
 def test_conversation_has_three_levels():
     requests = requests_of("conversation", 2000)
     levels = [Counter(request.prompt[:depth] for request in requests) for depth in (1, 2, 3)]
