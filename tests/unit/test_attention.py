@@ -219,23 +219,6 @@ def test_token_counts_follow_the_growth() -> None:
     assert stats.kv_tokens_lower_bound <= stats.kv_tokens_planned < stats.kv_tokens_query_centric
 
 
-def test_a_freed_row_does_not_disturb_the_others() -> None:
-    """Shared KV does not follow rows that are rewritten while a step with them is in flight."""
-    problem = Problem(make_case([(-1, 500)], [(0, 10), (0, 20), (0, 30)]), HEADS, torch.float32)
-    attention = make_attention()
-    lens = torch.from_numpy(problem.case.seq_lens)
-    batch = problem.case.batch(key="same")
-    attention.plan(batch, seq_lens=lens, **problem.tables)
-    representative = int(attention.plan(batch, seq_lens=lens, **problem.tables).gather_spans[0, 0])
-    expected = attention.run(problem.q, problem.k, problem.v)
-    problem.req_to_token[problem.rows[representative]] = 0  # slot 0 is NaN
-    attention.plan(batch, seq_lens=lens, **problem.tables)
-    out = attention.run(problem.q, problem.k, problem.v)
-    others = [request for request in range(3) if request != representative]
-    assert torch.equal(out[others], expected[others])
-    assert out[representative].isnan().all()  # its own tail is read live
-
-
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_autocast_and_gradients_of_the_caller_change_nothing(batch_invariant: bool) -> None:
     steps = Steps(batch_invariant=batch_invariant)
@@ -313,21 +296,6 @@ def test_run_writes_into_out() -> None:
     out = torch.full_like(problem.q, 7)
     assert attention.run(problem.q, problem.k, problem.v, out=out) is out
     assert torch.equal(out, attention.run(problem.q, problem.k, problem.v))
-
-
-def test_describe_names_every_work_item() -> None:
-    steps = Steps(policy="per-node")  # with merges
-    steps.step(0)
-    assert steps.attention.stats.plans_built == 1
-    plan = steps.attention.plan(
-        DecodeBatch(steps.lens, steps.paths, "batch"),
-        seq_lens=torch.from_numpy(steps.lens),
-        **steps.tables,
-    )
-    text = plan.describe()
-    assert text.count("item ") == plan.header.num_work_items
-    assert "request 0 at [340, open)" in text
-    assert f"merge request 2: partials [{plan.merges[2, 1]}" in text
 
 
 @pytest.mark.parametrize(
