@@ -179,19 +179,6 @@ def test_layers_of_two_shapes_have_two_plans() -> None:
     assert inside.planner(backend).counters()["plans_built"] == 1  # steps that were planned
 
 
-def test_sinks_are_pats() -> None:
-    model_runner = runner()
-    model_runner.req_to_token_pool.req_to_token[1, :2] = torch.tensor([3, 9])
-    backend, batch = pat_backend(model_runner), decode_batch([1], [2], [9])
-    backend.init_forward_metadata(batch)
-    q, layer = torch.randn(1, QO_HEADS, HEAD_DIM), model_runner.model[0]
-    plain = backend.forward(q, None, None, layer, batch, sinks=None)
-    sinks = torch.full((QO_HEADS,), 50.0)  # takes nearly all of the weight
-    with_sinks = backend.forward(q, None, None, layer, batch, sinks=sinks)
-    assert backend.calls == []
-    assert plain.abs().max() > 1e-2 > with_sinks.abs().max()
-
-
 def test_arguments_that_pat_does_not_know_delegate_the_layer(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import inspect_backend as inside
 import pytest
@@ -25,8 +26,7 @@ from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVWriteLoc, MLA
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat import support
-from sglang_pat.executors.jit import KernelConfig
-from sglang_pat.executors.kv_writer import UNSCALED, KvScale
+from sglang_pat.executors.kv_writer import UNSCALED, KvWriter
 from sglang_pat.executors.reference import dense_attention
 from sglang_pat.plan import HeadConfig
 from sglang_pat.sglang.layer import kv_writes
@@ -169,50 +169,27 @@ def test_queries_and_keys_in_one_piece(writes: list[str]) -> None:
     assert writes == ["whole"]
 
 
-class Writer:
-    """In place of KvWriter: notes rows, if it takes what it is given."""
-
-    takes = True
-
-    def __init__(self, config: KernelConfig, device: torch.device) -> None:
-        self.config = config
-        self.rows: list[torch.Tensor] = []
-
-    def agrees_with_torch(self) -> bool:
-        return True
-
-    def scale(self, divisor: None) -> KvScale:
-        return UNSCALED
-
-    def write_latent(
-        self, k: torch.Tensor, k_rope: torch.Tensor | None, slots: Any, cache: torch.Tensor
-    ) -> bool:
-        if self.takes:
-            self.rows.append(k if k_rope is None else torch.cat((k, k_rope), dim=-1))
-            assert self.rows[-1].shape == (len(slots), 1, KEYS)
-            assert cache.shape == (SLOTS, 1, KEYS)
-        return self.takes
-
-
 @pytest.mark.parametrize("takes", [True, False])
 @pytest.mark.parametrize("in_parts", [True, False])
 def test_on_a_gpu_the_kernel_writes_rows(
     in_parts: bool, takes: bool, writes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_writes, "KvWriter", Writer)
-    monkeypatch.setattr(Writer, "takes", takes)
+    writer = Mock(spec=KvWriter, config=SimpleNamespace(is_latent=True))
+    writer.scale.return_value, writer.write_latent.return_value = UNSCALED, takes
+    monkeypatch.setattr(kv_writes, "_writer", lambda model_runner, shape: writer)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     model_runner = latent_runner(**GPU, token_to_kv_pool=make_pool(torch.bfloat16))
     store = KvWrites(model_runner, layers_of_runner(model_runner, "fa3"))
-    writer: Any = store._writers[0]
-    assert store._writers == {0: writer, 1: writer}
     k = torch.randn(3, 1, KEYS, dtype=torch.bfloat16)
     layer, batch = model_runner.model[1].attn_mqa, decode_batch([1, 2, 3], [5, 5, 2], [20, 21, 22])
     if in_parts:
         store.store(layer, batch, k[..., :VALUES], k[..., :VALUES], k[..., VALUES:])
     else:
         store.store(layer, batch, k, k[..., :VALUES])
-    assert [torch.equal(each, k) for each in writer.rows] == [True] * takes
+    ((row, rope, slots, cache), _) = writer.write_latent.call_args
+    assert torch.equal(torch.cat((row, rope), dim=-1) if in_parts else row, k)
+    assert slots.tolist() == [20, 21, 22]
+    assert cache.shape == (SLOTS, 1, KEYS)
     assert writes == ([] if takes else ["parts" if in_parts else "whole"])
 
 

@@ -86,12 +86,6 @@ def test_another_thread_counts_all_of_them_at_any_time(tree: Tree) -> None:
     assert {*microbatches} == {*before}
 
 
-def test_a_step_without_requests_is_the_current_one(tree: Tree) -> None:
-    microbatches = Microbatches(2, new_plans, partial(DecodeBatchBuilder, strict=True))
-    current = microbatches.find(step_of(tree, requests(tree, "a")))
-    assert microbatches.find(None) is current
-
-
 def test_graphs_are_captured_once_for_all() -> None:
     microbatches = Microbatches(2, new_plans, partial(DecodeBatchBuilder, strict=True))
     microbatches.reserve(max_requests=4, max_shared_slots=100)

@@ -289,12 +289,3 @@ def test_a_cache_wrapped_for_sessions_is_unwrapped() -> None:
     assert source is not None
     reqs = three_levels(tree)
     assert spans(source.paths(reqs, 3))[2] == [(0, 8), (8, 17)]
-
-
-def test_reading_changes_no_tree(tree: Tree) -> None:
-    source, reqs = source_of(tree), three_levels(tree)
-    before = ids(source.paths(reqs, 3))
-    for _ in range(3):
-        source.key(reqs)
-        source.shared_slots(reqs[0])
-    assert ids(source.paths(reqs, 3)) == before

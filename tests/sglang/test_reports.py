@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fakes.backends import decode_batch, pat_backend, runner
@@ -15,7 +16,7 @@ from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.report import reports
 from sglang_pat.sglang.report.reports import StepLog, log_line, scheduler_labels
 from sglang_pat.sglang.report.stats_file import read_stats
-from sglang_pat.stats import PlanningTime, PlanningTimes, PlanStats, read_counters
+from sglang_pat.stats import PlanningTimes, PlanStats, read_counters
 
 
 def decode(backend: Any, steps: int) -> None:
@@ -142,48 +143,28 @@ def test_only_one_rank_of_a_group_logs(
 # --- metrics ---
 
 
-class Metrics:
-    """Stand-in for StepMetrics: its arguments, and the steps that were reported to it."""
-
-    made: list[Metrics]
-
-    def __init__(self, labels: dict[str, str], *rest: object) -> None:
-        self.labels = labels
-        self.steps: list[str] = []
-        Metrics.made.append(self)
-
-    def start(self) -> None: ...
-
-    def add_step(self, planning: PlanningTime) -> None:
-        assert 0 < planning.nanoseconds < 60e9
-        self.steps.append(planning.kind)
-
-
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Metrics]:
-    monkeypatch.setattr(reports, "StepMetrics", Metrics)
-    Metrics.made = []
-    return Metrics.made
-
-
 @pytest.mark.parametrize(
     ("enabled", "everywhere", "rank", "expected"),
     [(False, True, 0, 0), (True, False, 0, 1), (True, False, 1, 0), (True, True, 1, 1)],
 )
 def test_metrics_are_made_where_sglang_makes_its_own(
     server_context: SimpleNamespace,
-    made: list[Metrics],
     enabled: bool,
     everywhere: bool,
     rank: int,
     expected: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    metrics = Mock()
+    monkeypatch.setattr(reports, "StepMetrics", metrics)
     server_context.observability.enable_metrics = enabled
     server_context.observability.enable_metrics_for_all_schedulers = everywhere
     server_context.parallel.attn_tp_rank = rank
     decode(pat_backend(runner()), 3)
-    assert len(made) == expected
-    assert all(metrics.steps == ["cold", "unchanged", "unchanged"] for metrics in made)
+    assert metrics.call_count == expected
+    told = [call.args[0] for call in metrics.return_value.add_step.call_args_list]
+    assert [each.kind for each in told] == expected * ["cold", "unchanged", "unchanged"]
+    assert all(0 < each.nanoseconds < 60e9 for each in told)
 
 
 def test_labels_are_those_of_sglangs_scheduler_metrics(server_context: SimpleNamespace) -> None:

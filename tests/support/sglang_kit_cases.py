@@ -25,7 +25,6 @@ from sglang.test.kits.abort_timeout_kit import (
     RunningTimeoutTwoWaveMixin,
     WaitingTimeoutMixin,
 )
-from sglang.test.kits.basic_scheduler_stress_kit import BasicSchedulerStressMixin
 from sglang.test.kits.kl_divergence_kit import KLDivergenceMixin
 from sglang.test.kits.matched_stop_kit import MatchedStopMixin
 from sglang.test.kits.pause_generation_kit import PauseResumeInPlaceMixin
@@ -254,16 +253,6 @@ class TestMatchedStop(MatchedStopMixin, unittest.TestCase):
 
     def _run_chat_completions_generation(self, *, max_tokens: int, **asked: Any) -> None:
         super()._run_chat_completions_generation(max_tokens=self.patience * max_tokens, **asked)
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("kit_server")
-class TestSchedulerStress(BasicSchedulerStressMixin, unittest.TestCase):
-    # They look for the names of capitals, which a trained model knows.
-    test_streaming_response = None
-    test_concurrent_requests = None
-    if not ON_GPU:
-        test_long_prompt = None  # 36,000 tokens, which take a CPU minutes
 
 
 # --- on servers of their own ---
