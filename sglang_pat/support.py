@@ -47,9 +47,10 @@ LATENT_CAPABILITIES = (OLDEST_CAPABILITY, (8, 6), (8, 7), (8, 9), (9, 0), (12, 0
 # kMaxGroupSize and kMaxLatentGroupSize of kernels/contract/tile_table.h.
 MAX_GROUP_SIZE = 16
 MAX_LATENT_GROUP_SIZE = 64
-# Requests that a tile of latent attention must hold for pat to win 3%, as measured on an H100. Over
-# an fp8 cache FlashMLA multiplies the numbers as they are, and others convert the whole pool first.
-_LEAST_IN_TILE, _LEAST_BESIDE_FLASHMLA = 1.2, 4
+# Requests that a tile of latent attention must hold for pat to win 3% by a shared prefix, over the
+# better of FA3 and FlashMLA (`h100/mla-near-tile*.json`). Over an fp8 cache FlashMLA multiplies the
+# numbers as they are, and others convert the whole pool first.
+_LEAST_IN_TILE, _LEAST_BESIDE_FLASHMLA = 1.5, 4
 GROWTH_TOKENS = 256  # default of SGLANG_PAT_GROWTH_TOKENS and of PackAttention
 # SGLang's backends that pat can decode for: dense attention over the whole paged KV of a request.
 # Others read it in ways of their own.
