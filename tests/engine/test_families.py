@@ -519,7 +519,7 @@ def test_sessions_under_speculation(
     expected = engines.run(small, None, **drafts)
     found = engines.run(small, "pat", **drafts)
     assert found.tokens == expected.tokens == alone.tokens
-    assert_shared_drafts(found, expected)
+    assert_shared_drafts(found, expected, options)
 
 
 FROM_HOST = {
@@ -553,7 +553,7 @@ def test_kv_that_comes_back_from_the_host_under_speculation(
     assert found.tokens == expected.tokens == [2 * answer for answer in alone.tokens]
     assert min(found.from_host, expected.from_host) > PREFIX
     assert found.stats["tree_events"]["evict"] > 0
-    assert_shared_drafts(found, expected)
+    assert_shared_drafts(found, expected, options)
 
 
 # Prefix caches that hold windows, states, or both beside the full slots.
@@ -652,9 +652,14 @@ def assert_drafts(found: Run, expected: Run, speculation: dict[str, Any]) -> Non
     assert tokens["lower_bound"] <= tokens["planned"] < 0.5 * tokens["query_centric"]
 
 
-def assert_shared_drafts(found: Run, expected: Run) -> None:
+def assert_shared_drafts(found: Run, expected: Run, options: dict[str, Any]) -> None:
     """Assert that as many drafts are right as elsewhere, and that steps of pat share."""
-    assert found.verify_steps == expected.verify_steps
+    if options.get("speculative_algorithm") == "NGRAM":
+        # They are of what other requests have said by then.
+        total = sum(expected.verify_steps)
+        assert sum(found.verify_steps) == pytest.approx(total, rel=0.02)
+    else:
+        assert found.verify_steps == expected.verify_steps
     assert_routes(found, FAMILIES["llama"])
     assert found.stats["steps_without_sharing"] == {}
     assert found.stats["kv_tokens_planned"] < 0.6 * found.stats["kv_tokens_query_centric"]
