@@ -56,6 +56,7 @@ MODELS = {
     "llama-3-8b-whole": "8B",
     "llama-3-70b": "70B",
     "llama-3-70b-rank": "70B, a rank of 8",
+    "gemma-3-12b": "Gemma 3 12B",
     "gpt-oss-20b": "gpt-oss-20b",
     "qwen3-next": "Qwen3-Next",
     "qwen3.6": "Qwen3.6's attention",
