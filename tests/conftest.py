@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ from common.tiny_model import TinyModel
 from sglang_pat.sglang.cpu import enable_cpu_engine
 
 if TYPE_CHECKING:
+    from family_engines import FamilyEngines
     from sglang_engines import Expected, Workload
 
 # Before any test module imports SGLang. Does nothing where there is a driver.
@@ -99,6 +100,15 @@ def expected(expected_of_both: tuple[Expected, Expected]) -> Expected:
 def expected_of_other_model(expected_of_both: tuple[Expected, Expected]) -> Expected:
     """Its answers to the three levels with the weights of the other model."""
     return expected_of_both[1]
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FamilyEngines]:
+    """Engines of families of models, for which SGLang is imported once."""
+    from family_engines import family_engines
+
+    with family_engines(tmp_path_factory.mktemp("families")) as running:
+        yield running
 
 
 @pytest.fixture

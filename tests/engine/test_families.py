@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sglang
 from fakes.driver import HICACHE_ARGUMENTS
-from family_engines import NUM_TOKENS, PREFIX, FamilyEngines, Run, family_engines, twice
+from family_engines import NUM_TOKENS, PREFIX, FamilyEngines, Run, twice
 from model_families import FAMILIES, Family
 
 from check.cpu_ranks import environment_of_ranks
@@ -39,13 +38,6 @@ def cases(table: dict[str, Any], *each_change: str) -> list[Any]:
         )
         for name, values in table.items()
     ]
-
-
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FamilyEngines]:
-    """One import of SGLang for all families."""
-    with family_engines(tmp_path_factory.mktemp("families")) as running:
-        yield running
 
 
 EACH_CHANGE = [name for name, family in FAMILIES.items() if not family.nightly]

@@ -6,13 +6,12 @@ tokens begins in what all share, and some end up in what is the request's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sglang
-from family_engines import FamilyEngines, family_engines, twice
+from family_engines import FamilyEngines, twice
 from model_families import FAMILIES, Family
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("families")]
@@ -23,12 +22,6 @@ EVICTIONS: dict[str, Any] = {
     "max_total_tokens": 1000,
     "environment": {"SGLANG_SWA_EVICTION_INTERVAL": "1"},
 }
-
-
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FamilyEngines]:
-    with family_engines(tmp_path_factory.mktemp("windows")) as running:
-        yield running
 
 
 def family_of(name: str) -> Family:
