@@ -10,6 +10,7 @@
 #include "gather_slots.cuh"
 #include "merge_partials.cuh"
 #include "pack_decode/pack_decode.cuh"
+#include "pack_decode/query_fp8_terms.cuh"
 #include "write_kv.cuh"
 
 #if !defined(PAT_ELEMENT) || !defined(PAT_KV_TYPE) || !defined(PAT_HEAD_DIM) || \
@@ -23,7 +24,8 @@ namespace {
 
 using Element = PAT_ELEMENT;
 using Dims =
-    HeadDims<PAT_HEAD_DIM, PAT_V_HEAD_DIM, KvType::PAT_KV_TYPE, kLatentTokens<KvType::PAT_KV_TYPE>>;
+    HeadDims<PAT_HEAD_DIM, PAT_V_HEAD_DIM, KvType::PAT_KV_TYPE, kLatentTokens<KvType::PAT_KV_TYPE>,
+             kQueryTerms<Element>>;
 using Partial = ComputeType<Element, Dims>;
 // Latent attention has a second body where the first one has tiles of more rows than most plans without sharing need.
 constexpr bool kHasTwoBodies = kHasLatentWgmma<Dims>;

@@ -53,7 +53,7 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
   __syncthreads();
 
   if (warp < kConsumerWarps) {
-    if constexpr (kHasConverters<Dims>) ptx::setmaxnreg_inc<kConsumerRegisters>();
+    if constexpr (kMovesRegisters<Dims>) ptx::setmaxnreg_inc<kConsumerRegisters>();
     ptx::wait_for_dependencies();
     ptx::launch_dependents();
     if (blockIdx.x == 0 && threadIdx.x == 0) *params.partials_owner = params.launch_tag;
@@ -65,7 +65,7 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
     while (consumer.wait_for_item()) execute_item<T, Dims, kSoftCap>(params, consumer);
     return;
   }
-  if constexpr (kHasConverters<Dims>) ptx::setmaxnreg_dec<kOtherRegisters>();
+  if constexpr (kMovesRegisters<Dims>) ptx::setmaxnreg_dec<kOtherRegisters>();
   if (warp == kConsumerWarps) {
     Producer<Dims, true>(params, storage, lane).run();
   } else if (warp == kConsumerWarps + 1) {

@@ -13,9 +13,12 @@
 
 namespace pat {
 
+template <typename T>
+inline constexpr int kQueryTerms = std::is_same_v<T, __half> ? 3 : 2;
+
 template <typename T, typename Dims>
 struct QueryTerms {
-  static constexpr int kTerms = std::is_same_v<T, __half> ? 3 : 2;
+  static constexpr int kTerms = Dims::kTerms;
   static constexpr int kSteps = Dims::kKey / 32;
   static_assert(Dims::kKey % 32 == 0);
 

@@ -37,15 +37,17 @@ PAT_HOST_DEVICE constexpr int panels(int row_bytes) {
 }
 
 // The columns of keys (and queries) and of values, and the type in which the cache has them. The last panel may be
-// partly empty. kLatentTokens: of a stage of latent attention.
+// partly empty. kLatentTokens: of a stage of latent attention. kQueryTerms: of a query over one-byte keys
+// (query_fp8_terms.cuh).
 template <int kKeyColumns, int kValueColumns, KvType kCacheType = KvType::kAsQueries,
-          int kLatentTokens = 2 * kStageTokens>
+          int kLatentTokens = 2 * kStageTokens, int kQueryTerms = 2>
 struct HeadDims {
   static constexpr int kKey = kKeyColumns;
   static constexpr int kValue = kValueColumns;
   static constexpr KvType kKv = kCacheType;
   static constexpr bool kIsFp8 = kKv != KvType::kAsQueries;
   static constexpr int kElementBytes = kIsFp8 ? 1 : 2;  // of the cache
+  static constexpr int kTerms = kQueryTerms;
   static_assert(kKey % 16 == 0 && kValue % 16 == 0, "steps of matrix instructions");
   // Latent attention (MLA): values are the first columns of the keys. One load, one stage for both.
   static constexpr bool kIsLatent = kKey == 576 && kValue == 512;

@@ -36,10 +36,12 @@ inline constexpr bool kHasWgmma = true;
 #else
 inline constexpr bool kHasWgmma = false;
 #endif
-// True if warps of their own convert one-byte values for wgmma (converter.cuh).
+// True if warps of their own convert one-byte values for wgmma (converter.cuh): where a thread has room for the terms
+// of its queries and the accumulators.
 template <typename Dims>
 inline constexpr bool kHasConverters =
-    kHasWgmma && Dims::kIsFp8 && Dims::kKey == Dims::kValue && 128 % Dims::kKey == 0;
+    kHasWgmma && Dims::kIsFp8 && !Dims::kIsLatent && Dims::kKey % 32 == 0 &&
+    ValueConversion<Dims::kValue>::kFits && Dims::kKey / 8 * Dims::kTerms + Dims::kValue / 2 <= 192;
 // The first tile, by the number of its rows, that is multiplied by wgmma. In small tiles, consumers convert in
 // registers, each its own tokens.
 template <typename Dims>
@@ -72,7 +74,7 @@ inline constexpr int kDecodeThreads =
               ? kLatentConsumerWarps + kProducerWarps +
                     (kHasBothLatentBodies<Dims> ? kLatentQueryWarps : 0)
               : kConsumerWarps + kProducerWarps + (kHasConverters<Dims> ? kConverterWarps : 0));
-// Registers of a thread, beside converters: 128 on average.
+// Registers of a thread, beside converters where two CTAs share an SM: 128 on average.
 inline constexpr int kConsumerRegisters = 184, kOtherRegisters = 72;
 // The same of latent attention on Hopper: 168 on average. With more, some would wait for ever.
 inline constexpr int kLatentConsumerRegisters = 216, kLatentProducerRegisters = 72;
@@ -260,6 +262,10 @@ inline constexpr int kCtasPerSm = Dims::kKey + Dims::kValue <= (kUsesWgmma<Dims>
                                           2 * (kHalfBytes<Dims> + 1024) <= kMaxSharedBytes + 1024
                                       ? 2
                                       : 1;
+
+// True if warpgroups give one another registers. One CTA per SM has as many as threads can have.
+template <typename Dims>
+inline constexpr bool kMovesRegisters = kHasConverters<Dims> && kCtasPerSm<Dims> == 2;
 
 template <typename Dims>
 inline constexpr int kRoom = kMaxSharedBytes - static_cast<int>(sizeof(SharedState<Dims>));

@@ -42,6 +42,11 @@ pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 both_types = pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+# Hopper multiplies tiles of more than 16 rows by wgmma, and converts values for it.
+CONVERTED_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+converted_head_dims = pytest.mark.parametrize(
+    "head_dims", CONVERTED_HEAD_DIMS, ids=lambda pair: f"{pair[0]}-{pair[1]}"
+)
 SPLIT = {"num_workers": 66, "min_item_tokens": 64}
 
 
@@ -126,7 +131,7 @@ def logit_errors(
     """
     dims = heads.head_dim, heads.v_head_dim or heads.head_dim
     config = KernelConfig.for_device(heads.dtype, dims[0], tensors.q.device, dims[1])
-    if config.arch != (9, 0) or config.force_mma_sync or dims not in ((64, 64), (128, 128)):
+    if config.arch != (9, 0) or config.force_mma_sync or dims not in CONVERTED_HEAD_DIMS:
         return torch.zeros((), device=tensors.q.device), 1
     scale = heads.head_dim**-0.5 if sm_scale is None else sm_scale
     terms = 2 if heads.dtype == BF16 else 3
@@ -170,13 +175,30 @@ def test_every_number_is_converted_exactly(
     check_near_exact(MIXED, heads, tensors, sm_scale=1e-4 if kv_dtype == E4M3 else 1e-9)
 
 
+@both_types
+@converted_head_dims
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_every_bit_of_a_query_counts(dtype: torch.dtype) -> None:
+def test_head_dims_that_are_converted_for_wgmma(
+    dtype: torch.dtype, head_dims: tuple[int, int], kv_dtype: torch.dtype
+) -> None:
+    """Every number, in tiles of up to 64 rows, and segments that count for some rows."""
+    for group_size in (4, 7, 16):
+        heads = Heads(2 * group_size, 2, head_dims[0], dtype, head_dims[1], kv_dtype)
+        tensors = random_bytes(Tensors.make(MIXED, heads), kv_dtype)
+        check_near_exact(MIXED, heads, tensors, sm_scale=1e-4 if kv_dtype == E4M3 else 1e-9)
+        for seed in range(2):
+            case = random_case(100 * group_size + seed)
+            check_near_exact(case, heads, plan=random_plan(case, group_size, seed))
+
+
+@converted_head_dims
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_every_bit_of_a_query_counts(dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
     """Keys pick one column: all logits are the query's number there.
 
     This holds whatever the number's exponent within a row.
     """
-    heads = Heads(8, 1, kv_dtype=E4M3, dtype=dtype)
+    heads = Heads(8, 1, head_dims[0], dtype, head_dims[1], E4M3)
     case = make_case([(-1, 127)], [(0, 1)] * 16)
     tensors = converted(Tensors.make(case, heads), E4M3)
     generator = torch.Generator("cuda").manual_seed(1)
@@ -184,7 +206,7 @@ def test_every_bit_of_a_query_counts(dtype: torch.dtype) -> None:
     exponents = torch.randint(-6, 1, shape, generator=generator, device="cuda")
     numbers = torch.rand(shape, generator=generator, device="cuda") * 0.499 + 0.5
     tensors.q.copy_(torch.ldexp(numbers, exponents))
-    for column in range(0, 128, 9):
+    for column in range(0, head_dims[0], 9):
         tensors.k_cache.zero_()
         tensors.k_cache[:, :, column] = 1
         _, lse = run_case(case, heads, tensors, sm_scale=64.0)

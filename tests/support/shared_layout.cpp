@@ -400,7 +400,7 @@ void check() {
     }
   }
   check_bytes<kKey, kValue>();
-  if constexpr (kKey == kValue && 128 % kKey == 0) check_conversion<kKey>();
+  if constexpr (kKey == kValue && ValueConversion<kValue>::kFits) check_conversion<kKey>();
   std::printf("%d/%d\n", kKey, kValue);
 }
 
