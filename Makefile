@@ -121,8 +121,6 @@ results: setup
 	$(RUN) .ci/pages/recorded_runs_page.py
 	$(RUN) .ci/pages/recorded_tables.py
 	$(RUN) benchmarks/plot gain $(SERVING) $(RESULTS)/kernels.json docs/gain.png
-	$(RUN) benchmarks/plot kernels $(RESULTS)/kernels.json docs/kernels.png
-	$(RUN) benchmarks/plot sharing $(RESULTS)/sharing.json docs/sharing.png
 
 # Parses the sources: needs neither SGLang nor a compiler. Not --quiet: that hides what --strict counts.
 docs: $(VENV)/.docs-installed

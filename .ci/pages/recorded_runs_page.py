@@ -41,7 +41,6 @@ EARLIER = {
     "bench_scheduler.py": "kernel scheduler",
     "bench_server_gates.py": "server compare",
     "bench_serving.py": "server traffic",
-    "bench_sharing.py": "kernel sharing",
     "bench_speculation.py": "experiments speculation",
     "check_deterministic.py": "check deterministic",
     "check_hicache.py": "check hicache",

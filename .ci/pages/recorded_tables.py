@@ -394,17 +394,6 @@ def speculation_alone() -> str:
     return table(["drafts", "pat", "FA3", "pat / FA3", "source"], rows)
 
 
-def sharing_curve() -> str:
-    """The estimated gain by requests and shared part of the context."""
-    cells = read("h100/sharing.json")["cells"]
-    shares = sorted({cell["share"] for cell in cells})
-    rows = []
-    for batch in dict.fromkeys(cell["batch"] for cell in cells):
-        found = {cell["share"]: cell["gain"] for cell in cells if cell["batch"] == batch}
-        rows.append([str(batch), *(f"{found[s]:.2f}" if s in found else "" for s in shares)])
-    return table(["requests", *(f"{share:.0%} shared" for share in shares)], rows)
-
-
 # --- answers ---
 
 
@@ -471,7 +460,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "servers-rank": partial(servers, "h100/serving-gates.json"),
     "servers-h200": partial(servers, "h200/serving-gates.json"),
     "compared-servers": compared_servers,
-    "sharing-curve": sharing_curve,
     "speculation": speculation,
     "speculation-alone": speculation_alone,
     "draft-trees": draft_trees,

@@ -1,3 +1,3 @@
 """Time kernels and planning, without a server."""
 
-SUITES = ("attention", "mla", "scheduler", "sharing")
+SUITES = ("attention", "mla", "scheduler")
