@@ -432,6 +432,15 @@ def test_windows_are_not_batch_invariant() -> None:
     assert str(layer_support.fallback[1]) == "sliding window 16 in batch-invariant mode"
 
 
+def test_a_window_that_no_request_outgrows_is_none() -> None:
+    """Its table would have a column for each token of the window."""
+    model_runner = runner(model=layers(sliding_window_size=1 << 18), sliding_window_size=1 << 18)
+    layer_support = layers_of_runner(model_runner, "fa3")
+    assert layer_support.shapes.keys() == {0, 1}
+    assert layer_support.windows == {}
+    assert len(layer_support.kinds()) == 1
+
+
 def test_layers_of_one_id_have_one_window() -> None:
     same = layers(3)
     same[2].layer_id, same[2].sliding_window_size = 1, 16

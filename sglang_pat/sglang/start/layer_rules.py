@@ -58,7 +58,12 @@ def layers_of_runner(
 
 
 def note_windows(layer_support: LayerSupport, model_runner: Any, default: str) -> None:
-    """Note to how many tokens requests attend in the layers with windows that pat decodes."""
+    """Note to how many tokens requests attend in the layers with windows that pat decodes.
+
+    A window that no request outgrows is none, unless the layer has a pool of its own.
+    """
+    longest = model_runner.req_to_token_pool.req_to_token.shape[1]
+    has_pool = type(model_runner.token_to_kv_pool) is SWAKVPool
     found: dict[int, int] = {}
     for layer in layer_support.layers:
         layer_id, window = layer.layer_id, window_size(layer, model_runner, default)
@@ -67,7 +72,11 @@ def note_windows(layer_support: LayerSupport, model_runner: Any, default: str) -
         if found.setdefault(layer_id, window) != window:
             reason = Unsupported("attention", "layers of different windows with the same id")
             layer_support.fall_back(layer_id, reason)
-    layer_support.windows = {layer_id: window for layer_id, window in found.items() if window}
+    layer_support.windows = {
+        layer_id: min(window, longest)
+        for layer_id, window in found.items()
+        if window and (window < longest or has_pool)
+    }
 
 
 def layers_of_model(
