@@ -30,6 +30,7 @@ from sglang_pat.plan import DecodePlan, largest_tile
 # windows have a part of them.
 SLACK, SLACK_PART = 64, 8
 AHEAD = 4  # the default of `ahead`
+_MAX_INT32 = 2**31 - 1
 
 
 class WindowAttention(PackAttention):
@@ -64,7 +65,8 @@ class WindowAttention(PackAttention):
         ahead : int
             Tokens by which a request may be longer on the device than `batch.seq_lens` says.
         options
-            The other arguments of PackAttention.
+            The other arguments of PackAttention. `max_shared_slots` has no effect: the rows of
+            `max_requests` bound it.
 
         Raises
         ------
@@ -76,6 +78,10 @@ class WindowAttention(PackAttention):
             raise ValueError(f"window must be at least 1, got {window}")
         if options.get("batch_invariant"):
             raise ValueError("batch_invariant must be False with a window: cuts depend on others")
+        if type(max_requests := options.get("max_requests")) is int:
+            # There are fewer shared ranges than rows, and each lies within a row. The pool does not
+            # bound them: each class of rows reads the same slots again.
+            options["max_shared_slots"] = min(max_requests * window, _MAX_INT32)
         super().__init__(num_qo_heads, num_kv_heads, head_dim, **options)
         if slot_map is not None:
             self._check_ids("slot_map", slot_map, 1, INTS)
@@ -131,11 +137,8 @@ class WindowAttention(PackAttention):
         if not self._cut.serves(key, lens):
             self._cut = _Cut.of(batch, paths, key, self._rule)
             table.owner = None
-        if table.owner is not self:
-            table.set_cuts(self._cut)
-            table.owner = self
         self._tensors = req_to_token, req_pool_indices, seq_lens
-        self.refill()
+        self._write_table()
         plan = super().plan(
             DecodeBatch(
                 np.minimum(lens, self.window),
@@ -149,6 +152,18 @@ class WindowAttention(PackAttention):
         )
         self.row_lens, self.seq_lens = self.seq_lens, lens
         return plan
+
+    def run(self, *tensors: Any, **options: Any) -> Any:
+        """Attention of one layer under the last plan: see `PackAttention.run`."""
+        if self._plan is not None and self._table.owner is not self:  # a sibling was there
+            self._write_table()
+        return super().run(*tensors, **options)
+
+    def _write_table(self) -> None:
+        if self._table.owner is not self:
+            self._table.set_cuts(self._cut)
+            self._table.owner = self
+        self.refill()
 
     def refill(self) -> None:
         """Write the table again, by the present contents of the tensors of the last plan().

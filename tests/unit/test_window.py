@@ -14,6 +14,7 @@ import window_scenes
 from window_scenes import DIM, HEADS, KV_HEADS, Scene, prefix_scene
 
 from sglang_pat.attention import PackAttention
+from sglang_pat.plan import BufferSizes
 from sglang_pat.window import AHEAD, WindowAttention
 
 OPTIONS: dict[str, Any] = {"dtype": torch.float32}
@@ -148,6 +149,42 @@ def test_siblings_take_turns() -> None:
             torch.testing.assert_close(
                 attention.run(q, *scene.caches).double(), expected, atol=2e-5, rtol=0
             )
+
+
+def test_a_sibling_reads_its_rows_again_after_the_other() -> None:
+    scenes = [prefix_scene([20, 30, 40], 100), prefix_scene([3, 60, 7], 80)]
+    first = WindowAttention(HEADS, KV_HEADS, DIM, window=64, max_requests=4, **OPTIONS)
+    attentions = [first, first.sharing_buffers()]
+    for scene, attention in zip(scenes, attentions, strict=True):
+        scene.caches = [torch.randn(scene.table.numel(), KV_HEADS, DIM) for _ in range(2)]
+        batch, tensors = scene.step(0)
+        attention.plan(batch, **tensors)
+    for _ in range(2):
+        for scene, attention in zip(scenes, attentions, strict=True):
+            q = scene.queries()
+            expected, _ = scene.dense(q, 0, 64)
+            torch.testing.assert_close(
+                attention.run(q, *scene.caches).double(), expected, atol=2e-5, rtol=0
+            )
+
+
+def test_a_reservation_holds_what_classes_read_again() -> None:
+    """Each class of rows reads the prefix, so together they read more slots than the pool has."""
+    rows, window = 64, 1024
+    reserved: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            BufferSizes, "for_requests", lambda rows, slots, *_, **__: reserved.append(slots)
+        )
+        attention = WindowAttention(
+            16, 1, 64, window=window, max_requests=rows, max_shared_slots=1, **OPTIONS
+        )
+    scene = prefix_scene([10] * rows, prefix=2000)
+    batch, tensors = scene.step(0)
+    attention.plan(batch, **tensors)
+    needed = BufferSizes.needed_by(attention._scheduler).num_shared_slots
+    in_pool = 2000 + 10 * rows
+    assert 2 * in_pool < needed <= reserved[0] == rows * window
 
 
 @pytest.mark.parametrize(
