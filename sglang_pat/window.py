@@ -87,16 +87,16 @@ class WindowAttention(PackAttention):
             self._check_ids("slot_map", slot_map, 1, INTS)
             if not slot_map.is_contiguous():
                 raise ValueError(f"slot_map must be dense, got strides {slot_map.stride()}")
-        self.window = window
+        self.window = int(window)
         self.slot_map = slot_map
-        self._table = _Table(options.get("max_requests") or 0, window, self.device)
+        self._table = _Table(options.get("max_requests") or 0, self.window, self.device)
         tile = largest_tile(
             self.shape.group_size,
             latent=self.shape.is_latent,
             one_byte=self.kv_dtype.itemsize == 1,
         )
         self._rule = {
-            "window": window,
+            "window": self.window,
             "slack": min(SLACK, window // SLACK_PART),
             "ahead": ahead,
             "rows_per_class": max(2, tile // self.shape.group_size),
@@ -236,7 +236,7 @@ class _Table:
     """The table of the windows' rows, which are rotated so that they begin at their cuts."""
 
     def __init__(self, size: int, window: int, device: torch.device) -> None:
-        self.window = window
+        self.window = int(window)
         self.slots = torch.zeros((size, window), dtype=torch.int32, device=device)
         self.seq_lens = torch.zeros(size, dtype=torch.int32, device=device)
         self.rows = torch.arange(size, dtype=torch.int32, device=device)

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import window_scenes
@@ -88,7 +89,7 @@ def test_what_windows_share_is_read_once() -> None:
 
 def test_outgrown_windows_keep_their_plan() -> None:
     scene = prefix_scene([1500, 2000, 5000])
-    attention = WindowAttention(16, 8, 64, window=1024, **OPTIONS)
+    attention = WindowAttention(16, 8, 64, window=np.int64(1024), **OPTIONS)
     for grown in range(0, 300, 50):
         batch, tensors = scene.step(grown)
         attention.plan(batch, **tensors)
