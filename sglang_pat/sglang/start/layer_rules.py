@@ -49,7 +49,10 @@ def layers_of_runner(
     layer_support.are_scaled = are_scaled(model_runner, default)
     layer_support.is_converted = is_converted(model_runner)
     note_windows(layer_support, model_runner, default)
-    if type(model_runner.token_to_kv_pool) is SWAKVPool:
+    has_pool = type(model_runner.token_to_kv_pool) is SWAKVPool
+    longest = model_runner.req_to_token_pool.req_to_token.shape[1]
+    _limit_windows(layer_support, longest, has_pool=has_pool)
+    if has_pool:
         layer_support.window_slots = model_runner.token_to_kv_pool.full_to_swa_index_mapping
     drafts = drafts_of(model_runner.server_args) if layer_support.windows else None
     if drafts is not None:  # plans may be made from lengths that are a step old
@@ -60,10 +63,8 @@ def layers_of_runner(
 def note_windows(layer_support: LayerSupport, model_runner: Any, default: str) -> None:
     """Note to how many tokens requests attend in the layers with windows that pat decodes.
 
-    A window that no request outgrows is none, unless the layer has a pool of its own.
+    Of the model runner, only `sliding_window_size` is read.
     """
-    longest = model_runner.req_to_token_pool.req_to_token.shape[1]
-    has_pool = type(model_runner.token_to_kv_pool) is SWAKVPool
     found: dict[int, int] = {}
     for layer in layer_support.layers:
         layer_id, window = layer.layer_id, window_size(layer, model_runner, default)
@@ -72,10 +73,18 @@ def note_windows(layer_support: LayerSupport, model_runner: Any, default: str) -
         if found.setdefault(layer_id, window) != window:
             reason = Unsupported("attention", "layers of different windows with the same id")
             layer_support.fall_back(layer_id, reason)
+    layer_support.windows = {layer_id: window for layer_id, window in found.items() if window}
+
+
+def _limit_windows(layer_support: LayerSupport, longest: int, *, has_pool: bool) -> None:
+    """Note that no window is longer than the longest request.
+
+    A window that no request outgrows is none, unless its layers have a pool of their own.
+    """
     layer_support.windows = {
         layer_id: min(window, longest)
-        for layer_id, window in found.items()
-        if window and (window < longest or has_pool)
+        for layer_id, window in layer_support.windows.items()
+        if window < longest or has_pool
     }
 
 
