@@ -89,7 +89,8 @@ def test_what_windows_share_is_read_once() -> None:
 
 def test_outgrown_windows_keep_their_plan() -> None:
     scene = prefix_scene([1500, 2000, 5000])
-    attention = WindowAttention(16, 8, 64, window=np.int64(1024), **OPTIONS)
+    window: Any = np.int64(1024)
+    attention = WindowAttention(16, 8, 64, window=window, **OPTIONS)
     for grown in range(0, 300, 50):
         batch, tensors = scene.step(grown)
         attention.plan(batch, **tensors)
