@@ -50,8 +50,9 @@ def layers_of_runner(
     layer_support.is_converted = is_converted(model_runner)
     note_windows(layer_support, model_runner, default)
     has_pool = type(model_runner.token_to_kv_pool) is SWAKVPool
-    longest = model_runner.req_to_token_pool.req_to_token.shape[1]
-    _limit_windows(layer_support, longest, has_pool=has_pool)
+    if layer_support.windows:
+        longest = model_runner.req_to_token_pool.req_to_token.shape[1]
+        _limit_windows(layer_support, longest, has_pool=has_pool)
     if has_pool:
         layer_support.window_slots = model_runner.token_to_kv_pool.full_to_swa_index_mapping
     drafts = drafts_of(model_runner.server_args) if layer_support.windows else None
