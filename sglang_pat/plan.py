@@ -118,7 +118,7 @@ class HeadConfig(NamedTuple):
 
 
 class LayerKind(NamedTuple):
-    """What layers have in common that attend under the same plans."""
+    """The shape and the window of a layer. Layers of one kind attend under the same plans."""
 
     heads: HeadConfig
     window: int = 0  # the most tokens that a request attends to; 0: all

@@ -215,7 +215,7 @@ def _indices(tensors: WorkloadTensors) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _lengths(workload: LatentWorkload, tensors: WorkloadTensors) -> torch.Tensor:
-    """Of the requests: each reads as much as its last row."""
+    """Return the KV tokens of each request: its last row reads all of them."""
     return tensors.seq_lens[workload.drafts - 1 :: workload.drafts].int()
 
 

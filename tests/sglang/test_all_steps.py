@@ -1,4 +1,4 @@
-"""What holds for steps of every kind: decode, verify, and those of draft models (`scene`)."""
+"""Steps of every kind keep these rules: decode, verify, and those of draft models (`scene`)."""
 
 from __future__ import annotations
 

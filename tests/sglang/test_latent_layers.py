@@ -386,7 +386,7 @@ def test_models_that_pat_decodes(default: str, page_size: int) -> None:
 
 
 def hybrid_pool(dtype: torch.dtype = torch.float32) -> HybridLinearKVPool:
-    """SGLang's, of layers 1 and 3; the others keep a state."""
+    """Return SGLang's pool for KV of layers 1 and 3. The other layers keep a state."""
     pool = HybridLinearKVPool.__new__(HybridLinearKVPool)
     pool.full_kv_pool, pool.use_mla = make_pool(dtype), True
     pool.full_attention_layer_id_mapping = {1: 0, 3: 1}

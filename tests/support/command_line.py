@@ -10,7 +10,7 @@ from sglang_pat.cli.main import main
 
 
 class Answer(NamedTuple):
-    """What a command returned and printed."""
+    """The exit status of a command, and the text that it printed."""
 
     status: int
     out: str
