@@ -88,7 +88,8 @@ def arguments_of(scenario: Scenario) -> dict[str, Any]:
     shape = SHAPES[scenario.shape]
     cases = [batch.case for batch in scenario.batches]
     pools = [case.pool_tokens + case.batch * (TAIL + ANSWER_TOKENS) for case in cases]
-    batches = sorted({case.batch for case in cases})
+    groups = scenario.arguments.get("dp_size", 1)  # of ranks, which share the requests
+    batches = sorted({size for case in cases for size in (case.batch, -(-case.batch // groups))})
     if scenario.jobs:
         pools.append(jobs.POOL_TOKENS)
         batches = [1, 2, 4, 8, *range(16, jobs.MAX_RUNNING + 1, 16)]

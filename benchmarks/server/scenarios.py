@@ -172,6 +172,7 @@ def _tensor_parallel(ranks: int) -> dict[str, Any]:
 # Lengths are multiples of 64 where the model has recurrent states or pages.
 _HYBRID = (shared(64, 8192, 256, 1.0), alone(64, 1024, 0.98))
 _LATENT = (shared(64, 16_384, 512, 1.2), alone(128, 512, 0.98))
+_LONG_LATENT = (shared(24, 60_032, 1024), alone(64, 1024, 0.98), shared(64, 16_384, 512))
 _SHORT = (alone(1, 500, 0.99), alone(4, 700, 0.99), chat(200, 0.99))
 _8B = (
     shared(128, 8192, 256, 2.0),
@@ -326,27 +327,34 @@ SCENARIOS = {
         {"enable_deterministic_inference": True},
     ),
     "jobs": Scenario("llama-3-8b-whole", ("pat", "default"), JOBS),
-    "70b-tp4": Scenario(
-        "llama-3-70b",
-        ("pat", "fa3"),
-        (
-            # Steps are slow enough for all requests to arrive within few.
-            shared(128, 8192, 256, 1.45, tokens=_TOKENS),
-            shared(24, 64_000, 2048, 2.3, tokens=_TOKENS),
-            alone(128, 1024, 1.0),
-            alone(1, 500),
-        ),
-        _tensor_parallel(4),
-    ),
+    # Steps are slow enough for all requests to arrive within few.
     **{
-        f"{name}-tp4": Scenario(
-            name,
-            ("pat", "fa3", "flashmla"),
-            (shared(24, 60_032, 1024), alone(64, 1024, 0.98), shared(64, 16_384, 512)),
-            _tensor_parallel(4),
+        f"70b-tp{ranks}": Scenario(
+            "llama-3-70b",
+            ("pat", "fa3"),
+            (
+                shared(128, 8192, 256, least_at_8k, tokens=_TOKENS),
+                shared(24, 64_000, 2048, least_at_64k, tokens=_TOKENS),
+                alone(1, 500, 0.995),
+                alone(128, 1024, 1.0),
+            ),
+            _tensor_parallel(ranks),
         )
-        for name in ("v3", "k2")
+        for ranks, least_at_8k, least_at_64k in ((4, 1.45, 2.3), (8, 1.3, 1.8))
     },
+    **{
+        f"{name}-tp{ranks}": Scenario(name, backends, _LONG_LATENT, _tensor_parallel(ranks))
+        for name in ("v3", "k2")
+        for ranks, backends in ((4, ("pat", "fa3", "flashmla")), (8, ("pat", "fa3")))
+    },
+    # Two groups of four ranks, each with half of the requests and all heads.
+    "k2-dp2": Scenario(
+        "k2",
+        ("pat", "fa3"),
+        _LONG_LATENT,
+        _tensor_parallel(8) | {"dp_size": 2, "enable_dp_attention": True},
+    ),
+    "k2-mtp-tp8": Scenario("k2", ("pat", "fa3"), _LONG_LATENT, _tensor_parallel(8) | _MTP),
 }
 
 

@@ -273,7 +273,7 @@ def _rank_of_70b() -> dict[str, Any]:
 
 def _latent(heads: int) -> dict[str, Any]:
     """DeepSeek-V3 or Kimi K2 with all their attention layers, and few small experts."""
-    return _rank(heads, 129280) | {"num_hidden_layers": 61}
+    return _rank(heads, 129280) | {"num_hidden_layers": 61, "moe_intermediate_size": 512}
 
 
 _LLAMA = MODELS["llama-3-8b"].config
