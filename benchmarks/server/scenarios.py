@@ -164,11 +164,6 @@ _MTP = {
 }
 
 
-def _tensor_parallel(ranks: int) -> dict[str, Any]:
-    # SGLang's own all-reduce is compiled for a minute, and pat has no part in it.
-    return {"tp_size": ranks, "disable_custom_all_reduce": True}
-
-
 # Lengths are multiples of 64 where the model has recurrent states or pages.
 _HYBRID = (shared(64, 8192, 256, 1.0), alone(64, 1024, 0.98))
 _LATENT = (shared(64, 16_384, 512, 1.2), alone(128, 512, 0.98))
@@ -338,12 +333,12 @@ SCENARIOS = {
                 alone(1, 500, 0.995),
                 alone(128, 1024, 1.0),
             ),
-            _tensor_parallel(ranks),
+            {"tp_size": ranks},
         )
         for ranks, least_at_8k, least_at_64k in ((4, 1.45, 2.3), (8, 1.3, 1.8))
     },
     **{
-        f"{name}-tp{ranks}": Scenario(name, backends, _LONG_LATENT, _tensor_parallel(ranks))
+        f"{name}-tp{ranks}": Scenario(name, backends, _LONG_LATENT, {"tp_size": ranks})
         for name in ("v3", "k2")
         for ranks, backends in ((4, ("pat", "fa3", "flashmla")), (8, ("pat", "fa3")))
     },
@@ -352,9 +347,9 @@ SCENARIOS = {
         "k2",
         ("pat", "fa3"),
         _LONG_LATENT,
-        _tensor_parallel(8) | {"dp_size": 2, "enable_dp_attention": True},
+        {"tp_size": 8, "dp_size": 2, "enable_dp_attention": True},
     ),
-    "k2-mtp-tp8": Scenario("k2", ("pat", "fa3"), _LONG_LATENT, _tensor_parallel(8) | _MTP),
+    "k2-mtp-tp8": Scenario("k2", ("pat", "fa3"), _LONG_LATENT, {"tp_size": 8} | _MTP),
 }
 
 
