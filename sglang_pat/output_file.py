@@ -1,7 +1,8 @@
 """Checks of the files that a command will write: all of them run before the work starts.
 
 `output_file` and `output_or_stdout` are the types of a single option. `check_outputs` looks at all
-options of one command together. `write_output` writes a file in the end.
+options of one command together. `write_output` writes a file in the end. `replace_file` is for
+files that something else may be reading.
 """
 
 from __future__ import annotations
@@ -203,6 +204,20 @@ def written(option: str, path: Path) -> Iterator[Path]:
             draft.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise OutputError(f"{option} {path}: {error.strerror or error}") from None
+        raise
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Give a file a new content, all at once. OSError if it cannot be written."""
+    # Nobody can foresee the name of the new file, so it follows no link that was put there.
+    descriptor, new = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with open(descriptor, "w") as file:
+            os.fchmod(descriptor, 0o644)
+            file.write(text)
+        os.replace(new, path)
+    except BaseException:
+        os.unlink(new)
         raise
 
 

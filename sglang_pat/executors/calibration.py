@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ import torch
 
 from sglang_pat._scheduler import SHIPPED_COSTS, CostModel
 from sglang_pat.executors import jit, kernel_cache
+from sglang_pat.output_file import replace_file
 from sglang_pat.plan import shipped_latent_costs
 
 FOLDER = "calibration"
@@ -88,10 +87,7 @@ class Calibration:
         data = {"format": _FORMAT, **asdict(self)}
         if self.kind == PLAIN:
             del data["kind"]  # earlier versions, which have the same kernels, do not know it
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as new:
-            json.dump(data, new, indent=1)
-        os.chmod(new.name, 0o644)
-        os.replace(new.name, path)
+        replace_file(path, json.dumps(data, indent=1))
         return path
 
 

@@ -188,6 +188,15 @@ def test_the_file_is_read_as_it_was_written(made: Calibration, tmp_path: Path) -
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
+def test_a_write_that_fails_leaves_nothing(made: Calibration, tmp_path: Path) -> None:
+    path = made.save(tmp_path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(IsADirectoryError):
+        made.save(tmp_path)
+    assert list(path.parent.iterdir()) == [path]
+
+
 @pytest.mark.parametrize("field", ["gpu", "driver", "kernels"])
 def test_another_machine_has_another_file(field: str, made: Calibration, tmp_path: Path) -> None:
     made.save(tmp_path)

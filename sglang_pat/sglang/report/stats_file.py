@@ -5,14 +5,13 @@ from __future__ import annotations
 import atexit
 import json
 import logging
-import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sglang_pat.output_file import replace_file
 from sglang_pat.stats import Counters
 
 logger = logging.getLogger(__name__)
@@ -54,7 +53,7 @@ class StatsFile:
             counters = self._read_counters()
             if counters == self._written:
                 return False
-            _replace(self._path, json.dumps(counters) + "\n")
+            replace_file(self._path, json.dumps(counters) + "\n")
             self._written = counters
             return True
 
@@ -70,20 +69,6 @@ class StatsFile:
                     time.sleep(WRITE_SECONDS)
         except Exception:
             logger.exception("pat writes no more to %s; decode goes on", self._path)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Give a file a new content, all at once."""
-    # Nobody can foresee the name of the new file, so it follows no link that was put there.
-    descriptor, new = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with open(descriptor, "w") as file:
-            os.fchmod(descriptor, 0o644)
-            file.write(text)
-        os.replace(new, path)
-    except BaseException:
-        os.unlink(new)
-        raise
 
 
 def read_stats(path: Path, timeout_seconds: float = 30.0) -> dict[str, Any]:
