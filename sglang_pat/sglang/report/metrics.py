@@ -28,74 +28,35 @@ _TIME_BUCKETS = tuple(1e-6 * 2**i for i in range(16))
 _MAX_WAITING = 100_000
 
 
-class _CounterSpec(NamedTuple):
-    """A Prometheus counter, and the entry of `Counters` that it shows."""
-
-    metric: str
-    entry: str
-    documentation: str
-    label: str | None = None  # whose values are the keys of the entry, if the entry is a mapping
-
-
-_COUNTERS = (
-    _CounterSpec("plans_built_total", "causes", "Decode plans built, by cause.", "cause"),
-    _CounterSpec("plans_reused_total", "plans_reused", "Decode steps that reused the last plan."),
-    _CounterSpec(
-        "kv_tokens_query_centric_total",
-        "kv_tokens_query_centric",
-        "KV tokens of all decode steps if each request read its own.",
-    ),
-    _CounterSpec("kv_tokens_read_total", "kv_tokens_planned", "KV tokens that the plans read."),
-    _CounterSpec(
-        "kv_tokens_lower_bound_total",
-        "kv_tokens_lower_bound",
-        "KV tokens of all decode steps if each were read once.",
-    ),
-    _CounterSpec(
-        "steps_planned_total",
-        "steps_planned",
-        "Decode steps that were planned, by the reason why they did not repeat the last step.",
-        "reason",
-    ),
-    _CounterSpec(
-        "steps_without_sharing_total",
-        "steps_without_sharing",
-        "Decode steps in which no KV could be shared, by reason.",
-        "reason",
-    ),
-    # Until 0.3.0.
-    _CounterSpec(
-        "private_steps_total",
-        "steps_without_sharing",
-        "The former name of steps_without_sharing_total.",
-        "reason",
-    ),
-    _CounterSpec(
-        "verify_total",
-        "verify",
-        "Steps of speculative decoding in which drafts were verified, and draft tokens in them.",
-        "kind",
-    ),
-    _CounterSpec(
-        "draft_total",
-        "draft",
-        "Decode steps of the draft model, draft tokens in them, and plans of a round's steps.",
-        "kind",
-    ),
-    _CounterSpec(
-        "draft_extend_total",
-        "draft_extend",
-        "Steps in which the draft model read what was verified, and draft tokens in them.",
-        "kind",
-    ),
-    _CounterSpec("tree_events_total", "tree_events", "Changes of the radix tree, by kind.", "kind"),
-    _CounterSpec(
-        "batch_changes_total",
-        "batch_changes",
-        "Changes of the batch of running requests, by kind.",
-        "kind",
-    ),
-)
+# The counters `sglang:pat_..._total`: their documentation, by the label of each. A counter shows
+# the entry of `Counters` with its name, which with a label maps the label's values to numbers.
+_DOCUMENTATION = {
+    "": {
+        "plans_reused": "Decode steps that reused the last plan.",
+        "kv_tokens_query_centric": "KV tokens of all decode steps if each request read its own.",
+        "kv_tokens_read": "KV tokens that the plans read.",
+        "kv_tokens_lower_bound": "KV tokens of all decode steps if each were read once.",
+    },
+    "cause": {"plans_built": "Decode plans built, by cause."},
+    "reason": {
+        "steps_planned": "Planned decode steps, by why they did not repeat the last step.",
+        "steps_without_sharing": "Decode steps in which no KV could be shared, by reason.",
+        "private_steps": "The former name of steps_without_sharing_total.",  # until 0.3.0
+    },
+    "kind": {
+        "verify": "Steps in which drafts were verified, and draft tokens in them.",
+        "draft": "Decode steps of the draft model, draft tokens in them, and plans of rounds.",
+        "draft_extend": "Steps of draft extend, and draft tokens in them.",
+        "tree_events": "Changes of the radix tree, by kind.",
+        "batch_changes": "Changes of the batch of running requests, by kind.",
+    },
+}
+_LABELS = {name: label for label, names in _DOCUMENTATION.items() for name in names}
+_ENTRIES = {  # of other names
+    "kv_tokens_read": "kv_tokens_planned",
+    "plans_built": "causes",
+    "private_steps": "steps_without_sharing",
+}
 
 
 class MetricClasses(NamedTuple):
@@ -139,17 +100,16 @@ class StepMetrics:
         names = tuple(labels)
         self._labels = labels
         self._counters = {
-            spec: _metric(
+            name: _metric(
                 classes.counter,
-                spec.metric,
-                spec.documentation,
-                (*names, spec.label) if spec.label else names,
+                f"{name}_total",
+                _DOCUMENTATION[label][name],
+                (*names, label) if label else names,
             )
-            for spec in _COUNTERS
+            for name, label in _LABELS.items()
         }
-        for spec in _COUNTERS:
-            if spec.label is None:  # on the page from the start: a rule cannot add what is missing
-                self._counter(spec, "")
+        for name in _DOCUMENTATION[""]:  # from the start: a rule cannot add what is missing
+            self._counter(name, "")
         self._kv_read_ratio = _metric(
             classes.gauge,
             "kv_read_ratio",
@@ -186,11 +146,11 @@ class StepMetrics:
             kind, nanoseconds = self._waiting.popleft()
             self._plan_seconds[kind].observe(nanoseconds / 1e9)
         counters = self._read_counters()
-        for spec in _COUNTERS:
-            now, before = (_by_label(spec, which) for which in (counters, self._published))
+        for name in _LABELS:
+            now, before = (_by_label(name, which) for which in (counters, self._published))
             for label, value in now.items():
                 if value > before.get(label, 0):
-                    self._counter(spec, label).inc(value - before.get(label, 0))
+                    self._counter(name, label).inc(value - before.get(label, 0))
         query_centric, planned = (
             counters[name] - self._published.get(name, 0)
             for name in ("kv_tokens_query_centric", "kv_tokens_planned")
@@ -199,9 +159,9 @@ class StepMetrics:
         self._kv_read_ratio.set(planned / query_centric if query_centric else math.nan)
         self._published = counters
 
-    def _counter(self, spec: _CounterSpec, label: str) -> Any:
-        more = {spec.label: label} if spec.label else {}
-        return self._counters[spec].labels(**self._labels, **more)
+    def _counter(self, name: str, value: str) -> Any:
+        more = {_LABELS[name]: value} if _LABELS[name] else {}
+        return self._counters[name].labels(**self._labels, **more)
 
     def _run(self) -> None:
         try:
@@ -212,12 +172,12 @@ class StepMetrics:
             logger.exception("pat publishes no more metrics; decode goes on")
 
 
-def _by_label(spec: _CounterSpec, counters: Counters) -> dict[str, int]:
-    """Return the numbers of an entry by label. A plain number has an empty label."""
+def _by_label(name: str, counters: Counters) -> dict[str, int]:
+    """Return the numbers of a counter by the value of its label, empty if it has none."""
     if not counters:  # before the first publication
         return {}
-    value = counters.get(spec.entry, {})  # not every server counts all
-    return value if spec.label is not None else {"": value}
+    value = counters.get(_ENTRIES.get(name, name), {})  # not every server counts all
+    return value if _LABELS[name] else {"": value}
 
 
 class LayerMetrics:
