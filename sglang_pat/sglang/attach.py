@@ -7,20 +7,17 @@ steps, and what is reported. The backend stays as it is if pat decodes nothing.
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import Any
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_pat.sglang.backend import BackendState, PatMixin, attach
 from sglang_pat.sglang.compat import resolved
-from sglang_pat.sglang.layer.attention import LayerAttention
 from sglang_pat.sglang.report.layer_report import report_layer_support
 from sglang_pat.sglang.speculative.attach import attach_verification, await_draft_model
 from sglang_pat.sglang.start.environment import Environment
 from sglang_pat.sglang.start.hooks import install_hooks
 from sglang_pat.sglang.start.layer_rules import layers_of_runner
-from sglang_pat.sglang.start.layer_support import LayerSupport
 from sglang_pat.sglang.start.server_options import attention_backends, batch_invariant, drafts_of
 from sglang_pat.sglang.step.planner import TargetPlanner
 from sglang_pat.sglang.step.step_type import DecodeStep
@@ -41,10 +38,22 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
     layer_support = layers_of_runner(model_runner, name)
     layer_support.prefill, _ = attention_backends(arguments)
     layer_support.batch_invariant = batch_invariant(arguments, environment)
+
+    def new_state() -> BackendState:
+        install_hooks(TRACKER_HOOKS)
+        check_version()
+        return BackendState(
+            TargetPlanner(model_runner, environment, layer_support),
+            model_runner,
+            layer_support,
+            [DecodeStep()],
+            report=report_layer_support,
+            is_strict=environment.strict,
+        )
+
     if layer_support.shapes and drafts_of(arguments) is not None:
         attach_verification(default, model_runner, environment, layer_support)
     else:
-        new_state = partial(_new_state, model_runner, environment, layer_support)
         parts = [(default, PatMixin, new_state)]
         attach(parts, layer_support, is_strict=environment.strict)
         if layer_support.shapes:
@@ -57,17 +66,3 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
             "bits of the trainer's forward pass; for those, leave out --attention-backend pat"
         )
     return default
-
-
-def _new_state(
-    model_runner: Any, environment: Environment, layer_support: LayerSupport
-) -> BackendState:
-    install_hooks(TRACKER_HOOKS)
-    check_version()
-    return BackendState(
-        TargetPlanner(model_runner, environment, layer_support),
-        LayerAttention(model_runner, layer_support),
-        [DecodeStep()],
-        report=report_layer_support,
-        is_strict=environment.strict,
-    )

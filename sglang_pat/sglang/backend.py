@@ -28,15 +28,16 @@ class BackendState:
     def __init__(
         self,
         planner: StepPlanner,
-        layers: LayerAttention,
+        model_runner: Any,
+        layer_support: LayerSupport,
         kinds: Sequence[StepType],
         *,
         report: Callable[[LayerSupport], None],
         is_strict: bool = False,
     ) -> None:
         self.planner = planner
-        self.layers = layers
-        self.layer_support = layers.layer_support
+        self.layers = LayerAttention(model_runner, layer_support)
+        self.layer_support = layer_support
         self.kinds = {kind.mode: kind for kind in kinds}  # the steps that pat plans
         self.report = report  # called with `layer_support` when a layer falls back
         self.is_strict = is_strict  # whether a layer that falls back is an error instead
@@ -55,7 +56,42 @@ class BackendState:
         self.graph_sizes: tuple[int, int] | None = None
 
 
-class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
+class DecodeMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
+    """Attends in decode steps, through pat or the default backend."""
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Attend to the KV of each row.
+
+        pat understands three extra arguments: `sinks`, `q_rope`, `k_rope`. With any other one the
+        layer falls back.
+        """
+        if not self._attends(layer, forward_batch, kwargs):
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+    def _attends(
+        self, layer: RadixAttention, forward_batch: Any, arguments: dict[str, Any]
+    ) -> bool:
+        """Return True if pat attends in a layer of this step. Otherwise the layer falls back."""
+        raise NotImplementedError
+
+    def _attend(
+        self, q: torch.Tensor, k: Any, v: Any, layer: RadixAttention, *rest: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Attend through pat: see `LayerAttention.attend`."""
+        raise NotImplementedError
+
+
+class PatMixin(DecodeMixin):
     """Plans decode steps and attends in the layers that pat decodes.
 
     If no layer falls back, the default backend is not prepared for decode steps: it makes neither
@@ -160,25 +196,6 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
             return None
         return super().get_fused_kv_write_buffers(layer, forward_batch)
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: RadixAttention,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> Any:
-        """Attend through pat or the default backend.
-
-        pat understands three extra arguments: `sinks`, `q_rope`, `k_rope`. With any other one the
-        layer falls back.
-        """
-        if not self._attends(layer, forward_batch, kwargs):
-            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-
     def _attend(
         self, q: torch.Tensor, k: Any, v: Any, layer: RadixAttention, *rest: Any, **kwargs: Any
     ) -> torch.Tensor:
@@ -187,7 +204,6 @@ class PatMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     def _attends(
         self, layer: RadixAttention, forward_batch: Any, arguments: dict[str, Any]
     ) -> bool:
-        """Return True if pat attends in a layer of this step."""
         layer_support, layer_id = self._pat.layer_support, layer.layer_id
         reason = layer_support.fallback_reason(layer, arguments)
         if reason is not None:

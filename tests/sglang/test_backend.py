@@ -253,7 +253,7 @@ def test_graphs_that_pat_was_captured_in_are_planned_after_all_layers_fell_back(
     view = replay_view([1], [3], [10], 1)
     backend.calls.clear()
     backend.init_forward_metadata_out_graph(view)
-    assert inside.plans(backend).seq_lens.tolist() == [3]
+    assert inside.plans(backend).last.seq_lens.tolist() == [3]
     # FlashInfer and FA3 look up what they prepared in the capture, which was nothing.
     assert backend.calls == []
     # Graphs that are captured from now on have no layer of pat.
@@ -283,13 +283,13 @@ def test_each_graph_is_prepared_for_the_layers_that_it_was_captured_with() -> No
         view = replay_view(rows, [3] * count, [10, 11][:count], count)
         backend.init_forward_metadata_out_graph(view)
         assert backend.calls == calls
-        assert inside.plans(backend).seq_lens.tolist() == [3] * count
+        assert inside.plans(backend).last.seq_lens.tolist() == [3] * count
     # With LoRA there are two graphs of a size, and pat has no layer in the second one.
     backend.init_forward_metadata_out_graph(small, in_capture=True)
     forward(backend, model_runner, 0, small, score_mod=max)
     assert not inside.layer_support(backend).shapes
     backend.init_forward_metadata_out_graph(replay_view([1], [4], [10], 1))
-    assert inside.plans(backend).seq_lens.tolist() == [4]
+    assert inside.plans(backend).last.seq_lens.tolist() == [4]
 
 
 def test_such_arguments_are_refused_in_strict_mode(monkeypatch: pytest.MonkeyPatch) -> None:

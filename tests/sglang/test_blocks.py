@@ -11,7 +11,7 @@ import torch
 from scene import Blocks, Scene
 from sglang_trees import TREE_KINDS, late_lengths
 
-from sglang_pat.sglang.speculative.draft_requests import block_hook
+from sglang_pat.sglang.speculative.draft_requests import BLOCK_WORKERS, block_hook
 from sglang_pat.sglang.start import argument_rewrite
 from sglang_pat.sglang.start.hooks import check_hooks
 
@@ -129,7 +129,7 @@ def test_a_layer_that_is_passed_more_is_left_to_the_default_backend() -> None:
 def test_the_workers_are_hooked(algorithm: str) -> None:
     """The hooks fit the installed SGLang."""
     scene_of(algorithm=algorithm)
-    check_hooks([block_hook(algorithm)])
+    check_hooks([block_hook(BLOCK_WORKERS[algorithm])])
 
 
 def test_the_backend_that_was_named_for_the_draft_model_is_kept() -> None:

@@ -212,7 +212,7 @@ def test_captured_steps_return_hidden_states_where_prompts_do(
     if is_captured:  # 0.5.23 does over FA3, 0.5.17 does not
         worker.cuda_graph_runner_for_draft_extend = Captured(worker)
     worker.speculative_algorithm = SpeculativeAlgorithm[algorithm]
-    attach._after_capture(None, worker)
+    attach._after_graphs(None, worker)
     assert isinstance(worker.cuda_graph_runner_for_draft_extend, Captured)
     out = worker.cuda_graph_runner_for_draft_extend.execute(None, None)
     assert (out.next_token_logits, out.hidden_states) == (1, hidden_states)
@@ -240,7 +240,7 @@ def test_what_is_read_is_not_captured(
         monkeypatch.setattr(Captured, "warm_up", leave)
     elif why == "others":  # of another kind, which have no such steps
         worker = SimpleNamespace(cuda_graph_runner_for_draft_extend=None)
-    attach._after_capture(None, worker)
+    attach._after_graphs(None, worker)
     assert worker.cuda_graph_runner_for_draft_extend is before
 
 

@@ -60,7 +60,7 @@ def test_steps_of_requests_that_nobody_knows(scene: Scene, late: dict[str, Any])
         view = scene.served.step([3, 2], GRAPH, **late)
         scene.served.assert_exact(view, [3, 2])
         scene.served.assert_padding_is_zero(view, 2)
-    assert inside.microbatch(scene.served.backend).captured.stats.plans_reused == 1
+    assert inside.microbatch(scene.served.backend).captured.last.stats.plans_reused == 1
 
 
 @pytest.mark.parametrize("more_rows", range(1, 8))
@@ -106,7 +106,7 @@ def test_reads_of_shared_rows_end_where_sglang_assumes(scene: Scene) -> None:
 def test_requests_share_in_a_replay_that_does_not_name_them(scene: Scene) -> None:
     scene.served.assert_exact(scene.served.step([32, 32], GRAPH), [32, 32])
     microbatch = inside.microbatch(scene.served.backend)
-    stats = microbatch.captured.stats
+    stats = microbatch.captured.last.stats
     assert (stats.kv_tokens_query_centric, stats.kv_tokens_planned) == (64, 44)
     assert StepReason.NO_REQUESTS not in microbatch.builder.steps_without_sharing
 

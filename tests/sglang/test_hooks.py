@@ -9,10 +9,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_pat.sglang.start import hooks
-from sglang_pat.sglang.start.hooks import Hook
+from sglang_pat.sglang.start.hooks import AFTER, Hook
 from sglang_pat.sglang.tree import request_tracker
 from sglang_pat.sglang.tree.request_tracker import TRACKER_HOOKS
 
@@ -31,7 +31,7 @@ def owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     module = ModuleType("module_to_hook")
     module.Owner = Owner  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "module_to_hook", module)
+    monkeypatch.setitem(sys.modules, "sglang.srt.module_to_hook", module)
     monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
     monkeypatch.setattr(HookRegistry, "_patched", set())
     return Owner
@@ -44,7 +44,7 @@ def hooks_on(*methods: str) -> tuple[list[Hook], list[str]]:
     def hook_for(name: str) -> Callable[..., None]:
         return lambda result, *args: called.append(name)
 
-    made = [Hook("module_to_hook:Owner", name, hook_for(name), HookType.AFTER) for name in methods]
+    made = [Hook(f"module_to_hook:Owner.{name}", hook_for(name), AFTER) for name in methods]
     return made, called
 
 
@@ -60,10 +60,10 @@ def test_hooks_are_installed_once(owner: Any, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        ("gone", r"module_to_hook:Owner\.gone"),
-        ("not applied", r"module_to_hook:Owner\.run"),
-        ("replaced", r"module_to_hook:Owner\.run"),  # by another plug-in
-        ("no module", r"sglang\.gone:Owner\.run; supported"),
+        ("gone", r"sglang\.srt\.module_to_hook:Owner\.gone"),
+        ("not applied", r"sglang\.srt\.module_to_hook:Owner\.run"),
+        ("replaced", r"sglang\.srt\.module_to_hook:Owner\.run"),  # by another plug-in
+        ("no module", r"sglang\.srt\.gone:Owner\.run; supported"),
     ],
 )
 def test_a_hook_that_is_not_in_place_is_an_error(
@@ -71,7 +71,7 @@ def test_a_hook_that_is_not_in_place_is_an_error(
 ) -> None:
     made, _ = hooks_on(*(("run", "gone") if wrong == "gone" else ("run",)))
     if wrong == "no module":
-        made = [made[0]._replace(owner="sglang.gone:Owner")]
+        made = [made[0]._replace(target="gone:Owner.run")]
     elif wrong == "not applied":
         monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)
     elif wrong == "replaced":
@@ -87,7 +87,7 @@ def test_hooks_of_other_plug_ins_on_the_same_method_stay(
 ) -> None:
     made, called = hooks_on("run")
     HookRegistry.register(
-        "module_to_hook.Owner.run", lambda result, *args: called.append("theirs"), HookType.AFTER
+        "sglang.srt.module_to_hook.Owner.run", lambda *args: called.append("theirs"), AFTER
     )
     HookRegistry.apply_hooks()
     hooks.install_hooks(made)
@@ -98,12 +98,12 @@ def test_hooks_of_other_plug_ins_on_the_same_method_stay(
 def test_the_hooks_take_hold_in_this_sglang() -> None:
     hooks.install_hooks(TRACKER_HOOKS)
     hooks.check_hooks(TRACKER_HOOKS)
-    hooked = {hook: (owner.partition(":")[2], method) for owner, method, hook, _ in TRACKER_HOOKS}
+    hooked = {function: target.partition(":")[2] for target, function, _ in TRACKER_HOOKS}
     assert hooked == {
-        request_tracker._after_init_new: ("ForwardBatch", "init_new"),
-        request_tracker._around_forward: ("ModelRunner", "_forward_raw"),
-        request_tracker._after_retraction: ("Req", "reset_for_retract"),
+        request_tracker._after_init_new: "ForwardBatch.init_new",
+        request_tracker._around_forward: "ModelRunner._forward_raw",
+        request_tracker._after_retraction: "Req.reset_for_retract",
     }
-    for owner, method, hook, _ in TRACKER_HOOKS:
-        assert hooks._is_hooked(owner, method, hook)
-        assert not hooks._is_hooked(owner, method, lambda: None)
+    for target, function, _ in TRACKER_HOOKS:
+        assert hooks._is_hooked(target, function)
+        assert not hooks._is_hooked(target, lambda: None)

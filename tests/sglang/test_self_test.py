@@ -95,9 +95,13 @@ def test_slots_of_another_prompt_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("untested")
 def test_events_that_are_not_seen_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    lock = radix_cache.RadixCache.inc_lock_ref
     # Stand-in for a version that takes locks by another method.
-    monkeypatch.setattr(self_test, "_lock", lambda cache, req: lock(cache, req.last_node))
+    watched = radix_paths.CacheEventMonitor._watched
+    monkeypatch.setattr(
+        radix_paths.CacheEventMonitor,
+        "_watched",
+        lambda self, method, kind: method if kind == "lock" else watched(self, method, kind),
+    )
     monkeypatch.setattr(self_test, "_CACHES", self_test._CACHES[:1])
     with pytest.raises(RuntimeError, match=r"events: found \{'insert': 2, 'lock': 0"):
         self_test.check_version()

@@ -15,7 +15,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang_pat import sglang as adapter
 from sglang_pat.offline import installed_sglang
 from sglang_pat.offline.installed_sglang import TOUCHPOINTS, Touchpoint
-from sglang_pat.sglang.backend import PatMixin
+from sglang_pat.sglang.backend import DecodeMixin, PatMixin
 from sglang_pat.sglang.speculative.backends import PatSpeculativeMixin
 from sglang_pat.sglang.speculative.draft_requests import BLOCK_WORKERS
 from sglang_pat.sglang.tree import radix_paths
@@ -40,11 +40,11 @@ def listed(kind: str) -> set[Place]:
 
 def value_of(node: ast.expr, module: Any) -> set[str]:
     """Return the values of an expression. A variable of a function is a worker of block drafts."""
-    text = ast.unparse(node)
+    text, names = ast.unparse(node), vars(module)
     try:
-        return {eval(text, vars(module))}
+        return {eval(text, names)}
     except NameError:
-        return {eval(text, vars(module) | {text: worker}) for worker in BLOCK_WORKERS.values()}
+        return {eval(text, names | {"worker": worker}) for worker in BLOCK_WORKERS.values()}
 
 
 def test_each_row_of_the_table_is_read() -> None:
@@ -59,13 +59,12 @@ def test_each_row_of_the_table_is_read() -> None:
 
 def test_hooks_are_those_of_the_list() -> None:
     found = {
-        (name, f"{owner}.{method}")
+        (name, f"sglang.srt.{target}")
         for name, tree in modules()
         for call in ast.walk(tree)
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "Hook"
         for module in [importlib.import_module(f"{adapter.__name__}.{name}")]
-        for owner in value_of(call.args[0], module)
-        for method in value_of(call.args[1], module)
+        for target in value_of(call.args[0], module)
     }
     # Registered before there is a backend, and so not by hooks.py.
     resolution = ("plugin", "sglang.srt.server_args:ServerArgs.resolve_once|__post_init__")
@@ -77,7 +76,8 @@ def test_methods_that_are_overridden_are_those_of_the_list() -> None:
     # Not in the oldest SGLang.
     later = {each.target.rpartition(".")[2] for each in TOUCHPOINTS if each.not_in}
     sglangs = {*dir(AttentionBackend), *later}
-    own = {name for name in {**vars(PatMixin), **vars(PatSpeculativeMixin)} if name[0] != "_"}
+    mixins = (DecodeMixin, PatMixin, PatSpeculativeMixin)
+    own = {name for mixin in mixins for name in vars(mixin) if name[0] != "_"}
     assert own & sglangs == overrides
 
 

@@ -92,7 +92,7 @@ def test_branches_do_not_read_each_other(branching: Scene) -> None:
         lens = grown(lens, [2, 2])
         view = branching.served.step(lens, graph, mask=mask_of(reads))
         branching.served.assert_exact(view, lens, reads)
-    assert branching.served.plans.stats.plans_reused == 0, "an eager step has plans of its own"
+    assert branching.served.plans.last.stats.plans_reused == 0, "an eager step has plans of its own"
 
 
 def test_plans_are_reused_while_requests_grow_by_what_is_accepted(scene: Scene) -> None:
@@ -101,9 +101,9 @@ def test_plans_are_reused_while_requests_grow_by_what_is_accepted(scene: Scene) 
         lens = grown(lens, accepted)
         scene.served.step(lens, 2)
     plans = scene.served.plans
-    assert (plans.stats.plans_built, plans.stats.plans_reused) == (1, 3)
+    assert (plans.last.stats.plans_built, plans.last.stats.plans_reused) == (1, 3)
     # Once for all rows of all requests: the prefix, and what each request had of its own.
-    assert plans.step_tokens.planned < 0.5 * plans.step_tokens.query_centric
+    assert plans.last.step_tokens.planned < 0.5 * plans.last.step_tokens.query_centric
     assert scene.counters["verify"] == {"steps": 4, "rows": 4 * 2 * DRAFTS}
 
 
@@ -231,7 +231,7 @@ def test_what_has_long_been_committed_is_read_once_again(scene: Scene) -> None:
         lens = grown(lens, [MAX_READ_APART, 1])
         scene.served.assert_exact(scene.served.step(lens, 2), lens)
     # 32 accepted tokens are still read apart, 64 are not.
-    stats = scene.served.plans.stats
+    stats = scene.served.plans.last.stats
     assert (stats.plans_built, stats.plans_reused) == (2, 1)
     paths = inside.paths(scene.served.backend)
     assert {path[-1][2] for path in paths} == {*lens}
@@ -301,7 +301,7 @@ def test_full_masks_are_made_for_other_readers_alone(
     monkeypatch.setattr(layer_rules, "_device_reason", lambda *_: None)
     made = server_arguments(speculative_num_draft_tokens=DRAFTS, **arguments)
     backend = pat_backend(runner(server_args=made, **({"device": "cuda"} | changes)))
-    assert inside.planner(backend).verifies_trees is (arguments["speculative_algorithm"] == "NGRAM")
+    assert (backend._trees is None) is (arguments["speculative_algorithm"] != "NGRAM")
     assert worker.USE_FULL_MASK is is_full
 
 

@@ -68,18 +68,18 @@ def reasons(owner: Any) -> Any:
 
 def attentions(plans: Any) -> Any:
     """Return the PackAttention of each shape of layers."""
-    return plans._attentions
+    return [*plans.of_kind.values()]
 
 
 def plan_of(plans: Any) -> Any:
     """Return the plan of the only shape of layers."""
-    (attention,) = plans._attentions
+    (attention,) = attentions(plans)
     return attention._plan
 
 
 def rerun(plans: Any) -> None:
     """Read again what the kernels of a graph read in each replay."""
-    for attention in plans._attentions:
+    for attention in attentions(plans):
         attention._executor.reuse_plan(attention._executor._step)
 
 

@@ -105,8 +105,12 @@ class LayerAttention:
             v_scale=scales[1],
         )
         if extra_kv is not None:
-            merge = partial(extra_kv.merge, forward_batch)
-            run = partial(_merged, run, merge, (keys, values), layer, scales)
+            planned, caches, merge = run, (keys, values), partial(extra_kv.merge, forward_batch)
+
+            def run_and_merge(q: torch.Tensor) -> torch.Tensor:
+                return merge(q, caches, layer, planned(q, return_lse=True), scales)
+
+            run = run_and_merge
         if q_rope is not None:
             q_rope = q_rope.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim - q_dim)
             if extra_kv is None and len(q) == plans.num_rows:
@@ -123,18 +127,6 @@ def _dense(q: torch.Tensor) -> torch.Tensor:
     return q if is_dense and row * q.itemsize % 16 == 0 else q.contiguous()
 
 
-def _merged(
-    run: Callable[..., Any],
-    merge: Callable[..., torch.Tensor],
-    caches: tuple[torch.Tensor, torch.Tensor],
-    layer: RadixAttention,
-    scales: tuple[Scale, Scale],
-    q: torch.Tensor,
-) -> torch.Tensor:
-    """Attend to what the plans cover and to the extra KV of each row."""
-    return merge(q, caches, layer, run(q, return_lse=True), scales)
-
-
 def _run_planned(
     run: Callable[..., torch.Tensor], q: torch.Tensor, plans: StepPlans, layer: RadixAttention
 ) -> torch.Tensor:
@@ -148,7 +140,7 @@ def _run_planned(
     if count == plans.num_rows:
         return run(q)
     lacking = plans.num_rows - count
-    if lacking > 0 and not plans.seq_lens[count:].any():  # otherwise run() refuses
+    if lacking > 0 and not plans.last.seq_lens[count:].any():  # otherwise run() refuses
         q = torch.cat((q, q.new_zeros(lacking, *q.shape[1:])))
     out = q.new_zeros(count, layer.tp_q_head_num, layer.v_head_dim)
     planned = run(q[: plans.num_rows])

@@ -7,6 +7,7 @@ If it knows the pool, one kernel writes the bytes that the pool would write
 from __future__ import annotations
 
 import logging
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -47,20 +48,14 @@ class KvWrites:
         # pools store the KV themselves.
         if layer_support.is_converted and not layer_support.are_scaled:
             return
-        writers: dict[HeadConfig, KvWriter | str] = {}
+        writer_of = cache(partial(_writer, model_runner))
         reasons: dict[str, None] = {}
         for layer_id, shape in layer_support.shapes.items():
-            reason = pool_reason(self._pool, layer_id)
-            if reason is None:
-                if shape not in writers:
-                    writers[shape] = _writer(model_runner, shape)
-                writer = writers[shape]
-                if isinstance(writer, KvWriter):
-                    self._writers[layer_id] = writer
-                else:
-                    reason = writer
-            if reason is not None:
-                reasons[reason] = None
+            found = pool_reason(self._pool, layer_id) or writer_of(shape)
+            if isinstance(found, KvWriter):
+                self._writers[layer_id] = found
+            else:
+                reasons[found] = None
         for layer in layer_support.layers:
             known = self._writers.get(layer.layer_id)
             if known is not None:  # now: a capture cannot copy numbers to the device

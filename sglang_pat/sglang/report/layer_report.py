@@ -6,19 +6,16 @@ import logging
 import sys
 from typing import Any, ClassVar
 
-from sglang.srt.plugins.hook_registry import HookType
-
 from sglang_pat.sglang.report import reports
 from sglang_pat.sglang.report.metrics import LayerMetrics
-from sglang_pat.sglang.start.hooks import Hook, install_hooks
+from sglang_pat.sglang.start.hooks import AFTER, Hook, install_hooks
 from sglang_pat.sglang.start.layer_support import LayerSupport
 from sglang_pat.support import BACKEND
 
 logger = logging.getLogger(__name__)
 
 SERVER_INFO_KEY = "pat"
-_SCHEDULER = "sglang.srt.managers.scheduler"
-
+_SCHEDULER = "managers.scheduler"
 
 # The steps of a draft model in `/server_info` and in the log: its decode steps, and draft extend.
 _DRAFTS = {
@@ -52,7 +49,7 @@ def report_layer_support(layer_support: LayerSupport, model_runner: Any = None) 
         if model_runner is not _LastReport.model_runner:
             _LastReport.drafts.clear()
         _LastReport.model_runner = model_runner
-        if _SCHEDULER in sys.modules:  # nobody else asks, and its import is heavy
+        if f"sglang.srt.{_SCHEDULER}" in sys.modules:  # nobody else asks, and its import is heavy
             install_hooks([_SERVER_INFO_HOOK])
         if reports.rank_publishes():
             labels = reports.scheduler_labels(model_runner)
@@ -80,9 +77,4 @@ def _after_get_init_info(result: dict[str, Any], *_: object) -> dict[str, Any]:
     return result | decode_backend | {SERVER_INFO_KEY: told}
 
 
-_SERVER_INFO_HOOK = Hook(
-    f"{_SCHEDULER}:Scheduler",
-    "get_init_info",
-    _after_get_init_info,
-    HookType.AFTER,
-)
+_SERVER_INFO_HOOK = Hook(f"{_SCHEDULER}:Scheduler.get_init_info", _after_get_init_info, AFTER)

@@ -13,7 +13,6 @@ from typing import Any
 
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
-from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_pat.sglang.backend import BackendState, PatMixin, attach
 from sglang_pat.sglang.compat import draft_backend, resolved
@@ -43,7 +42,7 @@ from sglang_pat.sglang.speculative.steps import (
 from sglang_pat.sglang.speculative.tree_attention import choose_masks
 from sglang_pat.sglang.start.argument_rewrite import is_asked_for, named_draft_backend
 from sglang_pat.sglang.start.environment import Environment
-from sglang_pat.sglang.start.hooks import Hook, install_hooks
+from sglang_pat.sglang.start.hooks import AFTER, Hook, install_hooks
 from sglang_pat.sglang.start.layer_rules import layers_of_runner
 from sglang_pat.sglang.start.layer_support import LayerSupport
 from sglang_pat.sglang.start.server_options import (
@@ -58,8 +57,6 @@ from sglang_pat.sglang.step.step_type import DecodeStep
 from sglang_pat.sglang.tree.request_tracker import TRACKER_HOOKS, note_requests
 from sglang_pat.sglang.tree.self_test import check_version
 from sglang_pat.support import Unsupported
-
-_NAMED = "speculative_draft_attention_backend"
 
 
 class _TargetModel:
@@ -93,7 +90,8 @@ def attach_verification(
         )
         return BackendState(
             planner,
-            LayerAttention(model_runner, layer_support),
+            model_runner,
+            layer_support,
             [DecodeStep(), planner.verifies[drafts_now(arguments)]],
             report=report_layer_support,
             is_strict=environment.strict,
@@ -146,8 +144,8 @@ def await_draft_model(planner: VerifyPlanner | None, model_runner: Any) -> None:
         return
     if algorithm in BLOCKS:
         worker = BLOCK_WORKERS[algorithm]
-        after = Hook(worker, "init_attention_backends", _after_block_backend, HookType.AFTER)
-        install_hooks((after, block_hook(algorithm)))
+        after = Hook(f"{worker}.init_attention_backends", _after_block_backend, AFTER)
+        install_hooks((after, block_hook(worker)))
     else:
         install_hooks(_HOOKS)
     if resolved(model_runner.server_args, "enable_multi_layer_eagle"):
@@ -177,7 +175,7 @@ def _after_block_backend(result: Any, worker: Any) -> None:
     _give(worker, getattr(worker, "draft_model_runner", None), with_pat_blocks)
 
 
-def _after_capture(result: Any, worker: Any) -> None:
+def _after_graphs(result: Any, worker: Any) -> None:
     """AFTER EagleDraftWorker._capture_cuda_graphs, which captures draft extend.
 
     SGLang captures it with some default backends only (in 0.5.17 not with FA3). With pat it can be
@@ -236,23 +234,17 @@ def _after_prepare(result: Any, graphs: Any, forward_batch: Any, *_: Any, **__: 
         note_requests(graphs._replay_spec_info, step)
 
 
-_FACTORY = "sglang.srt.speculative.draft_utils:DraftBackendFactory"
+_FACTORY = "speculative.draft_utils:DraftBackendFactory"
 _HOOKS = (
-    Hook(_FACTORY, "create_decode_backend", _after_create_decode_backend, HookType.AFTER),
-    Hook(_FACTORY, "create_draft_extend_backend", _after_create_extend_backend, HookType.AFTER),
-    Hook(
-        "sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker",
-        "_capture_cuda_graphs",
-        _after_capture,
-        HookType.AFTER,
-    ),
+    Hook(f"{_FACTORY}.create_decode_backend", _after_create_decode_backend, AFTER),
+    Hook(f"{_FACTORY}.create_draft_extend_backend", _after_create_extend_backend, AFTER),
+    Hook("speculative.eagle_worker_v2:EagleDraftWorker._capture_cuda_graphs", _after_graphs, AFTER),
 )
 _LAYERS_HOOK = Hook(
-    "sglang.srt.speculative.multi_layer_eagle_draft_extend_cuda_graph_runner"
-    ":MultiLayerEagleMultiStepDraftExtendCudaGraphRunner",
-    "prepare",
+    "speculative.multi_layer_eagle_draft_extend_cuda_graph_runner:"
+    "MultiLayerEagleMultiStepDraftExtendCudaGraphRunner.prepare",
     _after_prepare,
-    HookType.AFTER,
+    AFTER,
 )
 
 
@@ -303,8 +295,10 @@ def with_pat_blocks(worker: Any, model_runner: Any, served: VerifyPlanner) -> No
         drafting = BlockDraftStep(worker._draft_block_spec_info.draft_token_num, device)
         planner = SpeculativePlanner(model_runner, Environment.read(), layer_support, (drafting,))
         served.report(planner)
-        layers = LayerAttention(model_runner, layer_support)
-        return BackendState(planner, layers, [drafting], report=report_draft_support)
+        kinds = [drafting]
+        return BackendState(
+            planner, model_runner, layer_support, kinds, report=report_draft_support
+        )
 
     parts = [(backend, PatSpeculativeMixin, new_state)]
     attach(parts, layer_support, reason=_block_reason(worker, arguments))
@@ -315,7 +309,7 @@ def _block_reason(worker: Any, arguments: Any) -> Unsupported | None:
     """Return why a draft model that gives blocks is left to the default backend."""
     named = named_draft_backend(arguments)
     if named is not None:
-        return _names_backend(named)
+        return _names(named)
     if getattr(worker, "use_compact_draft_cache", False):  # its table of slots is its own
         size = resolved(arguments, "speculative_draft_window_size")
         return Unsupported("speculative decoding", f"--speculative-draft-window-size {size}")
@@ -332,8 +326,7 @@ def with_pat_extend(backend: Any, model_runner: Any, served: VerifyPlanner) -> N
 
     def new_state() -> BackendState:
         extend = served.new_extend(layer_support, drafts_now(model_runner.server_args))
-        layers = LayerAttention(model_runner, layer_support)
-        return BackendState(served, layers, [extend], report=report)
+        return BackendState(served, model_runner, layer_support, [extend], report=report)
 
     parts = [(backend, PatSpeculativeMixin, new_state)]
     attach(parts, layer_support, reason=_extend_reason(model_runner, served))
@@ -357,10 +350,10 @@ def _draft_layer_support(model_runner: Any) -> LayerSupport:
     named = draft_backend(model_runner)
     layer_support = layers_of_runner(model_runner, named or attention_backends(arguments)[1])
     if named is not None:
-        layer_support.fall_back_all(_names_backend(named))
+        layer_support.fall_back_all(_names(named))
     return layer_support
 
 
-def _names_backend(name: str) -> Unsupported:
-    flag = _NAMED.replace("_", "-")
-    return Unsupported("speculative decoding", f"--{flag} {name}")
+def _names(backend: str) -> Unsupported:
+    flag = "--speculative-draft-attention-backend"
+    return Unsupported("speculative decoding", f"{flag} {backend}")

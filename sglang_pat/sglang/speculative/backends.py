@@ -11,18 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
-from sglang_pat.sglang.backend import PatMixin
+from sglang_pat.sglang.backend import DecodeMixin, PatMixin
 from sglang_pat.sglang.layer.attention import LayerAttention
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.report.layer_report import report_draft_support
 from sglang_pat.sglang.speculative.planners import SpeculativePlanner
-from sglang_pat.sglang.speculative.steps import DraftSteps, SpeculativeStep, TargetVerifyStep
+from sglang_pat.sglang.speculative.steps import DraftSteps, SpeculativeStep
 from sglang_pat.sglang.speculative.tree_attention import TreeKv, undo_square_masks
 from sglang_pat.sglang.start.layer_support import LayerSupport
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER
@@ -44,13 +43,18 @@ class PatSpeculativeMixin(PatMixin):
         super().init_forward_metadata_in_graph(forward_batch)  # windows read those rows
 
     @property
+    def _trees(self) -> TreeKv | None:
+        """The trees of verify steps, if their drafts may branch."""
+        extra_kv = getattr(self._pat.kinds.get(_VERIFY), "extra_kv", None)
+        return extra_kv if isinstance(extra_kv, TreeKv) else None
+
+    @property
     def verify_mask(self) -> VerifyMask | None:
         """Return where SGLang writes what drafts read of each other. None: SGLang allocates it.
 
         Masks cover the drafts alone if no layer falls back: the default backend reads full masks.
         """
-        kind = self._pat.kinds.get(_VERIFY)
-        trees = _trees_of(kind)
+        trees = self._trees
         if trees is None or trees.masks is None or self._pat.layer_support.fallback:
             return super().verify_mask
         return VerifyMask(trees.masks.view(-1), TreeMaskMode.QLEN_ONLY, len(trees.masks))
@@ -133,23 +137,13 @@ class PatSpeculativeMixin(PatMixin):
         return super()._attend(q, k, v, layer, *rest, extra_kv=extra_kv, **kwargs)
 
     def _catch_up(self, forward_batch: Any) -> None:
-        kind = self._pat.kinds.get(_VERIFY)  # None for draft extend
-        planner = self._pat.planner
-        assert isinstance(planner, SpeculativePlanner)
-        if isinstance(kind, TargetVerifyStep) and planner.verifies_trees:
+        trees = self._trees
+        if trees is not None:
             has_mask = forward_batch.forward_mode is _VERIFY and not self._pat.is_captured
             # In a warm-up the mask is a large buffer.
             has_mask = has_mask and REQUEST_TRACKER.is_within_step
-            trees = _trees_of(kind)
-            buffer = None if trees is None else trees.masks
-            undo_square_masks(forward_batch if has_mask else None, buffer)
+            undo_square_masks(forward_batch if has_mask else None, trees.masks)
         super()._catch_up(forward_batch)
-
-
-def _trees_of(kind: Any) -> TreeKv | None:
-    """Return the trees of verify steps, if their drafts may branch."""
-    extra_kv = kind.extra_kv if isinstance(kind, TargetVerifyStep) else None
-    return extra_kv if isinstance(extra_kv, TreeKv) else None
 
 
 @dataclass
@@ -187,19 +181,18 @@ class PatDraftSteps:
 
         It must if a layer falls back, and until each layer has run: it may fall back when it does.
         """
-        layer_support = self._pat.layer_support
-        self._pat.has_default = (
-            bool(layer_support.fallback) or not self._pat.seen >= layer_support.shapes.keys()
-        )
-        return self._pat.has_default
+        pat, support = self._pat, self._pat.layer_support
+        pat.has_default = bool(support.fallback) or not pat.seen >= support.shapes.keys()
+        return pat.has_default
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Prepare a round without a graph."""
         if self._takes_default():
             super().init_forward_metadata(forward_batch)  # type: ignore[misc]
-        if self._pat.layer_support.shapes:
-            self._pat.plans = self._pat.planner.plan_eager(self._pat.round, forward_batch)
-        self._pat.in_capture = False
+        pat = self._pat
+        if pat.layer_support.shapes:
+            pat.plans = pat.planner.plan_eager(pat.round, forward_batch)
+        pat.in_capture = False
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Prepare a round whose CUDA graph is captured or replayed next."""
@@ -207,11 +200,10 @@ class PatDraftSteps:
             super().init_forward_metadata_out_graph(  # type: ignore[misc]
                 forward_batch, in_capture=in_capture
             )
-        self._pat.in_capture = in_capture
-        if self._pat.layer_support.shapes or self._pat.has_graphs:
-            self._pat.plans = self._pat.planner.plan_captured(
-                self._pat.round, forward_batch, in_capture
-            )
+        pat = self._pat
+        pat.in_capture = in_capture
+        if pat.layer_support.shapes or pat.has_graphs:
+            pat.plans = pat.planner.plan_captured(pat.round, forward_batch, in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Record what the graph does before its layers."""
@@ -225,15 +217,30 @@ class PatDraftSteps:
         self._pat.has_graphs = False
         self._pat.planner.reserve(max_bs)
 
-    def attends(self, layer: RadixAttention, arguments: dict[str, Any]) -> bool:
-        """Return True if pat attends in a layer. Otherwise the layer falls back.
 
-        The default backend is prepared for the round in which a layer runs first.
-        """
-        layer_support, layer_id = self._pat.layer_support, layer.layer_id
+class PatDraftStep(DecodeMixin):
+    """Attends in one step of a draft model's rounds."""
+
+    _pat: DraftStepState
+
+    @property
+    def _round(self) -> DraftStepsState:
+        return self._pat.steps._pat
+
+    def get_fused_kv_write_buffers(self, layer: RadixAttention, forward_batch: Any) -> Any:
+        """Return where a model may store a layer's KV itself; None: nowhere. Not in 0.5.17."""
+        if layer.layer_id in self._round.layer_support.shapes:
+            return None
+        return super().get_fused_kv_write_buffers(layer, forward_batch)
+
+    def _attends(
+        self, layer: RadixAttention, forward_batch: Any, arguments: dict[str, Any]
+    ) -> bool:
+        # The default backend is prepared for the round in which a layer runs first.
+        layer_support, layer_id = self._round.layer_support, layer.layer_id
         reason = layer_support.fallback_reason(layer, arguments)
         if reason is not None:
-            if not self._pat.has_default:
+            if not self._round.has_default:
                 raise RuntimeError(
                     f"layer {layer_id} of the draft model came too late: {reason}; use "
                     "--speculative-draft-attention-backend to leave the draft model to another "
@@ -243,50 +250,13 @@ class PatDraftSteps:
             report_draft_support(layer_support)
         return layer_id in layer_support.shapes
 
-    def attend(
-        self,
-        step: int,
-        q: torch.Tensor,
-        k: Any,
-        v: Any,
-        layer: RadixAttention,
-        *rest: Any,
-        **arguments: Any,
+    def _attend(
+        self, q: torch.Tensor, k: Any, v: Any, layer: RadixAttention, *rest: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Attend in a step of the round. See `LayerAttention.attend`."""
-        self._pat.seen.add(layer.layer_id)
-        self._pat.has_graphs |= self._pat.in_capture
-        if self._pat.plans is not None:
-            self._pat.round.go_to(step, self._pat.plans)
-        extra_kv = self._pat.round.extra_kv
-        return self._pat.layers.attend(
-            self._pat.plans, q, k, v, layer, *rest, extra_kv=extra_kv, **arguments
-        )
-
-
-class PatDraftStep(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
-    """Attends in one step of a draft model's rounds."""
-
-    _pat: DraftStepState
-
-    def get_fused_kv_write_buffers(self, layer: RadixAttention, forward_batch: Any) -> Any:
-        """Return where a model may store a layer's KV itself; None: nowhere. Not in 0.5.17."""
-        if layer.layer_id in self._pat.steps._pat.layer_support.shapes:
-            return None
-        return super().get_fused_kv_write_buffers(layer, forward_batch)
-
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: RadixAttention,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> Any:
-        """Attend through pat or the default backend: see `PatMixin.forward_decode`."""
-        steps = self._pat.steps
-        if not steps.attends(layer, kwargs):
-            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        return steps.attend(self._pat.step, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        pat = self._round
+        pat.seen.add(layer.layer_id)
+        pat.has_graphs |= pat.in_capture
+        if pat.plans is not None:
+            pat.round.go_to(self._pat.step, pat.plans)
+        extra_kv = pat.round.extra_kv
+        return pat.layers.attend(pat.plans, q, k, v, layer, *rest, extra_kv=extra_kv, **kwargs)

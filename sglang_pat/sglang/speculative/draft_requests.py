@@ -10,17 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_pat._scheduler import same_objects
-from sglang_pat.sglang.start.hooks import Hook, install_hooks
+from sglang_pat.sglang.start.hooks import AROUND, Hook, install_hooks
 from sglang_pat.sglang.tree.radix_paths import Request
 from sglang_pat.sglang.tree.request_tracker import (
     REQUEST_TRACKER,
     StepRequests,
     note_requests,
     requests_of,
-    within_step,
 )
 
 
@@ -82,7 +80,8 @@ def _around_load_batch(
     """AROUND DecodeCudaGraphRunner.load_batch, which prepares verify steps before their forward."""
     if graphs.model_runner.is_draft_worker or REQUEST_TRACKER.is_within_step:
         return original(graphs, forward_batch, *args, **kwargs)
-    return within_step(original, graphs, forward_batch, *args, **kwargs)
+    with REQUEST_TRACKER.running(forward_batch):
+        return original(graphs, forward_batch, *args, **kwargs)
 
 
 def _around_blocks(
@@ -97,22 +96,15 @@ def _around_blocks(
 
 
 # The method in which the target model's graphs verify drafts.
-VERIFY_HOOKS: tuple[Hook, ...] = (
-    Hook(
-        "sglang.srt.model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner",
-        "load_batch",
-        _around_load_batch,
-        HookType.AROUND,
-    ),
-)
+_GRAPHS = "model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner"
+VERIFY_HOOKS = (Hook(f"{_GRAPHS}.load_batch", _around_load_batch, AROUND),)
 # The workers of speculative decoding whose draft models give blocks.
 BLOCK_WORKERS = {
-    "DFLASH": "sglang.srt.speculative.dflash_worker_v2:DFlashWorkerV2",
-    "DSPARK": "sglang.srt.speculative.dspark_components.dspark_worker_v2:DSparkWorkerV2",
+    "DFLASH": "speculative.dflash_worker_v2:DFlashWorkerV2",
+    "DSPARK": "speculative.dspark_components.dspark_worker_v2:DSparkWorkerV2",
 }
 
 
-def block_hook(algorithm: str) -> Hook:
-    """Return the hook that tells whose blocks are drafted."""
-    worker = BLOCK_WORKERS[algorithm]
-    return Hook(worker, "forward_batch_generation", _around_blocks, HookType.AROUND)
+def block_hook(worker: str) -> Hook:
+    """Return the hook that tells whose blocks are drafted by one of `BLOCK_WORKERS`."""
+    return Hook(f"{worker}.forward_batch_generation", _around_blocks, AROUND)

@@ -11,7 +11,6 @@ from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.speculative.rows import DraftBatchBuilder
 from sglang_pat.sglang.speculative.steps import DraftExtendStep, SpeculativeStep, TargetVerifyStep
-from sglang_pat.sglang.speculative.tree_attention import TreeKv
 from sglang_pat.sglang.start.layer_support import LayerSupport
 from sglang_pat.sglang.step.microbatches import Microbatch
 from sglang_pat.sglang.step.planner import StepPlanner, TargetPlanner
@@ -36,11 +35,6 @@ class SpeculativePlanner(StepPlanner):
     ) -> None:
         self.kinds = tuple(kinds)
         super().__init__(model_runner, environment, layer_support)
-
-    @property
-    def verifies_trees(self) -> bool:
-        """Whether steps verify drafts that may branch."""
-        return any(isinstance(kind.extra_kv, TreeKv) for kind in self.kinds)
 
     def _plan(
         self,

@@ -36,7 +36,9 @@ def around_resolution(resolve: Callable[[Any], None], arguments: Any) -> None:
     strict mode if pat decodes nothing under these options. RuntimeError if SGLang has chosen `pat`
     in spite of the substitution.
     """
-    if not is_asked_for(arguments) and _asks(arguments):
+    options = (_ALL_MODES, _PREFILL, _DECODE, _DRAFT)
+    asks = BACKEND in [getattr(arguments, name) for name in options]
+    if asks and not is_asked_for(arguments):
         Environment.read()
         _substitute(arguments)
     resolve(arguments)
@@ -56,10 +58,6 @@ def named_draft_backend(arguments: Any) -> str | None:
     """Return the backend that was named for the draft model, before SGLang resolved it."""
     name: str | None = getattr(arguments, _NAMED_DRAFT, None)
     return name
-
-
-def _asks(arguments: Any) -> bool:
-    return BACKEND in [getattr(arguments, each) for each in (_ALL_MODES, _PREFILL, _DECODE, _DRAFT)]
 
 
 def _substitute(arguments: Any) -> None:

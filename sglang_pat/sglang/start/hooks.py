@@ -11,41 +11,43 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_pat import support
 
+AFTER, AROUND = HookType.AFTER, HookType.AROUND
+
 
 class Hook(NamedTuple):
     """A function to be put on a method of SGLang."""
 
-    # `module:Class`, with a colon. SGLang applies the hooks of a target string once, so a hook that
-    # another plug-in has put on the same method would keep a later one from being applied.
-    owner: str
-    method: str
+    # `module:Class.method` in sglang.srt, with a colon. SGLang applies the hooks of a target string
+    # once, so a hook that another plug-in has put on the same method would keep this one out.
+    target: str
     function: Callable[..., Any]
     kind: HookType
 
 
 def install_hooks(hooks: Sequence[Hook]) -> None:
     """Install hooks in this process, once. Raise RuntimeError if one does not take hold."""
-    for owner, method, hook, kind in hooks:
-        if not _is_hooked(owner, method, hook):
-            HookRegistry.register(f"{owner}.{method}", hook, kind)
+    for target, function, kind in hooks:
+        if not _is_hooked(target, function):
+            HookRegistry.register(f"sglang.srt.{target}", function, kind)
     HookRegistry.apply_hooks()
     check_hooks(hooks)
 
 
 def check_hooks(hooks: Sequence[Hook]) -> None:
     """Raise RuntimeError that names a hook which is not in place. SGLang only logs that."""
-    for owner, method, hook, _ in hooks:
-        if not _is_hooked(owner, method, hook):
+    for target, function, _ in hooks:
+        if not _is_hooked(target, function):
             raise RuntimeError(
-                f"pat could not hook {owner}.{method}; supported versions of SGLang: "
+                f"pat could not hook sglang.srt.{target}; supported versions of SGLang: "
                 f"{', '.join(support.SGLANG_VERSIONS)}"
             )
 
 
-def _is_hooked(owner: str, method: str, hook: Callable[..., Any]) -> bool:
+def _is_hooked(target: str, hook: Callable[..., Any]) -> bool:
     """Return True if `hook` is in the chain of wrappers around the method."""
+    owner, _, method = target.rpartition(".")
     try:
-        function = inspect.getattr_static(pkgutil.resolve_name(owner), method)
+        function = inspect.getattr_static(pkgutil.resolve_name(f"sglang.srt.{owner}"), method)
     except (AttributeError, ImportError):
         return False
     function = getattr(function, "__func__", function)  # of a class method

@@ -202,10 +202,8 @@ def window_reason(model: torch.nn.Module) -> Unsupported | None:
 
     fa3 then reads only the last tokens after the prompt.
     """
-    asks = getattr(model, "is_prefill_aware_swa", None)
-    return (
-        Unsupported("sliding window", "behind the prompt") if asks is not None and asks() else None
-    )
+    asks = getattr(model, "is_prefill_aware_swa", bool)
+    return Unsupported("sliding window", "behind the prompt") if asks() else None
 
 
 def _reason_for_all(model_runner: Any, default: str) -> Unsupported | None:
@@ -287,10 +285,9 @@ def _latent_pool_reason(layer: RadixAttention, model_runner: Any) -> Unsupported
         return Unsupported("dtype of queries and KV cache", f"a KV cache of {dtype}")
     pool = model_runner.token_to_kv_pool
     of_attention = pool.full_kv_pool if type(pool) is HybridLinearKVPool else pool
-    name = type(of_attention).__name__
     # Others store in ways of their own.
     if type(of_attention) is not MLATokenToKVPool or of_attention.use_dsa:
-        return Unsupported("KV pool", name)
+        return Unsupported("KV pool", type(of_attention).__name__)
     keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
     is_known = (
         keys.dtype == values.dtype == model_runner.kv_cache_dtype
@@ -299,9 +296,12 @@ def _latent_pool_reason(layer: RadixAttention, model_runner: Any) -> Unsupported
         and tuple(values.shape[1:]) == (1, layer.v_head_dim)
         and (values.data_ptr(), values.stride()) == (keys.data_ptr(), keys.stride())
     )
-    return (
-        None if is_known else Unsupported("KV pool", f"{name} of {keys.dtype} {[*keys.shape[1:]]}")
-    )
+    return None if is_known else _unknown_pool(of_attention, keys)
+
+
+def _unknown_pool(pool: Any, buffer: torch.Tensor) -> Unsupported:
+    what = f"{type(pool).__name__} of {buffer.dtype} {[*buffer.shape[1:]]}"
+    return Unsupported("KV pool", what)
 
 
 def shape_reason(
@@ -401,15 +401,9 @@ def _pool_reason(layer: RadixAttention, model_runner: Any) -> Unsupported | None
         (layer.qk_head_dim, pool.get_key_buffer(layer.layer_id)),
         (layer.v_head_dim, pool.get_value_buffer(layer.layer_id)),
     ):
-        expected = (layer.tp_k_head_num, head_dim)
-        if (
-            buffer.dtype != dtype
-            or tuple(buffer.shape[1:]) != expected
-            or not buffer.is_contiguous()
-        ):
-            return Unsupported(
-                "KV pool", f"{type(pool).__name__} of {buffer.dtype} {[*buffer.shape[1:]]}"
-            )
+        found, expected = [buffer.dtype, *buffer.shape[1:]], [dtype, layer.tp_k_head_num, head_dim]
+        if found != expected or not buffer.is_contiguous():
+            return _unknown_pool(pool, buffer)
     return None
 
 

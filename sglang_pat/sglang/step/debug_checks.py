@@ -11,7 +11,6 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 from sglang_pat._scheduler import PLAN_SECTIONS, PrefixForest
 from sglang_pat.attention import PackAttention
-from sglang_pat.batch import IntArray, PrefixPaths
+from sglang_pat.batch import IntArray
 from sglang_pat.plan import DecodePlan
 from sglang_pat.sglang.compat import RequestFields
 from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder
@@ -109,7 +108,7 @@ class StepChecker:
             raise RuntimeError(
                 f"the batch has rows {req_pool_indices.tolist()}, its requests {rows}"
             )
-        in_tree = _ends(source.paths(reqs, len(reqs)))
+        in_tree = [[(node[0], node[3]) for node in path] for path in source.read(reqs)]
         _check_kept(reqs, forest, in_tree)
         slots = [
             # A copy on the CPU too, because SGLang rewrites the table in place.
@@ -194,11 +193,6 @@ def _check_reuse(reqs: Sequence[Request], planned: _Planned, now: _Planned) -> N
             "a plan was reused though its requests, their rows, last nodes or protected lengths "
             f"changed from {planned.signature} to {now.signature}"
         )
-
-
-def _ends(paths: PrefixPaths) -> list[_Ends]:
-    nodes = list(zip(paths.node_id.tolist(), paths.kv_end.tolist(), strict=True))
-    return [nodes[begin:end] for begin, end in pairwise(paths.path_begin.tolist())]
 
 
 @dataclass(slots=True)

@@ -22,11 +22,9 @@ class Microbatch:
     eager: StepPlans
     captured: StepPlans | None = None
 
-    def plans(self) -> Iterator[StepPlans]:
-        """Yield the plans that there are."""
-        yield self.eager
-        if self.captured is not None:
-            yield self.captured
+    def plans(self) -> list[StepPlans]:
+        """Return the plans that there are."""
+        return [self.eager] if self.captured is None else [self.eager, self.captured]
 
 
 class Microbatches:
@@ -98,7 +96,7 @@ class Microbatches:
         for i, each in enumerate(self._recent):
             captured = first if i == 0 else first.sharing_buffers()
             if each.captured is not None:
-                captured.stats = each.captured.stats
+                captured.last.stats = each.captured.last.stats
             each.captured = captured
 
     def __iter__(self) -> Iterator[Microbatch]:

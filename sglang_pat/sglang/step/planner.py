@@ -15,11 +15,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from sglang_pat.attention import PackAttention
 from sglang_pat.executors.cuda import PlanOverflowError
-from sglang_pat.plan import HeadConfig, LayerKind
+from sglang_pat.plan import LayerKind
 from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.report.reports import StepReports
@@ -62,14 +60,14 @@ class StepPlanner:
         self._req_to_token_pool = model_runner.req_to_token_pool
         self._token_to_kv_pool = model_runner.token_to_kv_pool
         self._layer_ids = tuple(layer_support.shapes)
-        self._new_plans = partial(
-            _new_plans,
-            model_runner=model_runner,
-            environment=environment,
-            batch_invariant=layer_support.batch_invariant,
-            slot_map=layer_support.window_slots,
-            ahead=AHEAD + layer_support.drafts_ahead,
-        )
+        self._attention = {  # arguments of each PackAttention
+            "dtype": model_runner.dtype,
+            "kv_dtype": model_runner.kv_cache_dtype,
+            "device": self._req_to_token_pool.req_to_token.device,
+            "policy": environment.policy,
+            "growth_tokens": environment.growth_tokens,
+            "batch_invariant": layer_support.batch_invariant,
+        }
         self._microbatches = Microbatches(
             _num_microbatches(model_runner.server_args),
             partial(self._new_plans, layer_support.kinds()),
@@ -81,6 +79,30 @@ class StepPlanner:
         self._reasons: Counter[str] = Counter()  # why steps were planned
         self._reports: StepReports | None = None
         self._skipped = SkippedPlanning(lambda planning: None)
+
+    def _new_plans(self, kinds: Iterable[LayerKind], **reservation: Any) -> StepPlans:
+        """Make a PackAttention for each kind of layers."""
+        support = self.layer_support
+
+        def attention(kind: LayerKind) -> PackAttention:
+            windows: dict[str, Any] = {}
+            if kind.window:
+                windows = {"window": kind.window, "slot_map": support.window_slots}
+                windows["ahead"] = AHEAD + support.drafts_ahead
+            heads = kind.heads
+            return (WindowAttention if windows else PackAttention)(
+                heads.num_qo_heads,
+                heads.num_kv_heads,
+                heads.head_dim,
+                v_head_dim=heads.v_head_dim,
+                **self._attention,
+                **windows,
+                **reservation,
+            )
+
+        # Those without a window come last: their statistics are the step's.
+        in_order = sorted(kinds, key=lambda kind: (-kind.window, kind.heads))
+        return StepPlans({kind: attention(kind) for kind in in_order})
 
     # --- once per step ---
 
@@ -167,7 +189,7 @@ class StepPlanner:
             kind.count_planned(forward_batch, batch, plans)
             self._reasons[why or StepReason.FIRST] += 1
         if execution is not ExecutionMode.CAPTURE and self._reports is not None:
-            self._reports.add_step(plans.step_time, num_repeated)
+            self._reports.add_step(plans.last.step_time, num_repeated)
         if execution is ExecutionMode.REPLAY:
             self._allow_repeats(kind, builder, plans)
         return plans
@@ -184,7 +206,7 @@ class StepPlanner:
         else:
             steps = sys.maxsize if self._reports is None else self._reports.steps_left
             self._reuse.permit_skips(min(kind.steps_to_repeat(builder, plans.steps_left()), steps))
-            self._skipped.begin(plans.step_tokens, len(shared.reqs))
+            self._skipped.begin(plans.last.step_tokens, len(shared.reqs))
 
     # --- CUDA graphs ---
 
@@ -219,7 +241,7 @@ class StepPlanner:
         )
 
     def _plan_stats(self) -> list[PlanStats]:
-        stats = [plans.stats for each in self._microbatches for plans in each.plans()]
+        stats = [plans.last.stats for each in self._microbatches for plans in each.plans()]
         return [*stats, self._skipped.stats()]
 
 
@@ -253,45 +275,6 @@ class TargetPlanner(StepPlanner):
         """Return the counters that not all servers have."""
         checks = {} if self._checks is None else self._checks.counters()
         return {name: [counts] for name, counts in checks.items()}
-
-
-def _new_plans(
-    kinds: Iterable[LayerKind],
-    model_runner: Any,
-    environment: Environment,
-    batch_invariant: bool,
-    slot_map: torch.Tensor | None,
-    ahead: int,
-    **reservation: Any,
-) -> StepPlans:
-    """Make a PackAttention for each kind of layers."""
-
-    def attention(heads: HeadConfig, **window: Any) -> PackAttention:
-        return (WindowAttention if window else PackAttention)(
-            heads.num_qo_heads,
-            heads.num_kv_heads,
-            heads.head_dim,
-            v_head_dim=heads.v_head_dim,
-            dtype=model_runner.dtype,
-            kv_dtype=model_runner.kv_cache_dtype,
-            device=model_runner.req_to_token_pool.req_to_token.device,
-            policy=environment.policy,
-            growth_tokens=environment.growth_tokens,
-            batch_invariant=batch_invariant,
-            **window,
-            **reservation,
-        )
-
-    # Those without a window come last: their statistics are the step's.
-    in_order = sorted(set(kinds), key=lambda kind: (-kind.window, kind.heads))
-    return StepPlans(
-        {
-            kind: attention(kind.heads, window=kind.window, slot_map=slot_map, ahead=ahead)
-            if kind.window
-            else attention(kind.heads)
-            for kind in in_order
-        }
-    )
 
 
 def _num_microbatches(server_args: Any) -> int:

@@ -132,7 +132,7 @@ class DecodeBatchBuilder:
 
         reason: why nothing is shared.
         """
-        return view.lengths(view.host_lengths())
+        return view.lengths()
 
     def _row_lengths(self, view: StepInputs, lens: IntArray) -> IntArray:
         """Return the lengths of the rows, for requests of these lengths."""
@@ -250,14 +250,14 @@ class StepInputs:
             **more,
         )
 
-    def host_lengths(self) -> npt.NDArray[np.int64]:
-        """Return the lengths on the host. Where SGLang does not give them, wait for the device."""
-        on_host = self.seq_lens.cpu() if self.seq_lens_cpu is None else self.seq_lens_cpu
-        lens: npt.NDArray[np.int64] = on_host.numpy()
-        return lens
+    def lengths(self, given: npt.NDArray[np.int64] | None = None) -> IntArray:
+        """Return a copy of these lengths, with 0 for padding. SGLang may write to its own.
 
-    def lengths(self, given: npt.NDArray[np.int64]) -> IntArray:
-        """Return a copy of these lengths, with 0 for padding. SGLang may write to its own."""
+        By default they are SGLang's. Where it gives none on the host, this waits for the device.
+        """
+        if given is None:
+            on_host = self.seq_lens.cpu() if self.seq_lens_cpu is None else self.seq_lens_cpu
+            given = on_host.numpy()
         lens: IntArray = row_lengths(given, self.num_known, self.size)
         return lens
 

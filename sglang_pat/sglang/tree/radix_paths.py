@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import wraps
 from itertools import count
 from operator import attrgetter
@@ -187,7 +187,10 @@ class NodeIdPaths(PathReader):
             return [_climbed_path(self._core, id_) for id_ in ids]
         binding = rust_binding(self._core)
         if binding is None:
-            return [[_as_node(info) for info in path] for path in self._core.collect_path_info(ids)]
+            return [
+                [(*_OF_SPAN(node), getattr(node, "num_children", _ANY_CHILDREN)) for node in path]
+                for path in self._core.collect_path_info(ids)
+            ]
         # The Rust core answers with tuples. Its adapter makes an object of each, which takes longer
         # than the rest of reading, so pat asks the core itself.
         collected: Any = binding.collect_path_info(ids)
@@ -196,10 +199,6 @@ class NodeIdPaths(PathReader):
             return [[(*node, _ANY_CHILDREN) for node in path] for path in collected]
         paths: list[Path] = collected
         return paths
-
-
-def _as_node(info: Any) -> _Node:
-    return (*_OF_SPAN(info), getattr(info, "num_children", _ANY_CHILDREN))
 
 
 _OF_SPAN: attrgetter[tuple[int, int, int, int, int]] = attrgetter(
@@ -277,12 +276,7 @@ def _checked(
     return checked
 
 
-_NODE_IDS = count(1 << 62)  # of nodes that are in no tree: a tree counts its own from 0
-
-
-def new_node_id() -> int:
-    """Return a fresh id for a node that is in no tree."""
-    return next(_NODE_IDS)
+NODE_IDS = count(1 << 62)  # of nodes that are in no tree: a tree counts its own from 0
 
 
 def extended_path(path: Path, node_id: int, end: int) -> Path:
@@ -330,15 +324,11 @@ class CacheEventMonitor:
         calling a method.
     """
 
-    def __init__(
-        self,
-        cache: Any,
-        on_checkpoint: Callable[[Request], object],
-        on_reset: Callable[[], object],
-    ) -> None:
+    def __init__(self, cache: Any, callbacks: Mapping[str, Callable[..., object]]) -> None:
+        """Watch a cache. A callback is called with the arguments of a method after each call."""
         self.counts: Counter[str] = Counter()
         self.unobservable: tuple[str, ...] = ()
-        self._on_checkpoint, self._on_reset = on_checkpoint, on_reset
+        self._callbacks = callbacks  # by kind
         inner = unwrapped(cache)
         # A cache that is wrapped for sessions gets its checkpoints through the wrapper.
         owners = {"checkpoint": cache, "split": node_splitter(inner, *_METHODS["split"])}
@@ -351,10 +341,7 @@ class CacheEventMonitor:
 
     @classmethod
     def watching(
-        cls,
-        cache: Any,
-        on_checkpoint: Callable[[Request], object],
-        on_reset: Callable[[], object],
+        cls, cache: Any, on_checkpoint: Callable[[Request], object], on_reset: Callable[[], object]
     ) -> CacheEventMonitor:
         """Return the monitor of a cache. The first call makes it, with its callbacks.
 
@@ -363,7 +350,11 @@ class CacheEventMonitor:
         """
         events: CacheEventMonitor | None = vars(cache).get(_EVENTS)
         if events is None:
-            events = cls(cache, on_checkpoint, on_reset)
+            callbacks: dict[str, Callable[..., object]] = {
+                "checkpoint": lambda req, *_, **__: on_checkpoint(req),
+                "reset": lambda *_, **__: on_reset(),
+            }
+            events = cls(cache, callbacks)
             setattr(cache, _EVENTS, events)
         return events
 
@@ -383,7 +374,7 @@ class CacheEventMonitor:
 
     def _watched(self, method: Callable[..., Any], kind: str) -> Callable[..., Any]:
         """Return the method, with its calls counted and reported to the callbacks."""
-        counts, on_checkpoint, on_reset = self.counts, self._on_checkpoint, self._on_reset
+        counts, tell = self.counts, self._callbacks.get(kind)
 
         @wraps(method)
         def count(*args: Any, **kwargs: Any) -> Any:  # locks are frequent: only count
@@ -391,18 +382,11 @@ class CacheEventMonitor:
             return method(*args, **kwargs)
 
         @wraps(method)
-        def checkpoint(req: Request, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return count(req, *args, **kwargs)
-            finally:
-                on_checkpoint(req)
-
-        @wraps(method)
-        def reset(*args: Any, **kwargs: Any) -> Any:
+        def count_and_tell(*args: Any, **kwargs: Any) -> Any:
             try:
                 return count(*args, **kwargs)
             finally:
-                on_reset()
+                assert tell is not None
+                tell(*args, **kwargs)
 
-        special: dict[str, Callable[..., Any]] = {"checkpoint": checkpoint, "reset": reset}
-        return special.get(kind, count)
+        return count if tell is None else count_and_tell

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_pat._scheduler import same_objects
 from sglang_pat.sglang import compat
-from sglang_pat.sglang.start.hooks import Hook
+from sglang_pat.sglang.start.hooks import AFTER, AROUND, Hook
 from sglang_pat.sglang.tree.radix_paths import Request
 from sglang_pat.sglang.tree.row_groups import batch_with_beams
 
@@ -156,15 +155,8 @@ def _around_forward(
     """AROUND ModelRunner._forward_raw."""
     if runner.is_draft_worker:
         return original(runner, forward_batch, *args, **kwargs)
-    return within_step(original, runner, forward_batch, *args, **kwargs)
-
-
-def within_step(
-    original: Callable[..., Any], owner: Any, forward_batch: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Call `original` while the batch is the running one."""
     with REQUEST_TRACKER.running(forward_batch):
-        return original(owner, forward_batch, *args, **kwargs)
+        return original(runner, forward_batch, *args, **kwargs)
 
 
 def _after_retraction(result: Any, req: Request, *args: object, **kwargs: object) -> None:
@@ -172,23 +164,8 @@ def _after_retraction(result: Any, req: Request, *args: object, **kwargs: object
     REQUEST_TRACKER.invalidate([req])
 
 
-TRACKER_HOOKS: tuple[Hook, ...] = (
-    Hook(
-        "sglang.srt.model_executor.forward_batch_info:ForwardBatch",
-        "init_new",
-        _after_init_new,
-        HookType.AFTER,
-    ),
-    Hook(
-        "sglang.srt.model_executor.model_runner:ModelRunner",
-        "_forward_raw",
-        _around_forward,
-        HookType.AROUND,
-    ),
-    Hook(
-        "sglang.srt.managers.schedule_batch:Req",
-        "reset_for_retract",
-        _after_retraction,
-        HookType.AFTER,
-    ),
+TRACKER_HOOKS = (
+    Hook("model_executor.forward_batch_info:ForwardBatch.init_new", _after_init_new, AFTER),
+    Hook("model_executor.model_runner:ModelRunner._forward_raw", _around_forward, AROUND),
+    Hook("managers.schedule_batch:Req.reset_for_retract", _after_retraction, AFTER),
 )

@@ -19,11 +19,11 @@ import torch
 
 from sglang_pat.sglang.compat import RequestFields
 from sglang_pat.sglang.tree.radix_paths import (
+    NODE_IDS,
     Path,
     PathReader,
     Request,
     extended_path,
-    new_node_id,
 )
 
 _GROUP = "_sglang_pat_rows"  # attribute of a BeamGroup
@@ -88,7 +88,7 @@ class RequestRows:
         if begin >= self.end:
             return path
         if self._span != (begin, self.end):
-            self._node_id, self._span = new_node_id(), (begin, self.end)
+            self._node_id, self._span = next(NODE_IDS), (begin, self.end)
         return extended_path(path, self._node_id, self.end)
 
 

@@ -30,8 +30,6 @@ _CACHES = (
 _COMMON, _FIRST, _SECOND = [*range(8)], [*range(10, 13)], [*range(20, 25)]
 _NEXT_TOKEN = 99  # SGLang leaves the last token of a prompt to the prefill
 _SPANS = [[(0, 8), (8, 11)], [(0, 8), (8, 13)]]
-
-
 # Tokens and slots. The second prompt finds the KV of the common tokens in the cache.
 _PROMPTS = (
     (_COMMON + _FIRST, [*range(100, 111)]),
@@ -88,12 +86,16 @@ def _failed(where: str, what: str) -> str:
 
 def _test(kind: type[Any]) -> None:
     """Raise an exception that says what is wrong with a class of prefix caches."""
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
     cache = _new_cache(kind)
     events = CacheEventMonitor.watching(cache, lambda req: None, lambda: None)
-    _insert(cache)
+    for tokens, slots in _PROMPTS:
+        cache.insert(InsertParams(key=RadixKey(array("q", tokens)), value=torch.tensor(slots)))
     reqs = [_request(f"request {i}", tokens, cache) for i, (tokens, _) in enumerate(_PROMPTS)]
     for req in reqs:
-        _lock(cache, req)
+        cache.inc_lock_ref(req.last_node)
     source = path_reader(cache)
     if source is None:
         raise RuntimeError("its paths cannot be read")
@@ -129,19 +131,6 @@ def _new_cache(kind: type[Any]) -> Any:
         tree_components=(ComponentType.FULL,),
     )
     return kind(params)
-
-
-def _insert(cache: Any) -> None:
-    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
-    from sglang.srt.mem_cache.radix_cache import RadixKey
-
-    for tokens, slots in _PROMPTS:
-        key = RadixKey(array("q", tokens))
-        cache.insert(InsertParams(key=key, value=torch.tensor(slots)))
-
-
-def _lock(cache: Any, req: Any) -> None:
-    cache.inc_lock_ref(req.last_node)
 
 
 def _request(name: str, prompt: list[int], cache: Any) -> Any:
