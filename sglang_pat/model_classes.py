@@ -88,6 +88,8 @@ SPARSE_WITH_INDEX = _names(
     MistralLarge3ForCausalLM PixtralForConditionalGeneration
     """
 )
+# A configuration that lacks `index_topk` has it all the same.
+_INDEX_BY_DEFAULT = frozenset({"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"})
 # A bias of each query and distance is added to the scores.
 WITH_BIAS = frozenset({"InklingForConditionalGeneration"})
 ENCODER_DECODER = _names(
@@ -123,10 +125,27 @@ KNOWN = (
 _OF_DRAFTS = ("NextN", "MTP", "Eagle", "Eagle3", "DSpark", "DraftModel", "AssistantModel")
 
 
+# Types of models whose configurations need not name a class: SGLang knows it.
+_BY_TYPE = {
+    "deepseek_vl_v2": "DeepseekVL2ForCausalLM",
+    "dots_vlm": "DotsVLMForCausalLM",
+    "longcat_flash": "LongcatFlashForCausalLM",
+    "multi_modality": "MultiModalityCausalLM",
+}
+# Names that stand for another class.
+_ALIASES = {
+    "DeepseekV41ForCausalLM": "DeepseekV4ForCausalLM",
+    "LongcatCausalLM": "LongcatFlashForCausalLM",
+    "LongcatFlashNgramForCausalLM": "LongcatFlashForCausalLM",
+}
+
+
 def class_name(config: Mapping[str, Any]) -> str:
-    """The class that SGLang builds: the first of `architectures`; empty if there is none."""
+    """The class that SGLang builds: by `architectures`, else by `model_type`; empty if neither."""
     names = config.get("architectures")
-    return str(names[0]) if isinstance(names, list) and names else ""
+    if not isinstance(names, list) or not names:
+        return _BY_TYPE.get(str(config.get("model_type")), "")
+    return _ALIASES.get(str(names[0]), str(names[0]))
 
 
 def is_draft_model(name: str) -> bool:
@@ -146,5 +165,6 @@ def answers_with_tokens(config: Mapping[str, Any]) -> bool:
 def sparse_name(config: Mapping[str, Any]) -> str:
     """The class, if SGLang runs it on a sparse backend of its own; else empty."""
     name = class_name(config)
-    with_index = name in SPARSE_WITH_INDEX and config.get("index_topk") is not None
+    index = config.get("index_topk", 2048 if name in _INDEX_BY_DEFAULT else None)
+    with_index = name in SPARSE_WITH_INDEX and index is not None
     return name if with_index or name in SPARSE else ""

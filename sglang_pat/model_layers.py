@@ -15,6 +15,7 @@ from typing import Any
 
 from sglang_pat import model_classes
 from sglang_pat.model_classes import class_name
+from sglang_pat.model_defaults import ATTENTION, DEFAULTS
 from sglang_pat.support import Unsupported, shape_reason
 
 FULL = "full attention"
@@ -93,54 +94,7 @@ _NAMES = {
     "moe_top_k": "num_experts_per_tok",
 }
 _PARTS = ("attn_config", "ffn_config")  # of DBRX
-_HEAD_DIMS_BY_TYPE = {  # where the configuration leaves them to transformers
-    "gemma": 256,
-    "gemma2": 256,
-    "gemma3_text": 256,
-    "gemma4_text": 256,
-    "glm4": 128,
-    "gpt_oss": 64,
-    "qwen3": 128,
-    "qwen3_5_text": 256,
-    "qwen3_5_moe_text": 256,
-    "qwen3_next": 256,
-    "seed_oss": 128,
-}
 _LARGEST, _MOST_LAYERS = 10**9, 10_000
-# Decoder values that published configurations leave to transformers.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "gemma3_text": {
-        "vocab_size": 262208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-        "tie_word_embeddings": True,
-    },
-    "llama": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": False,
-    },
-    "mistral": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": False,
-    },
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +149,8 @@ def read_layers(config: Mapping[str, Any], tp: int = 1) -> tuple[Layer, ...]:
 def check_architectures(config: Mapping[str, Any]) -> None:
     """ValueError unless the config names the classes of its model."""
     names = config.get("architectures")
+    if names is None and class_name(config):
+        return
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
         raise ValueError("no config.json of a model: it names no architectures")
 
@@ -280,12 +236,13 @@ def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         inner = config.get(key)
         if isinstance(inner, Mapping):
             kept = {each: config[each] for each in _OF_THE_WHOLE if config.get(each) is not None}
-            own = {each: value for each, value in inner.items() if value is not None}
+            own = {k: v for k, v in inner.items() if v is not None or k not in _OF_THE_WHOLE}
             if "architectures" in own and "architectures" in kept:
                 own["decoder_architectures"] = own.pop("architectures")
-            defaults = _DEFAULTS.get(str(inner.get("model_type")), {})
+            defaults = DEFAULTS.get(str(inner.get("model_type")), {})
             return decoder_config({**kept, **defaults, **own, "encoders": _encoders(config)})
-    named = dict(config)
+    defaults = DEFAULTS.get(str(config.get("model_type")), {})
+    named = {key: defaults[key] for key in ATTENTION if key in defaults} | dict(config)
     parts = (config[key] for key in _PARTS if isinstance(config.get(key), Mapping))
     for part in (config, *parts):
         for old, new in _NAMES.items():
@@ -391,8 +348,12 @@ def _plain(config: Mapping[str, Any]) -> list[str]:
     if blocks is not None:  # Nemotron by NAS
         layers = range(_num_layers(config))
         return [NO_ATTENTION if _block(config, i).get("no_op") else FULL for i in layers]
-    attentions = 2 if config.get("model_type") == "longcat_flash" else 1  # of a layer
-    return [FULL] * (attentions * _num_layers(config))
+    return [FULL] * (attentions_per_layer(config) * _num_layers(config))
+
+
+def attentions_per_layer(config: Mapping[str, Any]) -> int:
+    """How many times each layer of a model attends."""
+    return 2 if class_name(config) == "LongcatFlashForCausalLM" else 1
 
 
 def _block(config: Mapping[str, Any], index: int) -> Mapping[str, Any]:
@@ -430,9 +391,7 @@ def _by_keys(config: Mapping[str, Any]) -> list[str]:
             raise ValueError(f"layer_types={reprlib.repr(listed)}; allowed: a list")
         if len(listed) < layers:
             raise ValueError(f"layer_types has {len(listed)} entries for {layers} layers")
-        kinds = [_KINDS.get(str(kind), str(kind)) for kind in listed[:layers]]
-        has_window = config.get("sliding_window")
-        return [FULL if kind == WINDOW and not has_window else kind for kind in kinds]
+        return [_KINDS.get(str(kind), str(kind)) for kind in listed[:layers]]
     is_hybrid = str(config.get("model_type")).startswith(("qwen3_next", "qwen3_5"))
     if interval := count(config, "full_attention_interval") or 4 * is_hybrid:
         return _every(config, interval, STATE)
@@ -540,7 +499,10 @@ def _layer(config: Mapping[str, Any], index: int, kind: str, tp: int) -> Layer:
         )  # fmt: skip
     kv_heads, head_dim, v_head_dim = _attention_shape(config, kind, index, qo_heads)
     _check_groups(qo_heads, kv_heads)
-    window = {WINDOW: "sliding_window", CHUNK: "attention_chunk_size"}.get(kind)
+    key = {WINDOW: "sliding_window", CHUNK: "attention_chunk_size"}.get(kind)
+    window = (count(config, key) or None) if key else None
+    if kind == WINDOW and window is None:
+        kind = FULL
     heads = (max(1, qo_heads // tp), max(1, kv_heads // tp))  # of a rank
     return Layer(
         index=index,
@@ -549,7 +511,7 @@ def _layer(config: Mapping[str, Any], index: int, kind: str, tp: int) -> Layer:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         v_head_dim=v_head_dim,
-        window=(count(config, window) or None) if window else None,
+        window=window,
         kv_elements=kv_heads * (head_dim + v_head_dim),
         refusal=_refusal(config, kind, heads, head_dim, v_head_dim),
     )
@@ -582,7 +544,7 @@ def _attention_shape(
     if config.get("block_configs") is not None:
         kv_heads = max(1, heads // positive(_block(config, index), "n_heads_in_group"))
     hidden = count(config, "hidden_size")
-    default = _HEAD_DIMS_BY_TYPE.get(str(config.get("model_type")))
+    default = DEFAULTS.get(str(config.get("model_type")), {}).get("head_dim")
     default = default or (hidden // heads if hidden else None)
     head_dim = v_head_dim = positive(config, "head_dim", default)
     if class_name(config) in ("", "MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"):

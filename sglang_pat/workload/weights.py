@@ -18,6 +18,7 @@ from sglang_pat.model_layers import (
     NO_ATTENTION,
     WINDOW,
     Layer,
+    attentions_per_layer,
     count,
     positive,
     quantisation_of,
@@ -197,7 +198,7 @@ def _mlps(
             elif letter in ("E", "moe"):
                 yield True, expert_width
         return
-    attentions = 2 if config.get("model_type") == "longcat_flash" else 1
+    attentions = attentions_per_layer(config)
     for index in range(len(layers) // attentions):
         if num_experts and _is_mixture(config, index):
             yield True, expert_width

@@ -17,6 +17,7 @@ from sglang_pat.model_layers import (
     NO_ATTENTION,
     STATE,
     WINDOW,
+    check_served,
     decoder_config,
     has_float8_cache,
     read_layers,
@@ -268,3 +269,39 @@ def test_a_configuration_tells_what_the_engine_decides(family: Family, tmp_path:
             # SGLang's window is less by one where a token's own place is not counted.
             topic = refusal.topic if refusal.topic != "attention" else str(refusal)
             assert reason.startswith(" ".join(topic.split()[:2]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({"model_type": "deepseek_vl_v2", "language_config": PLAIN | MLA}, [LATENT] * 6),
+        ({"model_type": "multi_modality", "language_config": {**PLAIN, "model_type": "llama"}},
+         [FULL] * 6),
+        ({"model_type": "longcat_flash", **PLAIN, **MLA}, [LATENT] * 12),
+        ({"architectures": ["LongcatCausalLM"], "model_type": "longcat", **PLAIN, **MLA},
+         [LATENT] * 12),
+    ],
+)  # fmt: skip
+def test_sglang_knows_the_class_of_some_types_of_models(
+    changes: dict[str, Any], layers: list[str]
+) -> None:
+    check_served(changes)
+    assert [layer.kind for layer in read_layers(changes)] == layers
+
+
+def test_an_index_of_sparse_attention_may_be_a_default() -> None:
+    for name, value, is_sparse in (
+        ("GlmMoeDsaForCausalLM", {}, True),
+        ("DeepseekV32ForCausalLM", {}, True),
+        ("GlmMoeDsaForCausalLM", {"index_topk": None}, False),
+        ("DeepseekV3ForCausalLM", {}, False),
+        ("DeepseekV3ForCausalLM", {"index_topk": 2048}, True),
+    ):
+        found = refused(**MLA, **value, architectures=[name])
+        assert found == [f"sparse attention ({name})" if is_sparse else ""] * 6
+
+
+@pytest.mark.parametrize("changes", [{}, {"model_type": "llama"}, {"architectures": []}])
+def test_other_configurations_name_their_class(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="it names no architectures"):
+        check_served({**PLAIN, **changes})
