@@ -190,7 +190,7 @@ def register() -> None:
 
     def read_again(plans: Any) -> None:
         """Let plans read lengths and slots, as kernels do in each replay."""
-        for attention in plans._attentions:
+        for attention in plans.of_kind.values():
             attention._executor.reuse_plan(attention._executor._step)
 
     def padded_keys(
