@@ -96,7 +96,8 @@ _OLMO_3_32B = {
     "attention_bias": False,
     "vocab_size": 100278,
     "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000},
+    "rope_theta": 500000,
+    "rope_scaling": {"rope_type": "default", "rope_theta": 500000},  # SGLang's class reads both
     "tie_word_embeddings": False,
     "bos_token_id": 100257,
     "eos_token_id": 100265,
