@@ -2,8 +2,7 @@
 
 The constants were fitted to recorded servers of an H100 and an H200 (`benchmarks/results`): the
 8B shape, and the part of a 70B model on one of eight GPUs. Tests compare them. Passes were fitted
-to whole jobs on an H200. Pat and a query-centric kernel obey one law: they differ in what they
-read, and from where. Other GPUs are scaled by their data sheets, which no run has checked.
+to whole jobs on an H200. Other GPUs are scaled by their data sheets, which no run has checked.
 """
 
 from __future__ import annotations
@@ -48,6 +47,10 @@ _FLOPS_SHARE = 700e12 / _H100.flops_per_second
 _L2_PER_SM = 6.8e12 / _H100.num_sms  # bytes a second, KV that the L2 cache holds
 # Latent attention: whoever reads a token, a tile of 64 query rows is multiplied with it.
 _LATENT_FLOPS_SHARE = 650e12 / _H100.flops_per_second
+# pat's other attention: a tile's rows are multiplied with each token that it reads.
+_TILE_FLOPS_SHARE = 400e12 / _H100.flops_per_second
+_TILE_ROWS = 64
+_OVERLAP = 4  # norm of the time in memory and the time in tensor cores: they hide each other well
 _ATTENTION_SECONDS = 8.5e-6  # of a layer's attention, in addition to what it moves
 _LAYER_SECONDS = 32e-6  # of a layer's norms and launches
 # Of launches more: what chooses and sorts experts, projects latent attention, and keeps a state.
@@ -60,8 +63,9 @@ _PREFILL_REQUEST_SECONDS = 0.001  # of every request in it
 
 _MEMORY_SHARE = 0.86  # of a GPU's memory for weights and KV, about SGLang's default
 
-# Never measured: an all-reduce after attention and one after the MLP of every layer.
-_ALL_REDUCE_SECONDS = 10e-6
+# An all-reduce after attention and one after the MLP of every layer. SGLang's own, on eight H200s;
+# NCCL's takes three times as long there.
+_ALL_REDUCE_SECONDS = 5e-6
 _ALL_REDUCE_BYTES_PER_SECOND = 300e9
 
 _PARTIAL_BYTES, _LSE_BYTES = 2, 4  # of one number of a partial output, and of its weight
@@ -77,7 +81,8 @@ class Reads(NamedTuple):
 
     once: each distinct token, from memory. again: from memory, by another request of the batch.
     cached: again, but from the L2 cache. partials: of one query row. cache_speed: of the reads from
-    the cache, over that of all SMs that do nothing else.
+    the cache, over that of all SMs that do nothing else. in_tiles: by pat's tiles, which hide them
+    behind their products.
     """
 
     once: float
@@ -85,6 +90,7 @@ class Reads(NamedTuple):
     cached: float = 0.0
     partials: float = 0.0
     cache_speed: float = 1.0
+    in_tiles: bool = False
 
     @property
     def tokens(self) -> float:
@@ -260,6 +266,11 @@ class StepTime:
             flops = 2 * tiles * MAX_LATENT_GROUP_SIZE * (layer.head_dim + layer.v_head_dim)
             computed = reads.tokens * flops / gpu.flops_per_second / _LATENT_FLOPS_SHARE
             return _ATTENTION_SECONDS + math.hypot(memory, computed) + merge
+        if reads.in_tiles:
+            flops = 2 * _TILE_ROWS * (layer.head_dim + layer.v_head_dim) * heads
+            computed = reads.tokens * flops / gpu.flops_per_second / _TILE_FLOPS_SHARE
+            both = (memory**_OVERLAP + computed**_OVERLAP) ** (1 / _OVERLAP)
+            return _ATTENTION_SECONDS + both + merge
         cached = reads.cached * per_token / gpu.num_sms / _L2_PER_SM / reads.cache_speed
         return _ATTENTION_SECONDS + memory + cached + merge
 

@@ -28,8 +28,6 @@ Backend = str  # DEFAULT or PAT
 _PLANS = 1000  # of one server, about
 # A server that is starved for less of its time is as full as it gets.
 _STARVED = 0.02
-# pat reads again from the L2 cache while other blocks read from memory: half of it takes no time.
-_CACHE_SPEED = 2.0
 # If first come first served computes this many times the distinct tokens, it is compared with
 # dfs-weight, for this many requests: dfs-weight looks at all waiting requests before each pass.
 _REPEATED, _ORDERED = 1.5, 500
@@ -63,9 +61,7 @@ class BackendClock:
         planner = self._planner
         plan = planner.ratios.plans[planner.policies[0] if policy is None else policy]
         again = (kv_tokens - distinct) * plan.again
-        return Reads(
-            distinct, cached=again, cache_speed=_CACHE_SPEED, partials=plan.partials * requests
-        )
+        return Reads(distinct, cached=again, partials=plan.partials * requests, in_tiles=True)
 
     def _default_reads(self, requests: int, kv_tokens: float, distinct: float) -> Reads:
         again = kv_tokens - distinct
