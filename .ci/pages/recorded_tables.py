@@ -62,6 +62,8 @@ MODELS = {
     "qwen3.6": "Qwen3.6's attention",
     "glm-4.6": "GLM-4.6",
     "glm-4.7-flash": "GLM-4.7-Flash",
+    "kimi-linear": "Kimi-Linear",
+    "olmo-3-32b": "Olmo 3 32B",
     "k2-rank": "K2, a rank of 8",
     "v3-rank": "V3, a rank of 8",
     "k2": "K2",
@@ -258,11 +260,11 @@ def servers(name: str) -> str:
 
 def compared_servers() -> str:
     """Times and ratios of benchmarks/server compare, with the answers that part without a tie."""
-    names = [
-        path.relative_to(RESULTS).as_posix() for path in sorted(RESULTS.glob("h100/compare-*.json"))
-    ]
+    paths = sorted(RESULTS.rglob("compare-*.json"))
+    names = [path.relative_to(RESULTS).as_posix() for path in paths]
     rows = [row for name in names for row in _compared(read(name))]
-    columns = ["model: requests x tokens", "pat", "other", "other / pat", "answers apart, no tie"]
+    columns = ["model: requests x tokens", "GPU, SGLang", "pat", "other", "other / pat"]
+    columns.append("answers apart, no tie")
     return sourced(names, columns, rows)
 
 
@@ -277,6 +279,10 @@ def _compared(result: dict[str, Any]) -> Iterator[list[str]]:
         model += ", fp8 KV" if "kv_cache_dtype" in scenario["arguments"] else ""
         page_size = scenario["servers"][case["pat"]]["page_size"]
         model += f", pages of {page_size}" if page_size > 1 else ""
+        if "disable_custom_all_reduce" in scenario["arguments"]:
+            model += ", NCCL's all-reduce"
+        meta = result["meta"]
+        where = f"{meta['gpu'].split()[1]}, {meta['versions']['sglang']}"
         times, own = case["tpot_ms"], case.get("own_answers", {})
         for other in (each for each in times if each != case["pat"]):
             apart = ""
@@ -286,6 +292,7 @@ def _compared(result: dict[str, Any]) -> Iterator[list[str]]:
                 apart += f", from itself {len(own[other]['errors'])}" if other in own else ""
             yield [
                 f"{model}: {case['case']}",
+                where,
                 f"{times[case['pat']]:.2f}",
                 f"{other} {times[other]:.2f}",
                 f"{case['over_pat'][other]['median']:.3f}" if case["over_pat"] else "",
