@@ -220,28 +220,43 @@ def _paged(workload: Workload, *caches: torch.Tensor) -> tuple[torch.Tensor, ...
 
 
 def fa3(workload: Workload, tensors: WorkloadTensors) -> Layer:
-    """FA3 of sglang-kernel.
+    """FA3 of sglang-kernel, whose schedule is computed once for all layers.
 
     Over a KV cache of another type the queries are converted to that type, in every layer.
     """
-    from sgl_kernel.flash_attn import flash_attn_with_kvcache
+    from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
 
-    queries = tensors.q.unsqueeze(1)
     lengths = tensors.seq_lens.int()
+    ends = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
+    schedule = get_scheduler_metadata(
+        len(lengths),
+        1,
+        int(lengths.max()),
+        workload.num_qo_heads,
+        workload.num_kv_heads,
+        workload.head_dim,
+        lengths,
+        qkv_dtype=workload.cache_dtype,
+        cu_seqlens_q=ends,
+        page_size=workload.page_size,
+        causal=True,
+    )
     sinks = {} if tensors.sinks is None else {"sinks": tensors.sinks}
 
     def run(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q = queries if workload.kv_dtype is None else queries.to(workload.kv_dtype)
         result: torch.Tensor = flash_attn_with_kvcache(
-            q,
+            tensors.q.to(workload.cache_dtype),
             *_paged(workload, k, v),
             cache_seqlens=lengths,
             page_table=tensors.page_table,
-            softmax_scale=q.shape[-1] ** -0.5,
+            cu_seqlens_q=ends,
+            max_seqlen_q=1,
+            softmax_scale=workload.head_dim**-0.5,
             causal=True,
+            scheduler_metadata=schedule,
             **sinks,
         )
-        return result.squeeze(1)
+        return result
 
     return run
 
