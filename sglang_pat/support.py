@@ -51,6 +51,11 @@ MAX_LATENT_GROUP_SIZE = 64
 # better of FA3 and FlashMLA (`h100/mla-near-tile*.json`). Over an fp8 cache FlashMLA multiplies the
 # numbers as they are, and others convert the whole pool first.
 _LEAST_IN_TILE, _LEAST_BESIDE_FLASHMLA = 1.5, 4
+# SGLang's fa3 converts the whole pool of latent KV from fp8 in every layer, which takes 1.65 ns a
+# token on an H200. Where requests fill a tile, pat takes 0.45 ns longer for a token of a tile of
+# 64 rows (`h200/mla-fp8-pool-*.json`): with so many tokens in the pool for each query row of the
+# largest step, it wins while requests have some 60,000 tokens on average.
+_CONVERTS_POOL, _POOL_PER_ROW = "fa3", 256
 GROWTH_TOKENS = 256  # default of SGLANG_PAT_GROWTH_TOKENS and of PackAttention
 # SGLang's backends that pat can decode for: dense attention over the whole paged KV of a request.
 # Others read it in ways of their own.
@@ -111,6 +116,11 @@ def fills_tile(
     return MAX_LATENT_GROUP_SIZE // num_heads < least * num_drafts
 
 
+def pool_decides(num_heads: int, *, one_byte: bool = False, default: str = "") -> bool:
+    """True if pat gains by a large pool, even where requests of latent attention fill a tile."""
+    return one_byte and default == _CONVERTS_POOL and num_heads <= MAX_LATENT_GROUP_SIZE
+
+
 def has_kernels(head_dim: int, v_head_dim: int, capability: tuple[int, int]) -> bool:
     """True if there are CUDA kernels for these head_dims on GPUs of a compute capability."""
     if capability < OLDEST_CAPABILITY or (head_dim, v_head_dim) not in HEAD_DIMS:
@@ -156,7 +166,9 @@ _MATRIX = (
         "tanh soft-cap; attention sinks; latent attention (MLA) "
         f"{_latent_devices()}, if a tile of {MAX_LATENT_GROUP_SIZE} rows, which are query heads of "
         f"draft tokens, holds {_LEAST_IN_TILE} requests ({_LEAST_BESIDE_FLASHMLA} beside flashmla "
-        "over fp8), without sinks, sparse attention (DSA) and LoRA on kv_b_proj",
+        f"over fp8; any number beside {_CONVERTS_POOL} over fp8 with a pool of {_POOL_PER_ROW} "
+        "tokens for each row of --max-running-requests), without sinks, sparse attention (DSA) and "
+        "LoRA on kv_b_proj",
         LAYER,
     ),
     SupportRow("head_dim", _any_of(tuple(head_dim_name(*pair) for pair in HEAD_DIMS)), LAYER),
@@ -239,15 +251,26 @@ class Unsupported(NamedTuple):
 
 
 def shape_reason(
-    num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    *,
+    one_byte: bool = False,
+    default: str = "",
 ) -> Unsupported | None:
-    """Why pat decodes no layer of this shape, whose heads are those of a rank; None: it does."""
+    """Why pat decodes no layer of this shape, whose heads are those of a rank; None: it does.
+
+    one_byte, default: see `fills_tile`.
+    """
     if (head_dim, v_head_dim) not in HEAD_DIMS:
         return Unsupported("head_dim", head_dim_name(head_dim, v_head_dim))
     if num_heads % num_kv_heads:
         return Unsupported("query heads per KV head", f"{num_heads}/{num_kv_heads}")
-    if is_latent(head_dim, v_head_dim) and (reason := nothing_to_gain(num_heads)):
-        return reason
+    if is_latent(head_dim, v_head_dim):
+        reason = nothing_to_gain(num_heads, one_byte=one_byte, default=default)
+        if reason is not None:
+            return reason
     if num_heads // num_kv_heads > max_group_size(head_dim, v_head_dim):
         return Unsupported("query heads per KV head", num_heads // num_kv_heads)
     return None
@@ -256,14 +279,41 @@ def shape_reason(
 def nothing_to_gain(
     num_heads: int, num_drafts: int = 1, *, one_byte: bool = False, default: str = ""
 ) -> Unsupported | None:
-    """Why latent attention is left alone where `fills_tile` is true of these arguments."""
+    """Why latent attention is left alone, by the arguments of `fills_tile`; a pool aside."""
     if not fills_tile(num_heads, num_drafts, one_byte=one_byte, default=default):
         return None
+    if pool_decides(num_heads, one_byte=one_byte, default=default):
+        return None
+    beside = "" if fills_tile(num_heads, num_drafts) else f" too far beside {default} over fp8"
+    return _no_gain(num_heads, num_drafts, beside)
+
+
+def pool_too_small(
+    pool_tokens: int,
+    max_requests: int,
+    num_heads: int,
+    num_drafts: int = 1,
+    *,
+    one_byte: bool = False,
+    default: str = "",
+) -> Unsupported | None:
+    """Why latent attention is left alone over a pool, where `pool_decides`.
+
+    max_requests: of the largest step.
+    """
+    is_full = fills_tile(num_heads, num_drafts, one_byte=one_byte, default=default)
+    needed = _POOL_PER_ROW * num_heads * num_drafts * max_requests
+    if not is_full or pool_tokens >= needed:
+        return None
+    least = f", and {default} converts {pool_tokens:,} tokens soon (pat: from {needed:,} on)"
+    return _no_gain(num_heads, num_drafts, least)
+
+
+def _no_gain(num_heads: int, num_drafts: int, more: str) -> Unsupported:
     rows = f"{num_heads} heads" + f" x {num_drafts} draft tokens" * (num_drafts > 1)
-    rows += " fill a tile"
-    if not fills_tile(num_heads, num_drafts):
-        rows += f" too far beside {default} over fp8"
-    return Unsupported("attention", f"latent attention with nothing to gain: {rows}")
+    return Unsupported(
+        "attention", f"latent attention with nothing to gain: {rows} fill a tile{more}"
+    )
 
 
 def markdown_table() -> str:

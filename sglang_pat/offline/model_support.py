@@ -21,6 +21,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang_pat.model_layers import has_float8_cache
 from sglang_pat.sglang import compat
 from sglang_pat.sglang.start.layer_rules import (
+    is_converted,
     latent_reason,
     layer_window_reason,
     layers_of_model,
@@ -176,7 +177,9 @@ def _build(path: str, flags: Sequence[str]) -> tuple[torch.nn.Module, LayerSuppo
     chunk_size = getattr(config, "attention_chunk_size", None)
 
     def reason_of(layer: RadixAttention) -> Unsupported | None:
-        reason = shape_reason(layer, chunk_size) or layer_window_reason(layer, runner, default)
+        one_byte = is_converted(runner)
+        reason = shape_reason(layer, chunk_size, one_byte=one_byte, default=default)
+        reason = reason or layer_window_reason(layer, runner, default)
         if reason is None and shape_of(layer).is_latent:
             return latent_reason(layer, runner, default)
         return reason

@@ -46,9 +46,12 @@ class Pool(MLATokenToKVPool):
 
 
 def make_pool(
-    dtype: torch.dtype = torch.float32, rank: int = VALUES, page_size: int = 1
+    dtype: torch.dtype = torch.float32,
+    rank: int = VALUES,
+    page_size: int = 1,
+    slots: int = SLOTS,
 ) -> MLATokenToKVPool:
-    size = SLOTS - page_size
+    size = slots - page_size
     pool = Pool(size, page_size, dtype, rank, KEYS - VALUES, 2, "cpu", enable_memory_saver=False)
     generator = torch.Generator().manual_seed(0)
     for each in pool.kv_buffer:
@@ -452,15 +455,38 @@ def test_chains_of_drafts_that_leave_room_in_a_tile(drafts: int) -> None:
         (8, 2, "flashmla", ""),
         (8, 3, "flashmla", "8 heads x 3 draft tokens fill a tile too far beside flashmla over fp8"),
         (20, 1, "flashmla", "20 heads fill a tile too far beside flashmla over fp8"),
-        (64, 1, "fa3", "64 heads fill a tile"),
+        (64, 1, "torch_native", "64 heads fill a tile"),
+        (16, 4, "torch_native", "16 heads x 4 draft tokens fill a tile"),
+        # fa3 converts the whole pool.
+        (64, 1, "fa3", ""),
+        (16, 4, "fa3", ""),
+        (65, 1, "fa3", "65 heads fill a tile"),
     ],
 )
 def test_room_in_a_tile_over_an_fp8_cache(heads: int, drafts: int, default: str, told: str) -> None:
     arguments = server_arguments(speculative_algorithm="NEXTN", speculative_num_draft_tokens=drafts)
     change = {"server_args": arguments} if drafts > 1 else {}
+    few = SimpleNamespace(req_to_token=torch.zeros(1, SLOTS, dtype=torch.int32), size=0)
+    change["req_to_token_pool"] = few
     layer_support = layers_of_runner(fp8_runner(model=make_model(heads=heads), **change), default)
     reasons = {str(each) for each in layer_support.fallback.values()}
     assert reasons == ({f"{NO_GAIN}: {told}"} if told else set())
+
+
+@pytest.mark.parametrize("requests", [1, 2])
+def test_a_pool_must_be_large_for_all_rows_of_a_step(requests: int) -> None:
+    """fa3 converts it in each layer; pat takes longer for each row."""
+    pool = make_pool(torch.float8_e4m3fn, slots=256 * 16 * 4)
+    table = SimpleNamespace(req_to_token=torch.zeros(2, 8, dtype=torch.int32), size=requests)
+    arguments = server_arguments(speculative_algorithm="NEXTN", speculative_num_draft_tokens=4)
+    change = {"server_args": arguments, "token_to_kv_pool": pool, "req_to_token_pool": table}
+    layer_support = layers_of_runner(fp8_runner(model=make_model(heads=16), **change), "fa3")
+    reason = (
+        f"{NO_GAIN}: 16 heads x 4 draft tokens fill a tile, and fa3 converts 16,384 tokens soon "
+        "(pat: from 32,768 on)"
+    )
+    found = {str(each) for each in layer_support.fallback.values()}
+    assert found == ({reason} if requests == 2 else set())
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])

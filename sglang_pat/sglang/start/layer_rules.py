@@ -240,11 +240,15 @@ def layer_reason(
     types: Collection[AttentionType] = (AttentionType.DECODER,),
 ) -> Unsupported | None:
     """Return why pat does not decode a layer. types: see `layers_of_runner`."""
-    chunk = getattr(model_runner, "attention_chunk_size", None)
-    reason = shape_reason(layer, chunk, types) or layer_window_reason(layer, model_runner, default)
+    chunk, one_byte = (
+        getattr(model_runner, "attention_chunk_size", None),
+        is_converted(model_runner),
+    )
+    reason = shape_reason(layer, chunk, types, one_byte=one_byte, default=default)
+    reason = reason or layer_window_reason(layer, model_runner, default)
     if reason is None and shape_of(layer).is_latent:
         reason = latent_reason(layer, model_runner, default)
-        reason = reason or _latent_pool_reason(layer, model_runner)
+        reason = reason or _latent_pool_reason(layer, model_runner, default)
     elif reason is None:
         reason = _pool_reason(layer, model_runner) or _window_pool_reason(layer, model_runner)
     return reason or scales_reason(layer, model_runner, default)
@@ -257,11 +261,7 @@ def latent_reason(layer: RadixAttention, model_runner: Any, default: str) -> Uns
     read.
     """
     drafts = drafts_of(model_runner.server_args)
-    num_drafts = max(drafts.counts) if drafts is not None else 1
-    one_byte = is_converted(model_runner)
-    reason = support.nothing_to_gain(
-        layer.tp_q_head_num, num_drafts, one_byte=one_byte, default=default
-    )
+    reason = support.nothing_to_gain(**_rows_of(layer, model_runner, default))
     if reason is not None:
         return reason
     if drafts is not None and not drafts.are_chains and model_runner.device != "cpu":
@@ -278,7 +278,20 @@ def latent_reason(layer: RadixAttention, model_runner: Any, default: str) -> Uns
     return None
 
 
-def _latent_pool_reason(layer: RadixAttention, model_runner: Any) -> Unsupported | None:
+def _rows_of(layer: RadixAttention, model_runner: Any, default: str) -> dict[str, Any]:
+    """Return the arguments of `support.fills_tile` for a layer of latent attention."""
+    drafts = drafts_of(model_runner.server_args)
+    return {
+        "num_heads": layer.tp_q_head_num,
+        "num_drafts": 1 if drafts is None else max(drafts.counts),
+        "one_byte": is_converted(model_runner),
+        "default": default,
+    }
+
+
+def _latent_pool_reason(
+    layer: RadixAttention, model_runner: Any, default: str
+) -> Unsupported | None:
     """Return a reason if a layer's KV is not one row per slot with values in its first columns."""
     dtype = model_runner.kv_cache_dtype
     if dtype != model_runner.dtype and not is_converted(model_runner):
@@ -296,7 +309,10 @@ def _latent_pool_reason(layer: RadixAttention, model_runner: Any) -> Unsupported
         and tuple(values.shape[1:]) == (1, layer.v_head_dim)
         and (values.data_ptr(), values.stride()) == (keys.data_ptr(), keys.stride())
     )
-    return None if is_known else _unknown_pool(of_attention, keys)
+    if not is_known:
+        return _unknown_pool(of_attention, keys)
+    most = model_runner.req_to_token_pool.size
+    return support.pool_too_small(len(keys), most, **_rows_of(layer, model_runner, default))
 
 
 def _unknown_pool(pool: Any, buffer: torch.Tensor) -> Unsupported:
@@ -308,11 +324,14 @@ def shape_reason(
     layer: RadixAttention,
     chunk_size: int | None,
     types: Collection[AttentionType] = (AttentionType.DECODER,),
+    *,
+    one_byte: bool = False,
+    default: str = "",
 ) -> Unsupported | None:
     """Return why pat does not decode a layer, by its description.
 
     chunk_size: of the layers with RoPE in models that attend within chunks. types: see
-    `layers_of_runner`.
+    `layers_of_runner`. one_byte, default: see `support.fills_tile`.
     """
     if layer.is_cross_attention:
         return Unsupported("attention", "cross attention")
@@ -321,7 +340,8 @@ def shape_reason(
     if layer.use_irope and chunk_size:
         return Unsupported("attention", f"attention within chunks of {chunk_size}")
     head_dims = (layer.qk_head_dim, layer.v_head_dim)
-    reason = support.shape_reason(layer.tp_q_head_num, layer.tp_k_head_num, *head_dims)
+    heads = (layer.tp_q_head_num, layer.tp_k_head_num)
+    reason = support.shape_reason(*heads, *head_dims, one_byte=one_byte, default=default)
     if reason is not None:
         return reason
     if layer.logit_cap and support.is_latent(*head_dims):

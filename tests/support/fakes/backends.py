@@ -147,7 +147,7 @@ def runner(**change: Any) -> Any:
         "kv_cache_dtype": torch.float32,
         "kv_cache_dtype_str": "auto",
         "token_to_kv_pool": KVPool(),
-        "req_to_token_pool": SimpleNamespace(req_to_token=req_to_token),
+        "req_to_token_pool": SimpleNamespace(req_to_token=req_to_token, size=len(req_to_token)),
         "device": "cpu",
     }
     return SimpleNamespace(**(fields | change))
