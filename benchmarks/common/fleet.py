@@ -37,7 +37,8 @@ ON_CPU = MODELS[TINY].arguments | {"skip_tokenizer_init": True}
 TAIL_LINES = 30  # of the log of a server that failed
 MOST_AT_ONCE = 8  # servers that start together: each takes a core and more
 _POLL_SECONDS = 0.3
-_ERROR = re.compile(r"^(?:\[.*?\] )?([\w.]*(?:Error|Exception|Refused\w*): .*)$", re.MULTILINE)
+_ERROR = re.compile(r"(?:\[.*?\] )?([\w.]*(?:Error|Exception|Refused\w*): .*)")
+_OF_ANOTHER = "died during initialization"  # what a process says of a rank that failed
 
 Prompts = Sequence[Sequence[int]]
 Name = TypeVar("Name", bound=Hashable)
@@ -53,15 +54,18 @@ class Member:
         self.failure: str | None = None
 
     def fail(self, why: str) -> None:
-        """With the last error of its log, and the log's end."""
+        """With the first error of its log, and the lines before it; without one, the log's end."""
         if self.failure is not None:
             return
-        log = self.server.process.log.read_text(errors="replace")
-        errors = _ERROR.findall(log)
-        self.failure = f"{why}: {errors[-1][:300]}" if errors else why
+        lines = self.server.process.log.read_text(errors="replace").splitlines()
+        end, self.failure = len(lines), why
+        for number, line in enumerate(lines):
+            if (error := _ERROR.fullmatch(line)) and _OF_ANOTHER not in line:
+                end, self.failure = number + 1, f"{why}: {error[1][:300]}"
+                break
         show_failure(f"{self.name}: {self.failure}")
-        lines = log.splitlines()[-TAIL_LINES:]
-        print("--- log", *(line[:400] for line in lines), "---", sep="\n", flush=True)
+        shown = (line[:400] for line in lines[max(0, end - TAIL_LINES) : end])
+        print("--- log", *shown, "---", sep="\n", flush=True)
 
     def look(self, begun: float) -> None:
         """See if it is ready by now."""

@@ -163,3 +163,17 @@ def test_servers_that_end_or_hang_do_not_hold_up_the_others(
     printed = capsys.readouterr().out
     assert "line 99" in printed
     assert "line 69" not in printed
+
+
+def test_the_rank_that_failed_first_is_quoted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = member(tmp_path, "server", ends=True)
+    lines = [f"line {i}" for i in range(50)]
+    lines.insert(40, "[2026-11-27 01:53:26 TP3] ValueError: 7 heads on 8 ranks")
+    lines.append("RuntimeError: Rank 0 scheduler died during initialization (exit code: -3).")
+    (tmp_path / "server").write_text("\n".join(lines))
+    wait([server], seconds=1.0)
+    assert server.failure == "ended while it started: ValueError: 7 heads on 8 ranks"
+    assert "line 39" in (printed := capsys.readouterr().out)
+    assert "line 41" not in printed
