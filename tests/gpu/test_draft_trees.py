@@ -18,7 +18,7 @@ pytestmark = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_kernel_merges_trees(case: TreeCase, dtype: torch.dtype) -> None:
-    from sglang_pat.sglang.speculative.tree_attention_kernel import reads
+    from sglang_pat.executors.draft_attention import reads
 
     if not reads(case.kv_dtype or dtype, torch.device("cuda")):
         pytest.skip(f"torch merges trees over {case.kv_dtype} on this GPU")

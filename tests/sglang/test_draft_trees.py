@@ -13,7 +13,7 @@ import pytest
 import torch
 from draft_tree_cases import CASES, TreeCase, Trees, assert_exact, make_trees
 
-from sglang_pat.sglang.speculative import tree_attention_kernel
+from sglang_pat.executors import draft_attention
 from sglang_pat.sglang.speculative.tree_attention import BranchKv, TreeKv, merge_drafts
 from sglang_pat.sglang.step.step_type import ExecutionMode
 
@@ -43,7 +43,7 @@ def test_a_kernel_merges_trees_where_it_reads_the_caches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(tree_attention_kernel, "merge_drafts", lambda *each: given.append(each))
+    monkeypatch.setattr(draft_attention, "merge_drafts", lambda *each: given.append(each))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     trees = make_trees(CASES[1]._replace(kv_dtype=kv_dtype), torch.bfloat16)
@@ -60,11 +60,11 @@ def test_a_kernel_merges_trees_where_it_reads_the_caches(
 def test_rows_that_are_no_trees_are_an_error() -> None:
     trees = make_trees(CASES[1], torch.bfloat16)
     with pytest.raises(ValueError, match="q must have 4 rows for each of 3 groups, got 11"):
-        tree_attention_kernel.merge_drafts(
+        draft_attention.merge_drafts(
             trees.q[1:], trees.caches, trees.slots, trees.biases, trees.before, trees.scaling
         )
     with pytest.raises(ValueError, match="slots must be 4 for each of 3 groups, got 11"):
-        tree_attention_kernel.merge_drafts(
+        draft_attention.merge_drafts(
             trees.q, trees.caches, trees.slots[1:], trees.biases, trees.before, trees.scaling
         )
 
@@ -77,7 +77,7 @@ def test_tensors_that_the_kernel_would_read_otherwise_are_an_error(name: str) ->
     given[name] = given[name].repeat_interleave(2, dim=-1)[..., ::2]
     rule = "have dense columns" if name in ("q", "k_cache", "v_cache") else "be contiguous"
     with pytest.raises(ValueError, match=rf"{name} must {rule}, got strides \(.*2,?\)"):
-        tree_attention_kernel.merge_drafts(
+        draft_attention.merge_drafts(
             given["q"],
             (given["k_cache"], given["v_cache"]),
             given["slots"],
@@ -111,8 +111,8 @@ def test_a_kernel_gets_the_slots_of_a_rows_own_branch(
     branches.set_slots(torch.arange(100, 124), num_rows=6)  # 4 drafts each
     branches.go_to(step)
     given: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(tree_attention_kernel, "merge_drafts", lambda *each: given.append(each))
-    monkeypatch.setattr(tree_attention_kernel, "reads", lambda *each: True)
+    monkeypatch.setattr(draft_attention, "merge_drafts", lambda *each: given.append(each))
+    monkeypatch.setattr(draft_attention, "reads", lambda *each: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     q, caches, _, _, before, *_ = make_trees(CASES[1], torch.bfloat16)
     layer: Any = SimpleNamespace(scaling=1.0, logit_cap=0.0)

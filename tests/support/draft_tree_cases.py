@@ -154,7 +154,7 @@ def assert_exact(found: torch.Tensor, trees: Trees) -> None:
 
 
 def assert_kernel_is_exact(case: TreeCase, dtype: torch.dtype, device: str) -> None:
-    from sglang_pat.sglang.speculative.tree_attention_kernel import merge_drafts  # needs Triton
+    from sglang_pat.executors.draft_attention import merge_drafts  # needs Triton
 
     trees = make_trees(case, dtype)
     q, caches, slots, _, before, scaling, logit_cap, scales = there = trees.to(device)

@@ -189,12 +189,12 @@ def merge_drafts(
     """
     scaling, logit_cap = layer.scaling, layer.logit_cap or 0.0
     if q.is_cuda:
-        from sglang_pat.sglang.speculative import tree_attention_kernel  # needs Triton
+        from sglang_pat.executors import draft_attention  # needs Triton
 
-        if tree_attention_kernel.reads(caches[0].dtype, q.device):
+        if draft_attention.reads(caches[0].dtype, q.device):
             # The slots of branches' first drafts keep a stride, even after reshape().
             slots = slots.contiguous()
-            return tree_attention_kernel.merge_drafts(
+            return draft_attention.merge_drafts(
                 q, caches, slots, biases, before, scaling, logit_cap, scales
             )
     k, v = (cache[slots].float().mul_(scale) for cache, scale in zip(caches, scales, strict=True))

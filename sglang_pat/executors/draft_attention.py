@@ -171,7 +171,7 @@ def merge_drafts(
     *,
     tiled: bool | None = None,
 ) -> torch.Tensor:
-    """Attend as `tree_attention.merge_drafts` says, and overwrite the output in `before`.
+    """Attend as the adapter's `merge_drafts` says, and overwrite the output in `before`.
 
     `reads()` must allow the type of the caches, and `before` must be contiguous. A soft-cap of 0 is
     none. tiled: multiply keys as tiles; by default as `is_tiled` says.
