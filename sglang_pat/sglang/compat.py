@@ -174,8 +174,6 @@ class RequestFields(NamedTuple):
     row: attrgetter[int]
     protected_len: attrgetter[int]
     committed_len: attrgetter[int]
-    key_by_node_id: attrgetter[Any]
-    key_by_node: attrgetter[Any]
 
     @classmethod
     def on(cls, req: Any) -> RequestFields:
@@ -185,14 +183,8 @@ class RequestFields(NamedTuple):
 
 @cache
 def _request_fields(prefix: str) -> RequestFields:
-    row, protected_len = prefix + "req_pool_idx", prefix + "cache_protected_len"
-    return RequestFields(
-        row=attrgetter(row),
-        protected_len=attrgetter(protected_len),
-        committed_len=attrgetter(prefix + "kv_committed_len"),
-        key_by_node_id=attrgetter("rid", row, "last_node.id", protected_len),
-        key_by_node=attrgetter("rid", row, "last_node", protected_len),
-    )
+    names = ("req_pool_idx", "cache_protected_len", "kv_committed_len")
+    return RequestFields(*(attrgetter(prefix + name) for name in names))
 
 
 _SESSION_WRAPPERS = ("sglang.srt.session.streaming_session.StreamingSession",)

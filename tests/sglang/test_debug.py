@@ -118,12 +118,10 @@ def test_shared_kv_that_moved_under_a_reused_plan(step: Step) -> None:
     step.check(plan_is_new=True)
 
 
-def test_a_last_node_that_changed_under_a_reused_plan(step: Step) -> None:
-    move(step, range(10, 16))  # into the very same slots
+def test_other_nodes_of_the_same_slots_serve_a_reused_plan(step: Step) -> None:
+    move(step, range(10, 16))
     step.read_paths()
-    with pytest.raises(RuntimeError, match=r"though its requests, .* changed from \(\('r1', 1, "):
-        step.check(plan_is_new=False)
-    step.check(plan_is_new=True)
+    step.check(plan_is_new=False)
 
 
 @pytest.mark.parametrize("plan_is_new", [True, False])

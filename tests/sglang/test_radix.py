@@ -85,14 +85,13 @@ def test_padding_rows_have_empty_paths(tree: Tree) -> None:
     assert spans(paths)[3:] == [[], [], []]
 
 
-def test_a_split_keeps_the_key_and_refines_the_path(tree: Tree) -> None:
+def test_a_split_refines_the_path_and_keeps_its_slots(tree: Tree) -> None:
     source, long_prompt = source_of(tree), SYSTEM + TOOL_A
     tree.insert(long_prompt, range(50, 62))
     reqs = [tree.request("long", long_prompt, 12)]
-    key, before = source.key(reqs), source.paths(reqs, 1)
+    before = source.paths(reqs, 1)
     tree.insert(SYSTEM + TOOL_B, range(70, 84))  # splits the node between the two prompts
     after = source.paths(reqs, 1)
-    assert source.key(reqs) == key
     assert spans(before) == [[(0, 12)]]
     assert spans(after) == [[(0, 8), (8, 12)]]
     assert source.shared_slots(reqs[0]).tolist() == list(range(50, 62))
@@ -172,26 +171,8 @@ def test_the_first_cores_in_rust_show_no_paths() -> None:
     assert path_reader(tree.cache) is None
 
 
-@pytest.mark.parametrize("change", ["rid", "row", "protected", "node", "order"])
-def test_key_changes_with(tree: Tree, change: str) -> None:
-    source, reqs = source_of(tree), three_levels(tree)
-    key = source.key(reqs)
-    assert source.key(three_levels(tree)) == key  # equal for equal requests, whatever the objects
-    if change == "rid":
-        reqs[1].rid = "other"
-    elif change == "row":
-        place(reqs[1]).req_pool_idx = 9
-    elif change == "protected":
-        place(reqs[1]).cache_protected_len = 12
-    elif change == "node":
-        reqs[1].last_node = tree.last_node(SYSTEM + TOOL_A)
-    else:
-        reqs.reverse()
-    assert source.key(reqs) != key
-
-
 def test_nodes_made_after_a_reset_have_new_ids(tree: Tree) -> None:
-    # Keys rely on new ids: a request may come again under the same name, in the same row.
+    # Kept paths rely on new ids: a request may come again under the same name, in the same row.
     source = source_of(tree)
     seen: set[int] = set()
     for _ in range(3):
@@ -225,8 +206,6 @@ def test_a_request_of_a_streaming_session_is_private(tree: Tree) -> None:
     assert spans(paths)[1] == []
     assert source.shared_slots(session).tolist() == []
     assert ids(paths)[0][:2] == ids(paths)[2][:2]
-    assert source.key(reqs) == source.key(reqs)
-    assert source.key(reqs) != source.key(shared)
 
 
 def test_shared_slots_follow_the_path(tree: Tree) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,18 +78,11 @@ class DebugChecks:
 _Ends = list[tuple[int, int]]
 
 
-class _Planned(NamedTuple):
-    """Input of the last plan: the key of the requests (`PathReader.key`), and the slots of each."""
-
-    signature: Hashable
-    slots: list[torch.Tensor]
-
-
 class StepChecker:
     """Finds requests whose KV is not what the plan of the step reads."""
 
     def __init__(self) -> None:
-        self._planned: _Planned | None = None
+        self._planned: list[torch.Tensor] | None = None  # the shared slots of each request
 
     def check(
         self,
@@ -120,10 +113,9 @@ class StepChecker:
                 raise RuntimeError(
                     f"request {req.rid}: its row and the radix tree hold other KV slots"
                 )
-        now = _Planned(source.key(reqs), slots)
         if not plan_is_new and self._planned is not None:
-            _check_reuse(reqs, self._planned, now)
-        self._planned = now
+            _check_reuse(reqs, self._planned, slots)
+        self._planned = slots
 
 
 def check_growth(before: IntArray, now: IntArray) -> None:
@@ -180,19 +172,16 @@ def _check_kept(reqs: Sequence[Request], forest: PrefixForest, in_tree: list[_En
             )
 
 
-def _check_reuse(reqs: Sequence[Request], planned: _Planned, now: _Planned) -> None:
-    if len(planned.slots) != len(reqs):
-        raise RuntimeError(f"a plan for {len(planned.slots)} requests was reused for {len(reqs)}")
-    for req, before, after in zip(reqs, planned.slots, now.slots, strict=True):
+def _check_reuse(
+    reqs: Sequence[Request], planned: list[torch.Tensor], now: list[torch.Tensor]
+) -> None:
+    if len(planned) != len(reqs):
+        raise RuntimeError(f"a plan for {len(planned)} requests was reused for {len(reqs)}")
+    for req, before, after in zip(reqs, planned, now, strict=True):
         if not torch.equal(before, after):
             raise RuntimeError(
                 f"request {req.rid}: a plan was reused though its shared KV has moved"
             )
-    if planned.signature != now.signature:
-        raise RuntimeError(
-            "a plan was reused though its requests, their rows, last nodes or protected lengths "
-            f"changed from {planned.signature} to {now.signature}"
-        )
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from itertools import count
 from operator import attrgetter
@@ -75,13 +75,6 @@ class PathReader(ABC):
         """
 
     @abstractmethod
-    def key(self, reqs: Sequence[Request]) -> Hashable:
-        """Return a key. While it stays, each request shares the same slots at the same positions.
-
-        A split of a node leaves the key as it is: paths that were read before it stay correct.
-        """
-
-    @abstractmethod
     def shared_slots(self, req: Request) -> torch.Tensor:
         """Return the KV slots along the path of a request, as the tree holds them. For checks."""
 
@@ -128,13 +121,6 @@ class NodeObjectPaths(PathReader):
     def __init__(self, tree: Any, on_mismatch: OnMismatch) -> None:
         self._tree, self._on_mismatch = tree, on_mismatch
 
-    def key(self, reqs: Sequence[Request]) -> Hashable:
-        fields = RequestFields.on(reqs[0])
-        try:
-            return tuple(map(fields.key_by_node_id, reqs))
-        except AttributeError:  # the last node of a streaming session has no id
-            return tuple(map(fields.key_by_node, reqs))
-
     def read(self, reqs: Sequence[Request]) -> list[Path]:
         root = self._tree.root_node
         nodes = map(_LAST_NODE, reqs)
@@ -154,9 +140,6 @@ class NodeIdPaths(PathReader):
         self._tree, self._on_mismatch = tree, on_mismatch
         self._core = tree.tree_core
         self._access = path_access(self._core)
-
-    def key(self, reqs: Sequence[Request]) -> Hashable:
-        return tuple(map(RequestFields.on(reqs[0]).key_by_node, reqs))
 
     def read(self, reqs: Sequence[Request]) -> list[Path]:
         ids = list(map(_LAST_NODE, reqs))

@@ -12,7 +12,7 @@ Draft tokens: `speculative/rows.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -106,9 +106,6 @@ class RowPaths(PathReader):
         """Make a reader over `source`, which reads the tree, and SGLang's table of slots."""
         self._source = source
         self._pool = req_to_token_pool
-
-    def key(self, reqs: Sequence[Request]) -> Hashable:
-        return self._source.key(reqs)
 
     def read(self, reqs: Sequence[Request]) -> list[Path]:
         owners = [_with_group(req) for req in reqs]
