@@ -269,7 +269,7 @@ class StepTime:
         if reads.in_tiles:
             flops = 2 * _TILE_ROWS * (layer.head_dim + layer.v_head_dim) * heads
             computed = reads.tokens * flops / gpu.flops_per_second / _TILE_FLOPS_SHARE
-            both = (memory**_OVERLAP + computed**_OVERLAP) ** (1 / _OVERLAP)
+            both: float = (memory**_OVERLAP + computed**_OVERLAP) ** (1 / _OVERLAP)
             return _ATTENTION_SECONDS + both + merge
         cached = reads.cached * per_token / gpu.num_sms / _L2_PER_SM / reads.cache_speed
         return _ATTENTION_SECONDS + memory + cached + merge
