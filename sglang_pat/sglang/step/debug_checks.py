@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,22 +56,27 @@ class DebugChecks:
 
     def check(
         self,
-        attention: PackAttention,
-        plan: DecodePlan,
+        made: Sequence[tuple[PackAttention, DecodePlan]],
         builder: DecodeBatchBuilder,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
+        request_lens: torch.Tensor,
+        tensors: Mapping[str, torch.Tensor],
     ) -> None:
         """Raise RuntimeError that names the request if anything is not as it must be.
 
-        builder has just read the step, and `attention.plan()` returned `plan` for these tensors.
+        builder has just read the step, whose requests have these lengths on the device, and
+        `StepPlans.plan()` returned `made` for these tensors.
         """
-        self._ranks.check(plan, attention.step_time)
-        if (shared := builder.last_shared) is not None:
-            plan_is_new = attention.step_time.kind != "unchanged"
-            self._steps[attention].check(
-                *shared, req_to_token, req_pool_indices, plan_is_new=plan_is_new
-            )
+        shared = builder.last_shared
+        if shared is not None:
+            check_host_lengths(builder.lens, request_lens)
+        for attention, plan in made:
+            self._ranks.check(plan, attention.step_time)
+            if shared is not None:
+                plan_is_new = attention.step_time.kind != "unchanged"
+                table, rows = tensors["req_to_token"], tensors["req_pool_indices"]
+                self._steps[attention].check(*shared, table, rows, plan_is_new=plan_is_new)
+            if isinstance(attention, WindowAttention):
+                check_windows(attention, **tensors)
 
 
 # The nodes of a path, as (node id, end). The lower part of a node that is split keeps both.

@@ -22,12 +22,7 @@ from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.report.reports import StepReports
 from sglang_pat.sglang.start.layer_support import LayerSupport
-from sglang_pat.sglang.step.debug_checks import (
-    DebugChecks,
-    RankChecker,
-    check_host_lengths,
-    check_windows,
-)
+from sglang_pat.sglang.step.debug_checks import DebugChecks, RankChecker
 from sglang_pat.sglang.step.microbatches import Microbatch, Microbatches
 from sglang_pat.sglang.step.plan_reuse import PlanReuse, SkippedPlanning
 from sglang_pat.sglang.step.step_type import ExecutionMode, StepType
@@ -60,14 +55,16 @@ class StepPlanner:
         self._req_to_token_pool = model_runner.req_to_token_pool
         self._token_to_kv_pool = model_runner.token_to_kv_pool
         self._layer_ids = tuple(layer_support.shapes)
-        self._attention = {  # arguments of each PackAttention
-            "dtype": model_runner.dtype,
-            "kv_dtype": model_runner.kv_cache_dtype,
-            "device": self._req_to_token_pool.req_to_token.device,
-            "policy": environment.policy,
-            "growth_tokens": environment.growth_tokens,
-            "batch_invariant": layer_support.batch_invariant,
-        }
+        self._new_plans = partial(
+            _new_plans,
+            layer_support,
+            dtype=model_runner.dtype,
+            kv_dtype=model_runner.kv_cache_dtype,
+            device=self._req_to_token_pool.req_to_token.device,
+            policy=environment.policy,
+            growth_tokens=environment.growth_tokens,
+            batch_invariant=layer_support.batch_invariant,
+        )
         self._microbatches = Microbatches(
             _num_microbatches(model_runner.server_args),
             partial(self._new_plans, layer_support.kinds()),
@@ -79,30 +76,6 @@ class StepPlanner:
         self._reasons: Counter[str] = Counter()  # why steps were planned
         self._reports: StepReports | None = None
         self._skipped = SkippedPlanning(lambda planning: None)
-
-    def _new_plans(self, kinds: Iterable[LayerKind], **reservation: Any) -> StepPlans:
-        """Make a PackAttention for each kind of layers."""
-        support = self.layer_support
-
-        def attention(kind: LayerKind) -> PackAttention:
-            windows: dict[str, Any] = {}
-            if kind.window:
-                windows = {"window": kind.window, "slot_map": support.window_slots}
-                windows["ahead"] = AHEAD + support.drafts_ahead
-            heads = kind.heads
-            return (WindowAttention if windows else PackAttention)(
-                heads.num_qo_heads,
-                heads.num_kv_heads,
-                heads.head_dim,
-                v_head_dim=heads.v_head_dim,
-                **self._attention,
-                **windows,
-                **reservation,
-            )
-
-        # Those without a window come last: their statistics are the step's.
-        in_order = sorted(kinds, key=lambda kind: (-kind.window, kind.heads))
-        return StepPlans({kind: attention(kind) for kind in in_order})
 
     # --- once per step ---
 
@@ -167,9 +140,8 @@ class StepPlanner:
         view = kind.view(forward_batch, requests)
         req_pool_indices, seq_lens = kind.rows(view, forward_batch, execution)
         batch = builder.read(view)
-        table = self._req_to_token_pool.req_to_token
         tensors = {
-            "req_to_token": table,
+            "req_to_token": self._req_to_token_pool.req_to_token,
             "req_pool_indices": req_pool_indices,
             "seq_lens": seq_lens,
         }
@@ -179,12 +151,7 @@ class StepPlanner:
             made = plans.plan(builder.without_sharing(batch, StepReason.OVERFLOW), **tensors)
         if self._checks is not None:
             self._checks.check_growth(made[-1][0], builder, would_repeat=would_repeat)
-            for attention, plan in made:
-                self._checks.check(attention, plan, builder, table, req_pool_indices)
-                if isinstance(attention, WindowAttention):
-                    check_windows(attention, table, req_pool_indices, seq_lens)
-            if builder.last_shared is not None:
-                check_host_lengths(builder.lens, view.seq_lens)
+            self._checks.check(made, builder, view.seq_lens, tensors)
         if requests is not None:
             kind.count_planned(forward_batch, batch, plans)
             self._reasons[why or StepReason.FIRST] += 1
@@ -275,6 +242,29 @@ class TargetPlanner(StepPlanner):
         """Return the counters that not all servers have."""
         checks = {} if self._checks is None else self._checks.counters()
         return {name: [counts] for name, counts in checks.items()}
+
+
+def _new_plans(support: LayerSupport, kinds: Iterable[LayerKind], **options: Any) -> StepPlans:
+    """Make a PackAttention for each kind of layers. options: its arguments."""
+
+    def attention(kind: LayerKind) -> PackAttention:
+        windows: dict[str, Any] = {}
+        if kind.window:
+            windows = {"window": kind.window, "slot_map": support.window_slots}
+            windows["ahead"] = AHEAD + support.drafts_ahead
+        heads = kind.heads
+        return (WindowAttention if windows else PackAttention)(
+            heads.num_qo_heads,
+            heads.num_kv_heads,
+            heads.head_dim,
+            v_head_dim=heads.v_head_dim,
+            **windows,
+            **options,
+        )
+
+    # Those without a window come last: their statistics are the step's.
+    in_order = sorted(kinds, key=lambda kind: (-kind.window, kind.heads))
+    return StepPlans({kind: attention(kind) for kind in in_order})
 
 
 def _num_microbatches(server_args: Any) -> int:
