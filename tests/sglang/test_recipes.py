@@ -33,6 +33,22 @@ def commands(text: str, program: str) -> list[str]:
     return [line.partition("#")[0] for line in lines if re.search(program, line)]
 
 
+def inline_code(text: str) -> list[str]:
+    """Code in sentences and tables, in one line each."""
+    prose = re.sub(r"```.*?```|<!--.*?-->", "", text, flags=re.DOTALL)
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+
+
+def our_parsers() -> dict[str, argparse.ArgumentParser]:
+    (commands,) = (each for each in build_parser()._actions if isinstance(each.choices, dict))
+    parsers: dict[str, argparse.ArgumentParser] = dict(commands.choices or {})
+    return parsers
+
+
+def options(parser: argparse.ArgumentParser) -> set[str]:
+    return {name for action in parser._actions for name in action.option_strings}
+
+
 def sglang_options() -> dict[str, argparse.Action]:
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
@@ -124,25 +140,44 @@ def test_the_deployment_names_options_that_exist() -> None:
     assert named <= set(sglang_options())
 
 
-@pytest.mark.parametrize(
-    ("page", "command"),
-    [
-        (page, line)
-        for page, text in PAGES.items()
-        for line in commands(text, r"^\s*sglang-pat (?:advise|replay|build|doctor|demo)")
-    ],
-)
+_OURS = r"^\s*sglang-pat [a-z]"
+OUR_COMMANDS = [
+    (page, line)
+    for page, text in PAGES.items()
+    for line in (*commands(text, _OURS), *filter(re.compile(_OURS).match, inline_code(text)))
+]
+
+
+def test_pages_show_every_command_of_ours() -> None:
+    assert {command.split()[1] for _, command in OUR_COMMANDS} == set(our_parsers())
+
+
+@pytest.mark.parametrize(("page", "command"), OUR_COMMANDS)
 def test_our_own_options_exist(page: str, command: str) -> None:
-    words = command.split()
-    (parsers,) = (action for action in build_parser()._actions if isinstance(action.choices, dict))
-    assert isinstance(parsers.choices, dict)
-    parser = parsers.choices[words[1]]
-    allowed = {name for action in parser._actions for name in action.option_strings}
     given = shlex.split(command)
+    allowed = options(our_parsers()[given[1]])
     if "--server-args" in given:
         of_sglang = given.pop(given.index("--server-args") + 1)
         assert set(flags(of_sglang)) <= set(sglang_options()), page
     assert {word.partition("=")[0] for word in given if word.startswith("--")} <= allowed, page
+
+
+# Options of pip, Docker, SGLang's router, the examples and slime.
+OF_OTHERS = {
+    "--editable",
+    "--build-arg",
+    "--cache-threshold",
+    "--decode-policy",
+    "--url",
+    "--sglang-",
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_options_in_sentences_exist(page: str) -> None:
+    code = [each for each in inline_code(PAGES[page]) if not each.startswith("python")]
+    ours = set().union(*map(options, our_parsers().values()))
+    assert set(flags(" ".join(code))) <= {*sglang_options(), *ours, *OF_OTHERS}
 
 
 @pytest.mark.parametrize(

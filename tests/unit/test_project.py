@@ -25,6 +25,7 @@ import torch
 
 import sglang_pat
 from sglang_pat import _scheduler, support
+from sglang_pat.sglang.report import metrics
 from sglang_pat.sglang.start.environment import Environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,15 +125,51 @@ def test_the_readme_is_short_and_begins_with_what_to_run() -> None:
 
 @pytest.mark.parametrize(
     ("page", "least"),
-    [("README.md", {"demo", "test"}), ("CONTRIBUTING.md", {"setup", "test-fast", "lint"})],
+    [
+        ("README.md", {"demo", "test"}),
+        ("CONTRIBUTING.md", {"setup", "test-fast", "lint"}),
+        ("docs/development.md", {"setup", "test-fast", "lint", "docs", "mutants"}),
+    ],
 )
-def test_first_pages_name_only_make_targets_that_exist(page: str, least: set[str]) -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
-    mentioned = set(
-        chain(*re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", (ROOT / page).read_text(), re.M))
-    ) - {""}
-    assert least <= mentioned <= targets
+def test_pages_name_only_make_targets_that_exist(page: str, least: set[str]) -> None:
+    assert least <= _make_targets((ROOT / page).read_text())
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for path, text in PAGES.items():
+        assert _make_targets(text) <= targets, path
+
+
+def _make_targets(text: str) -> set[str]:
+    return set(chain(*re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", text, re.M))) - {""}
+
+
+def test_troubleshooting_quotes_what_the_code_says() -> None:
+    sources = [path.read_text() for path in sorted((ROOT / "sglang_pat").rglob("*.py"))]
+    code = re.sub(r'"\s*f?"', "", "\n".join(sources))  # strings that follow one another are one
+    rows = re.findall(r"^\| (.*?) \| ", GUIDE.partition("## Troubleshooting\n")[2], re.MULTILINE)
+    quoted = [words for row in rows for words in re.findall(r"`(.*?)`", row)]
+    of_argparse = "--attention-backend: invalid choice: 'pat'"
+    assert of_argparse in quoted
+    parts = chain(*(words.split("...") for words in quoted if words != of_argparse))
+    said = [part.strip(" :;").replace("SGLANG_PAT_", "") for part in parts]
+    assert [words for words in said if words.strip() not in code] == []
+
+
+def test_records_that_pages_name_exist() -> None:
+    folder = ROOT / "benchmarks/results"
+    named = {
+        record
+        for text in PAGES.values()
+        for record in re.findall(r"`((?:h\d+|cpu)/[^`\s]+)`", text)
+    }
+    assert len(named) > 20
+    assert [record for record in sorted(named) if not [*folder.glob(record)]] == []
+
+
+def test_pages_name_only_metrics_that_exist() -> None:
+    named = {name for text in PAGES.values() for name in re.findall(r"\bsglang:pat_(\w+)", text)}
+    assert {f"{name}_total" for name in metrics._LABELS} <= named
+    others = {"kv_read_ratio", "layers", "plan_seconds"}
+    assert named - {f"{name}_total" for name in metrics._LABELS} == others
 
 
 def test_relative_links_lead_somewhere() -> None:
