@@ -142,16 +142,23 @@ def _make_targets(text: str) -> set[str]:
     return set(chain(*re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", text, re.M))) - {""}
 
 
-def test_troubleshooting_quotes_what_the_code_says() -> None:
+@pytest.mark.parametrize(
+    ("page", "section"),
+    [("docs/guide.md", "Troubleshooting"), ("docs/metrics.md", "Other lines in the log")],
+)
+def test_pages_quote_what_the_code_says(page: str, section: str) -> None:
     sources = [path.read_text() for path in sorted((ROOT / "sglang_pat").rglob("*.py"))]
     code = re.sub(r'"\s*f?"', "", "\n".join(sources))  # strings that follow one another are one
-    rows = re.findall(r"^\| (.*?) \| ", GUIDE.partition("## Troubleshooting\n")[2], re.MULTILINE)
-    quoted = [words for row in rows for words in re.findall(r"`(.*?)`", row)]
-    of_argparse = "--attention-backend: invalid choice: 'pat'"
-    assert of_argparse in quoted
-    parts = chain(*(words.split("...") for words in quoted if words != of_argparse))
+    table = PAGES[ROOT / page].partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.*?) \| ", table, re.MULTILINE)
+    quoted = {words for row in rows for words in re.findall(r"`(.*?)`", row)}
+    assert len(quoted) > 5
+    parts = chain(*(words.split("...") for words in quoted - {_OF_ARGPARSE}))
     said = [part.strip(" :;").replace("SGLANG_PAT_", "") for part in parts]
     assert [words for words in said if words.strip() not in code] == []
+
+
+_OF_ARGPARSE = "--attention-backend: invalid choice: 'pat'"
 
 
 def test_records_that_pages_name_exist() -> None:
