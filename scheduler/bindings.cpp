@@ -134,15 +134,6 @@ Array<T> array_of(const std::vector<T>& values) {
   return Array<T>(static_cast<py::ssize_t>(values.size()), values.data());
 }
 
-py::tuple cut_windows(pat::PrefixForest& forest, const Array<int32_t>& seq_lens, int32_t window,
-                      int32_t slack, int32_t ahead, int32_t rows_per_class) {
-  const pat::WindowCut cut = pat::cut_windows(
-      forest, view(seq_lens, "seq_lens"),
-      {.window = window, .slack = slack, .ahead = ahead, .rows_per_class = rows_per_class});
-  return py::make_tuple(array_of(cut.path_begin), array_of(cut.node_id), array_of(cut.kv_begin),
-                        array_of(cut.kv_end), array_of(cut.cut), array_of(cut.longest));
-}
-
 py::list forest_paths(const pat::PrefixForest& self) {
   py::list paths;
   for (int32_t request = 0; request < self.num_requests(); ++request) {
@@ -406,18 +397,6 @@ PYBIND11_MODULE(_scheduler, m) {
       .def("update", &update_forest, py::arg("before"), py::arg("now"), py::arg("moved"),
            py::arg("read"))
       .def("paths", &forest_paths)
-      .def_static(
-          "of_paths",
-          [](const Array<int32_t>& path_begin, const Array<int64_t>& node_id,
-             const Array<int32_t>& kv_begin, const Array<int32_t>& kv_end) {
-            pat::PrefixForest forest;
-            forest.build(paths_view(path_begin, node_id, kv_begin, kv_end));
-            return forest;
-          },
-          py::arg("path_begin").noconvert(), py::arg("node_id").noconvert(),
-          py::arg("kv_begin").noconvert(), py::arg("kv_end").noconvert())
-      .def("cut_windows", &cut_windows, py::arg("seq_lens").noconvert(), py::kw_only(),
-           py::arg("window"), py::arg("slack"), py::arg("ahead"), py::arg("rows_per_class"))
       .def_property_readonly("num_kept", &pat::PrefixForest::num_kept)
       .def("__len__", &pat::PrefixForest::num_requests);
 
@@ -425,7 +404,8 @@ PYBIND11_MODULE(_scheduler, m) {
       .def(py::init([](int32_t group_size, int32_t num_workers, int32_t max_block_q,
                        const std::string& policy, int32_t min_item_tokens, int32_t growth_tokens,
                        const pat::CostModel& cost, bool batch_invariant, bool one_tile,
-                       bool by_time, bool latent) {
+                       bool by_time, bool latent, int32_t window, int32_t slack,
+                       int32_t ahead) {
              return pat::PackScheduler({.group_size = group_size,
                                         .num_workers = num_workers,
                                         .max_block_q = max_block_q,
@@ -436,12 +416,14 @@ PYBIND11_MODULE(_scheduler, m) {
                                         .batch_invariant = batch_invariant,
                                         .one_tile = one_tile,
                                         .by_time = by_time,
-                                        .latent = latent});
+                                        .latent = latent,
+                                        .window = {window, slack, ahead}});
            }),
            py::kw_only(), py::arg("group_size"), py::arg("num_workers"), py::arg("max_block_q"),
            py::arg("policy"), py::arg("min_item_tokens"), py::arg("growth_tokens"),
            py::arg("cost") = pat::CostModel{}, py::arg("batch_invariant") = false,
-           py::arg("one_tile") = false, py::arg("by_time") = true, py::arg("latent") = false)
+           py::arg("one_tile") = false, py::arg("by_time") = true, py::arg("latent") = false,
+           py::arg("window") = 0, py::arg("slack") = 0, py::arg("ahead") = 0)
       .def("plan", &plan, py::arg("path_begin").noconvert(), py::arg("node_id").noconvert(),
            py::arg("kv_begin").noconvert(), py::arg("kv_end").noconvert(),
            py::arg("seq_lens").noconvert())
@@ -460,9 +442,10 @@ PYBIND11_MODULE(_scheduler, m) {
           py::arg("seq_lens").noconvert())
       .def(
           "steps_left",
-          [](const pat::PackScheduler& self, const Array<int32_t>& seq_lens, int32_t longest,
-             int32_t full) { return self.steps_left(view(seq_lens, "seq_lens"), longest, full); },
-          py::arg("seq_lens").noconvert(), py::arg("longest"), py::arg("full") = 0)
+          [](const pat::PackScheduler& self, const Array<int32_t>& seq_lens, int32_t longest) {
+            return self.steps_left(view(seq_lens, "seq_lens"), longest);
+          },
+          py::arg("seq_lens").noconvert(), py::arg("longest"))
       .def("required_capacity",
            [](const pat::PackScheduler& self) {
              return pat::PlanCapacity::of(self.last_plan().header());
@@ -479,6 +462,8 @@ PYBIND11_MODULE(_scheduler, m) {
           },
           py::arg("capacity"), py::arg("num_partials"), py::arg("num_shared_slots"),
           py::arg("out").noconvert())
+      .def_property_readonly(
+          "cuts", [](const pat::PackScheduler& self) { return array_of(self.last_cuts()); })
       .def_property_readonly(
           "num_partials",
           [](const pat::PackScheduler& self) { return self.last_plan().header().num_partials; })

@@ -14,6 +14,7 @@ namespace {
 
 // Narrow tiles are tried only if they might save this part of the time. Below that, most trials would be in vain.
 constexpr int64_t kNarrowGain = 10;
+constexpr int64_t kMaxLength = std::numeric_limits<int32_t>::max();
 
 class Stopwatch {
  public:
@@ -38,10 +39,13 @@ PackScheduler::PackScheduler(const SchedulerConfig& config)
                 config.cost, tiles_),
       chunks_(config.num_workers, config.cost, tiles_),
       narrow_(narrow_of(config)),
-      query_centric_(Policy::kQueryCentric, config.cost.packing, tiles_) {
+      query_centric_(Policy::kQueryCentric, config.cost.packing, tiles_),
+      window_(config.window, tiles_.requests_per_tile()) {
   config.cost.check();
   PAT_CHECK(config.growth_tokens >= 1, "growth_tokens must be at least 1, got ",
             config.growth_tokens);
+  PAT_CHECK(config.window.window == 0 || !config.batch_invariant,
+            "batch_invariant must be false with a window: cuts depend on others");
 }
 
 std::optional<PackScheduler::Narrow> PackScheduler::narrow_of(const SchedulerConfig& config) {
@@ -96,59 +100,70 @@ void PackScheduler::plan(const PathsView& paths, std::span<const int32_t> seq_le
   times_.forest += build;
 }
 
-void PackScheduler::plan(PrefixForest& forest, std::span<const int32_t> seq_lens) {
+void PackScheduler::plan(PrefixForest& batch, std::span<const int32_t> seq_lens) {
   Stopwatch stopwatch;
   for (size_t request = 0; request < seq_lens.size(); ++request) {
     PAT_CHECK(seq_lens[request] >= 0, "seq_lens must not be negative, got ", seq_lens[request],
               " for request ", request);
   }
-  forest.arrange(seq_lens);
+  batch.arrange(seq_lens);
+  const int32_t window = config_.window.window;
+  if (window > 0) {
+    window_.cut(batch, seq_lens);
+    window_.rows().arrange(window_.row_lens());
+  }
+  const PrefixForest& forest = window > 0 ? window_.rows() : batch;
+  const std::span<const int32_t> row_lens = window > 0 ? window_.row_lens() : seq_lens;
   int64_t lower_bound = 0;
   for (const ForestNode& node : forest.nodes()) lower_bound += node.kv_end - node.kv_begin;
-  for (size_t request = 0; request < seq_lens.size(); ++request) {
-    lower_bound += seq_lens[request] - forest.private_begin(static_cast<int32_t>(request));
+  for (size_t request = 0; request < row_lens.size(); ++request) {
+    lower_bound += row_lens[request] - forest.private_begin(static_cast<int32_t>(request));
   }
   times_.forest = stopwatch.lap();
 
   if (config_.batch_invariant) {
-    chunks_.plan(forest, seq_lens, packing_, split_);
+    chunks_.plan(forest, row_lens, packing_, split_);
     times_.packing = stopwatch.lap();
     times_.split = 0;
   } else {
-    packer_.pack(forest, seq_lens, packing_);
+    packer_.pack(forest, row_lens, packing_);
     times_.packing = stopwatch.lap();
 
-    const SplitTask task{.num_requests = static_cast<int32_t>(seq_lens.size()),
+    const SplitTask task{.num_requests = static_cast<int32_t>(row_lens.size()),
                          .num_unique = lower_bound};
     splitter_.split(packing_, task, split_);
-    try_other_packings(forest, seq_lens, task);
+    try_other_packings(forest, row_lens, task);
     times_.split = stopwatch.lap();
   }
 
   // The order of a row's segments is part of a batch-invariant result, so it stays.
-  next_.plan.assemble(static_cast<int32_t>(seq_lens.size()), config_.group_size, packing_, split_,
+  next_.plan.assemble(static_cast<int32_t>(row_lens.size()), config_.group_size, packing_, split_,
                       config_.batch_invariant ? 0 : config_.num_workers);
   int64_t query_centric = 0;
   next_.lengths.clear();
   for (size_t request = 0; request < seq_lens.size(); ++request) {
-    const int32_t seq_len = seq_lens[request];
-    query_centric += seq_len;
-    next_.lengths.push_back({.planned = seq_len, .longest = seq_len});
+    query_centric += row_lens[request];
+    next_.lengths.push_back({.planned = seq_lens[request], .longest = seq_lens[request]});
   }
   for (const Split::WorkItem& item : split_.work_items) {
     for (const Segment& segment :
          std::span(split_.segments).subspan(item.segment_begin, item.num_segments)) {
       if (!segment.is_open) continue;
-      LengthRange& range = next_.lengths[split_.requests[item.request_begin + segment.first]];
+      const int32_t request = split_.requests[item.request_begin + segment.first];
+      LengthRange& range = next_.lengths[request];
       int64_t longest = int64_t{range.planned} + config_.growth_tokens;
       if (config_.batch_invariant) {
         longest = std::min(longest, ChunkGrid::last_length(range.planned));
       }
-      range.longest =
-          static_cast<int32_t>(std::min<int64_t>(longest, std::numeric_limits<int32_t>::max()));
+      if (window > 0) {
+        if (longest >= window) longest = kMaxLength;  // the row stays as long as the window
+        longest = std::min<int64_t>(longest, window_.longest()[request]);
+      }
+      range.longest = static_cast<int32_t>(std::min(longest, kMaxLength));
     }
   }
   next_.plan.set_kv_tokens(query_centric, lower_bound);
+  if (window > 0) next_.cuts.assign(window_.cuts().begin(), window_.cuts().end());
   next_.expected_time = split_.time;
   std::swap(last_, next_);
   times_.assembly = stopwatch.lap();
@@ -156,8 +171,10 @@ void PackScheduler::plan(PrefixForest& forest, std::span<const int32_t> seq_lens
 
 LengthCheck PackScheduler::check_lengths(std::span<const int32_t> seq_lens) const {
   LengthCheck check{.served = seq_lens.size() == last_.lengths.size(), .total = 0, .longest = 0};
+  const int32_t window = config_.window.window;
+  const int32_t most = window > 0 ? window : std::numeric_limits<int32_t>::max();
   for (const int32_t seq_len : seq_lens) {
-    check.total += seq_len;
+    check.total += std::min(seq_len, most);
     check.longest = std::max(check.longest, seq_len);
   }
   for (size_t i = 0; check.served && i < last_.lengths.size(); ++i) {
@@ -167,8 +184,7 @@ LengthCheck PackScheduler::check_lengths(std::span<const int32_t> seq_lens) cons
   return check;
 }
 
-int32_t PackScheduler::steps_left(std::span<const int32_t> seq_lens, int32_t longest,
-                                  int32_t full) const {
+int32_t PackScheduler::steps_left(std::span<const int32_t> seq_lens, int32_t longest) const {
   PAT_CHECK(seq_lens.size() == last_.lengths.size(), "the plan is for ", last_.lengths.size(),
             " requests, got lengths of ", seq_lens.size());
   int64_t steps = std::numeric_limits<int64_t>::max();
@@ -178,11 +194,9 @@ int32_t PackScheduler::steps_left(std::span<const int32_t> seq_lens, int32_t lon
               i);
     if (seq_lens[i] == 0) continue;
     any = true;
-    if (full > 0 && last_.lengths[i].longest >= full) continue;
     steps = std::min(steps, int64_t{std::min(last_.lengths[i].longest, longest)} - seq_lens[i]);
   }
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  return any ? static_cast<int32_t>(std::clamp<int64_t>(steps, 0, kMost)) : 0;
+  return any ? static_cast<int32_t>(std::clamp<int64_t>(steps, 0, kMaxLength)) : 0;
 }
 
 PlanBounds plan_bounds(int32_t max_requests, int32_t num_workers, const TileSelection& tiles) {

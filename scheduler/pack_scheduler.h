@@ -14,6 +14,7 @@
 #include "packing.h"
 #include "prefix_forest.h"
 #include "tile_selection.h"
+#include "window_cut.h"
 
 namespace pat {
 
@@ -32,6 +33,7 @@ struct SchedulerConfig {
   // Policy::kMemory: a small step gets other packs if it is expected to end earlier with them.
   bool by_time = true;
   bool latent = false;  // the layers are latent attention, which has its own tile table
+  WindowRule window = {};  // of the layers
 };
 
 // Wall time of the stages of the last plan(), in nanoseconds.
@@ -44,7 +46,7 @@ struct StageTimes {
 
 struct LengthCheck {
   bool served;      // by the last plan
-  int64_t total;    // sum of the lengths
+  int64_t total;    // sum of the lengths, each at most the window
   int32_t longest;  // 0 without requests
 };
 
@@ -52,8 +54,9 @@ class PackScheduler {
  public:
   explicit PackScheduler(const SchedulerConfig& config);
 
-  // Builds a plan for the requests of a forest, which is arranged for it. Throws std::invalid_argument on bad
-  // input, and std::length_error if the plan is too large for its format. The last plan then stays in force.
+  // Builds a plan for the requests of a forest, which is arranged for it. With a window, it is a plan of the rows of a
+  // WindowCut. Throws std::invalid_argument on bad input, and std::length_error if the plan is too large for its format.
+  // The last plan then stays in force.
   void plan(PrefixForest& forest, std::span<const int32_t> seq_lens);
   // The same for paths that are in no forest.
   void plan(const PathsView& paths, std::span<const int32_t> seq_lens);
@@ -64,12 +67,13 @@ class PackScheduler {
   LengthCheck check_lengths(std::span<const int32_t> seq_lens) const;
 
   // How many tokens every request may grow from these lengths, which the last plan serves, until it no longer does or
-  // one is longer than `longest`. Requests of length 0 are padding and do not grow. Requests of length `full`, unless it
-  // is 0, grow no more. Throws std::invalid_argument if a length is negative or the plan is for another number of
-  // requests.
-  int32_t steps_left(std::span<const int32_t> seq_lens, int32_t longest, int32_t full = 0) const;
+  // one is longer than `longest`. Requests of length 0 are padding and do not grow. Throws std::invalid_argument if a
+  // length is negative or the plan is for another number of requests.
+  int32_t steps_left(std::span<const int32_t> seq_lens, int32_t longest) const;
 
   const DecodePlan& last_plan() const { return last_.plan; }
+  // WindowCut::cuts() of the last plan; empty without a window.
+  const std::vector<int64_t>& last_cuts() const { return last_.cuts; }
   const StageTimes& stage_times() const { return times_; }
   const TileTable& tile_table() const { return tiles_.table(); }
   // Split::time of the last plan, for tests.
@@ -100,6 +104,7 @@ class PackScheduler {
   Split split_, other_split_;
 
   PrefixForest forest_;  // for paths that are in no other forest
+  WindowCut window_;
   StageTimes times_;
 
   struct LengthRange {
@@ -109,6 +114,7 @@ class PackScheduler {
   struct Planned {
     DecodePlan plan;
     std::vector<LengthRange> lengths;  // per request
+    std::vector<int64_t> cuts;
     int64_t expected_time = 0;
   };
   Planned last_;

@@ -105,6 +105,40 @@ bool PrefixForest::agrees(std::span<const int32_t> requests, const PathsView& pa
   return true;
 }
 
+void PrefixForest::clear(size_t num_requests) {
+  clear();
+  copies_.clear();
+  last_node_.assign(num_requests, kEmptyPath);
+}
+
+void PrefixForest::add_cut_paths(const PrefixForest& whole, std::span<const int32_t> requests,
+                                 int32_t cut) {
+  const auto first = static_cast<int32_t>(path_nodes_.size());
+  copies_.resize(whole.nodes_.size(), -1);
+  for (const int32_t request : requests) {
+    int32_t child = -1;  // its copy
+    for (int32_t n = whole.anchor_[request]; n >= 0 && whole.nodes_[n].kv_end > cut;
+         n = whole.nodes_[n].parent) {
+      if (copies_[n] < first) {  // those of other calls come before
+        copies_[n] = static_cast<int32_t>(path_nodes_.size());
+        path_nodes_.push_back({.id = copies_[n],
+                               .parent = -1,
+                               .kv_begin = std::max(whole.nodes_[n].kv_begin, cut) - cut,
+                               .kv_end = whole.nodes_[n].kv_end - cut,
+                               .num_holders = 0,
+                               .outdated = false,
+                               .suspect = false,
+                               .new_child_end = kNoNewChild,
+                               .visited = num_passes_,
+                               .shared_node = -1});
+      }
+      (child < 0 ? last_node_[request] : path_nodes_[child].parent) = copies_[n];
+      child = copies_[n];
+      ++path_nodes_[child].num_holders;
+    }
+  }
+}
+
 void PrefixForest::clear() {
   path_nodes_.clear();
   free_.clear();

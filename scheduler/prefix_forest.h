@@ -50,6 +50,13 @@ class PrefixForest {
   // Replaces all paths by these. Throws as update() does.
   void build(const PathsView& paths);
 
+  // Replaces all paths by empty ones, of `num_requests` requests.
+  void clear(size_t num_requests);
+  // Gives requests, whose paths are empty, the paths that they have in `whole`, which is arranged, from position `cut`
+  // on. Positions then count from there, and requests of another call share nothing with these. Nodes get ids that
+  // update() does not know.
+  void add_cut_paths(const PrefixForest& whole, std::span<const int32_t> requests, int32_t cut);
+
   // Goes to the next batch. kept[i] is the place of request i in the current batch, from which it keeps its path. If it
   // is negative, the request's path is the next one of `read`. Requests that are not kept leave.
   //
@@ -140,6 +147,7 @@ class PrefixForest {
   std::vector<int32_t> holders_;
   std::vector<int32_t> anchor_;
   std::vector<int32_t> cursor_;
+  std::vector<int32_t> copies_;  // used within add_cut_paths() only: per node of the other forest, into path_nodes_
 };
 
 }  // namespace pat

@@ -14,29 +14,54 @@
 namespace pat {
 
 struct WindowRule {
-  int32_t window;          // tokens that a request attends to, its new one included
-  int32_t slack;           // tokens by which each request may grow before the batch is cut again
-  int32_t ahead;           // tokens by which a request may be longer on the device than on the host
-  int32_t rows_per_class;  // beyond it, the kernels read shared KV again
+  int32_t window = 0;  // tokens that a request attends to, its new one included; 0: all
+  int32_t slack = 0;   // tokens by which each request may grow before the batch is cut again
+  int32_t ahead = 0;   // tokens by which a request may be longer on the device than on the host
 };
 
-struct WindowCut {
-  // The paths from the cuts on, with positions that count from there. Another class has other node ids.
-  std::vector<int32_t> path_begin;
-  std::vector<int64_t> node_id;
-  std::vector<int32_t> kv_begin;
-  std::vector<int32_t> kv_end;
+// Calls reuse the buffers.
+class WindowCut {
+ public:
+  // rows_per_class: beyond it, the kernels read shared KV again. Throws std::invalid_argument if a number is out of
+  // range.
+  WindowCut(const WindowRule& rule, int32_t rows_per_class);
+
+  // Cuts the paths of a forest that is arranged for these lengths. Requests of length 0 are padding. Takes time linear
+  // in path nodes, and in requests times rows_per_class.
+  void cut(const PrefixForest& forest, std::span<const int32_t> seq_lens);
+
+  // The paths from the cuts on, with positions that count from there.
+  PrefixForest& rows() { return rows_; }
+  std::span<const int32_t> row_lens() const { return row_lens_; }
   // Per request: the position of its cut, 0 if its row shares nothing.
-  std::vector<int32_t> cut;
+  std::span<const int32_t> cuts() const { return cuts_; }
   // Per request: the length up to which the cut serves it, the largest integer if its row shares nothing.
-  std::vector<int32_t> longest;
+  std::span<const int32_t> longest() const { return longest_; }
 
-  PathsView paths() const { return {path_begin, node_id, kv_begin, kv_end}; }
+ private:
+  struct Row {
+    int32_t node;  // the one by which the request may save most
+    int32_t cut;   // where the row would be cut if it were alone in its class
+    int32_t request;
+
+    auto operator<=>(const Row&) const = default;
+  };
+
+  void add_runs(std::span<const Row> rows, int32_t node_end, const PrefixForest& forest);
+  void add_class(const PrefixForest& forest, std::span<const Row> rows, int32_t cut);
+
+  WindowRule rule_;
+  size_t rows_per_class_;
+  PrefixForest rows_;
+  std::vector<int32_t> row_lens_;
+  std::vector<int32_t> cuts_;
+  std::vector<int32_t> longest_;
+  // Used within cut() only.
+  std::vector<Row> whole_;   // rows whose window has all tokens, and will for a while
+  std::vector<Row> sorted_;  // the others
+  std::vector<int64_t> saved_;
+  std::vector<size_t> begin_;
+  std::vector<int32_t> class_;
 };
-
-// Arranges the forest, and cuts its paths. Requests of length 0 are padding. Throws as PrefixForest::arrange() does, and
-// if the rule has a number that is out of range. Takes time linear in path nodes, and in requests times rows_per_class.
-WindowCut cut_windows(PrefixForest& forest, std::span<const int32_t> seq_lens,
-                      const WindowRule& rule);
 
 }  // namespace pat

@@ -150,20 +150,6 @@ class PrefixForest:
         """
     def paths(self) -> list[list[tuple[int, int, int]]]:
         """(node id, first position, end) of the nodes of each request. For checks."""
-    @staticmethod
-    def of_paths(
-        path_begin: _Int32, node_id: _Int64, kv_begin: _Int32, kv_end: _Int32
-    ) -> PrefixForest:
-        """Make a forest of the paths of a batch. ValueError on bad paths."""
-    def cut_windows(
-        self, seq_lens: _Int32, *, window: int, slack: int, ahead: int, rows_per_class: int
-    ) -> tuple[_Int32, _Int64, _Int32, _Int32, _Int32, _Int32]:
-        """Cut the paths for layers with a sliding window: see scheduler/window_cut.h.
-
-        Returns path_begin, node_id, kv_begin and kv_end of the paths from the cuts on, and per
-        request its cut and the length up to which the cut serves it. ValueError if a request is
-        shorter than its path, or a number is out of range.
-        """
     @property
     def num_kept(self) -> int:
         """Requests whose path the last update() kept."""
@@ -187,6 +173,9 @@ class PackScheduler:
         one_tile: bool = ...,
         by_time: bool = ...,
         latent: bool = ...,
+        window: int = ...,
+        slack: int = ...,
+        ahead: int = ...,
     ) -> None: ...
     @overload
     def plan(self, forest: PrefixForest, seq_lens: _Int32) -> None: ...
@@ -201,20 +190,21 @@ class PackScheduler:
     ) -> None:
         """Build a plan. Rows behind the last request of a forest have no path.
 
+        With a window, it is a plan of the rows of a WindowCut (scheduler/window_cut.h).
         ValueError on bad input, or if the plan is too large for its format. The last plan then
         stays in force.
         """
     def check_lengths(self, seq_lens: _Int32) -> tuple[bool, int, int]:
         """Check the last plan against the same batch with these lengths.
 
-        Returns whether it is right and balanced, the sum of the lengths, and the longest.
+        Returns whether it is right and balanced, the sum of the lengths, each at most the window,
+        and the longest.
         """
-    def steps_left(self, seq_lens: _Int32, longest: int, full: int = 0) -> int:
+    def steps_left(self, seq_lens: _Int32, longest: int) -> int:
         """Tokens that every request except padding (length 0) may grow from `seq_lens`.
 
-        The last plan then still serves the batch, and no request exceeds `longest`. A request of
-        the length `full`, if it is given, grows no more. ValueError for negative lengths, or if
-        their number differs from the plan's requests.
+        The last plan then still serves the batch, and no request exceeds `longest`. ValueError for
+        negative lengths, or if their number differs from the plan's requests.
         """
     def required_capacity(self) -> PlanCapacity: ...
     def write(
@@ -229,6 +219,9 @@ class PackScheduler:
     def num_partials(self) -> int: ...
     @property
     def num_shared_slots(self) -> int: ...
+    @property
+    def cuts(self) -> _Int64:
+        """A copy of the cuts of the last plan's rows, one per request; empty without a window."""
     @property
     def tile_table(self) -> tuple[tuple[int, int, int], ...]:
         """TILE_TABLE, or LATENT_TILE_TABLE if latent."""

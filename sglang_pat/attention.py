@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from functools import partial
 from numbers import Real
+from types import MappingProxyType
 from typing import Literal, NoReturn, Protocol, overload
 
 import numpy as np
@@ -84,6 +85,8 @@ class PackAttention:
     Not thread-safe. The plan and its buffers belong to this object, which can be neither copied nor
     pickled.
     """
+
+    _window_rule: Mapping[str, int] = MappingProxyType({})  # arguments of the scheduler
 
     def __init__(
         self,
@@ -194,6 +197,7 @@ class PackAttention:
             else costs_of(
                 self.device, latent=shape.is_latent, one_byte=self.kv_dtype.itemsize == 1
             ),
+            **self._window_rule,
         )
         sizes = None
         if max_shared_slots < 0:
@@ -300,7 +304,8 @@ class PackAttention:
         kind: PlanningClass = "unchanged"
         stats = self.stats
         if cause is None:
-            self._executor.reuse_plan(step, gather=paths is not None)
+            rows = self._rows_of(step, is_planned_anew=False)
+            self._executor.reuse_plan(rows, gather=paths is not None)
             stats.plans_reused += 1
         else:
             kind = self._build(batch, paths, key, step)
@@ -586,10 +591,15 @@ class PackAttention:
                 paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end, batch.seq_lens
             )
         self._plan = None  # the scheduler holds another plan now, even if the executor refuses it
-        self._plan = self._executor.load_plan(self._scheduler, step)
+        rows = self._rows_of(step, is_planned_anew=True)
+        self._plan = self._executor.load_plan(self._scheduler, rows)
         self._num_requests = len(batch.seq_lens)
         self._key = key
         return kind
+
+    def _rows_of(self, step: Step, *, is_planned_anew: bool) -> Step:
+        """Return the step as the executor reads it."""
+        return step
 
     def _check_step(
         self,

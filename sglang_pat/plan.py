@@ -58,12 +58,16 @@ def new_scheduler(
     latent: bool = False,
     one_byte: bool = False,
     cost: CostModel | None = None,
+    window: int = 0,
+    slack: int = 0,
+    ahead: int = 0,
 ) -> PackScheduler:
     """Make a scheduler with the constants of PackAttention.
 
     by_time: a small step may get other packs than those of `memory`, or none, if it should then end
     earlier on a GPU. latent: the layers are latent attention. one_byte: the KV cache is fp8. cost:
-    None takes the scheduler's default, an H100's costs.
+    None takes the scheduler's default, an H100's costs. window, slack, ahead: see
+    scheduler/window_cut.h.
     """
     return PackScheduler(
         group_size=group_size,
@@ -77,6 +81,9 @@ def new_scheduler(
         by_time=by_time,
         latent=latent,
         cost=CostModel() if cost is None else cost,
+        window=window,
+        slack=slack,
+        ahead=ahead,
     )
 
 

@@ -13,18 +13,14 @@ table changes from step to step, on the device. Scheduler and kernels are those 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from sglang_pat._scheduler import PrefixForest
-from sglang_pat.attention import INTS, PackAttention, paths_key
-from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths, check_integers
-from sglang_pat.plan import DecodePlan, largest_tile
+from sglang_pat.attention import INTS, PackAttention
+from sglang_pat.batch import Step, check_integers
 
 # Tokens by which requests may grow under one cut: a row reads as many more of its own. Small
 # windows have a part of them.
@@ -36,8 +32,9 @@ _MAX_INT32 = 2**31 - 1
 class WindowAttention(PackAttention):
     """Decode attention over the last `window` tokens of each request.
 
-    Used as PackAttention is, with two differences: `seq_lens` on the device are read by plan() and
-    by refill(), with which a captured graph begins; and there is no advance().
+    Used as PackAttention is, with three differences: a request may be at most `ahead` tokens longer
+    on the device than `batch.seq_lens` says; `seq_lens` on the device are read by plan() and by
+    refill(), with which a captured graph begins; and there is no advance().
     """
 
     def __init__(
@@ -82,6 +79,11 @@ class WindowAttention(PackAttention):
             # There are fewer shared ranges than rows, and each lies within a row. The pool does not
             # bound them: each class of rows reads the same slots again.
             options["max_shared_slots"] = min(max_requests * window, _MAX_INT32)
+        self._window_rule = {
+            "window": int(window),
+            "slack": min(SLACK, int(window) // SLACK_PART),
+            "ahead": int(ahead),
+        }
         super().__init__(num_qo_heads, num_kv_heads, head_dim, **options)
         if slot_map is not None:
             self._check_ids("slot_map", slot_map, 1, INTS)
@@ -90,68 +92,22 @@ class WindowAttention(PackAttention):
         self.window = int(window)
         self.slot_map = slot_map
         self._table = _Table(options.get("max_requests") or 0, self.window, self.device)
-        tile = largest_tile(
-            self.shape.group_size,
-            latent=self.shape.is_latent,
-            one_byte=self.kv_dtype.itemsize == 1,
-        )
-        self._rule = {
-            "window": self.window,
-            "slack": min(SLACK, window // SLACK_PART),
-            "ahead": ahead,
-            "rows_per_class": max(2, tile // self.shape.group_size),
-        }
 
     def _begin(self) -> None:
         super()._begin()
-        self._cut = _NO_CUT
-        self.row_lens = self.seq_lens  # of the last step's rows
+        self._cuts: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # of the plan's rows
         self._tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
-    def plan(
-        self,
-        batch: DecodeBatch,
-        *,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-    ) -> DecodePlan:
-        """Prepare the next run()s: see `PackAttention.plan`.
-
-        A request may be at most `ahead` tokens longer on the device than `batch.seq_lens` says. The
-        plan is one of the table's rows, which are at most as long as the window.
-        """
-        if not isinstance(batch, DecodeBatch):
-            raise TypeError(f"batch must be a DecodeBatch, got {type(batch).__name__}")
-        begun_ns = batch.begun_ns or time.perf_counter_ns()
-        self._check_step(batch, req_to_token, req_pool_indices, seq_lens)
-        lens = batch.seq_lens
-        longest, width = int(lens.max(initial=0)), req_to_token.shape[1]
-        if longest > width:
-            raise ValueError(
-                f"seq_lens must be at most req_to_token's width {width}, got {longest}"
-            )
-        paths = batch.read_paths() if batch.key is None else None
-        key = batch.key if paths is None else paths_key(paths)
-        table = self._table = self._table.of_size(len(lens), is_fixed=self.is_reserved)
-        if not self._cut.serves(key, lens):
-            self._cut = _Cut.of(batch, paths, key, self._rule)
+    def _rows_of(self, step: Step, *, is_planned_anew: bool) -> Step:
+        """Write the step's rows, and return the step of the table."""
+        size = len(step.host_seq_lens)
+        table = self._table = self._table.of_size(size, is_fixed=self.is_reserved)
+        if is_planned_anew:
+            self._cuts = self._scheduler.cuts
             table.owner = None
-        self._tensors = req_to_token, req_pool_indices, seq_lens
+        self._tensors = step.req_to_token, step.req_pool_indices, step.seq_lens
         self._write_table()
-        plan = super().plan(
-            DecodeBatch(
-                np.minimum(lens, self.window),
-                self._cut.paths,
-                self._cut if paths is None else None,
-                begun_ns,
-            ),
-            req_to_token=table.slots,
-            req_pool_indices=table.rows[: len(lens)],
-            seq_lens=table.seq_lens[: len(lens)],
-        )
-        self.row_lens, self.seq_lens = self.seq_lens, lens
-        return plan
+        return Step(*table.rows_of(size), np.minimum(step.host_seq_lens, self.window))
 
     def run(self, *tensors: Any, **options: Any) -> Any:
         """Attention of one layer under the last plan: see `PackAttention.run`."""
@@ -161,7 +117,7 @@ class WindowAttention(PackAttention):
 
     def _write_table(self) -> None:
         if self._table.owner is not self:
-            self._table.set_cuts(self._cut)
+            self._table.set_cuts(self._cuts)
             self._table.owner = self
         self.refill()
 
@@ -177,59 +133,10 @@ class WindowAttention(PackAttention):
         """Raise ValueError: the host must know the lengths of each step."""
         raise ValueError("advance() has no windows; call plan() for each step")
 
-    def steps_left(self) -> int:
-        """Number of further steps that plan and cut serve: see `PackAttention.steps_left`."""
-        if self._tensors is None or self._plan is None:
-            return 0
-        lens, window = self.seq_lens, self.window
-        grows = lens > 0
-        if not grows.any():
-            return 0
-        steps = int((self._cut.longest - lens)[grows].min())
-        steps = min(steps, self._tensors[0].shape[1] - int(lens.max()))
-        return max(0, min(steps, self._scheduler.steps_left(self.row_lens, window, window)))
-
     def slots(self) -> list[torch.Tensor]:
         """Return the slots that each request reads now. For checks, on the CPU."""
         lens = self._table.seq_lens[: len(self.seq_lens)].tolist()
         return [row[:n].cpu() for row, n in zip(self._table.slots, lens, strict=False)]
-
-
-@dataclass(frozen=True, slots=True, eq=False)  # compared by identity: it is the key of a plan
-class _Cut:
-    """The cut of a batch, with the paths from there on (scheduler/window_cut.h)."""
-
-    key: Hashable  # of the batch
-    planned: IntArray  # its lengths
-    paths: PrefixPaths
-    cuts: IntArray
-    longest: IntArray  # up to which the cut serves each request
-
-    @classmethod
-    def of(
-        cls, batch: DecodeBatch, paths: PrefixPaths | None, key: Hashable, rule: dict[str, int]
-    ) -> _Cut:
-        forest = batch.paths
-        if not isinstance(forest, PrefixForest):
-            paths = batch.read_paths() if paths is None else paths
-            forest = PrefixForest.of_paths(
-                paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end
-            )
-        begin, nodes, first, end, cuts, longest = forest.cut_windows(batch.seq_lens, **rule)
-        from_cut = PrefixPaths(begin, nodes, first, end)
-        return cls(key, batch.seq_lens.copy(), from_cut, cuts, longest)
-
-    def serves(self, key: Hashable, lens: IntArray) -> bool:
-        """Return True if the cut is right for a batch with this key and these lengths."""
-        return (
-            key == self.key
-            and len(lens) == len(self.planned)
-            and bool(((lens >= self.planned) & (lens <= self.longest)).all())
-        )
-
-
-_EMPTY = np.zeros(0, dtype=np.int32)
-_NO_CUT = _Cut(object(), _EMPTY, PrefixPaths.private(0), _EMPTY, _EMPTY)  # serves no key
 
 
 class _Table:
@@ -240,6 +147,7 @@ class _Table:
         self.slots = torch.zeros((size, window), dtype=torch.int32, device=device)
         self.seq_lens = torch.zeros(size, dtype=torch.int32, device=device)
         self.rows = torch.arange(size, dtype=torch.int32, device=device)
+        self._first_rows = self.slots, self.rows, self.seq_lens
         self.owner: object = None  # whose cuts these are
         self.cuts = torch.zeros(size, dtype=torch.int64, device=device)
 
@@ -252,12 +160,18 @@ class _Table:
             raise ValueError(f"a batch must have at most {have} (max_requests), got {size}")
         return _Table(2 * size, self.window, self.slots.device)
 
-    def set_cuts(self, cut: _Cut) -> None:
+    def rows_of(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the table, and the numbers and lengths of its first rows."""
+        if size != len(self._first_rows[1]):
+            self._first_rows = self.slots, self.rows[:size], self.seq_lens[:size]
+        return self._first_rows
+
+    def set_cuts(self, cuts: npt.NDArray[np.int64]) -> None:
         """Copy the cuts of a batch to the device. The host does not wait."""
-        cuts = torch.from_numpy(cut.cuts.astype(np.int64))
+        on_host = torch.from_numpy(cuts)
         if self.cuts.is_cuda:
-            cuts = cuts.pin_memory()
-        self.cuts[: len(cuts)].copy_(cuts, non_blocking=True)
+            on_host = on_host.pin_memory()
+        self.cuts[: len(cuts)].copy_(on_host, non_blocking=True)
 
     def fill(self, *tensors: Any) -> None:
         """Write the rows. tensors: the last four arguments of `fill_rows`."""

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 #include <map>
 
 #include "batches.h"
@@ -9,22 +10,25 @@
 namespace pat::testing {
 namespace {
 
-WindowCut cut_batch(const Batch& batch, const WindowRule& rule) {
+WindowCut cut_batch(const Batch& batch, const WindowRule& rule, int32_t rows_per_class) {
   PrefixForest forest;
   const PathArrays arrays = batch.arrays();
   forest.build(arrays.view());
-  return cut_windows(forest, batch.seq_lens, rule);
+  forest.arrange(batch.seq_lens);
+  WindowCut cut(rule, rows_per_class);
+  cut.cut(forest, batch.seq_lens);
+  return cut;
 }
 
 // The batch that is left, for the checks of plans.
-Batch rows_of(const WindowCut& cut, const Batch& batch, int32_t window) {
+Batch rows_of(WindowCut& cut) {
   Batch rows;
-  for (size_t i = 0; i < batch.seq_lens.size(); ++i) {
+  for (size_t i = 0; i < cut.row_lens().size(); ++i) {
     rows.paths.emplace_back();
-    for (int32_t n = cut.path_begin[i]; n < cut.path_begin[i + 1]; ++n) {
-      rows.paths.back().push_back({cut.node_id[n], cut.kv_begin[n], cut.kv_end[n]});
+    for (const PrefixForest::PathNode& node : cut.rows().path(static_cast<int32_t>(i))) {
+      rows.paths.back().push_back({node.id, node.kv_begin, node.kv_end});
     }
-    rows.seq_lens.push_back(std::min(batch.seq_lens[i], window));
+    rows.seq_lens.push_back(cut.row_lens()[i]);
   }
   return rows;
 }
@@ -37,43 +41,62 @@ int64_t node_at(const Path& path, int32_t position) {
   return found->id;
 }
 
+// The lengths after `tokens` more; padding stays.
+std::vector<int32_t> grown(std::vector<int32_t> lens, int32_t tokens) {
+  for (int32_t& length : lens) length += length > 0 ? tokens : 0;
+  return lens;
+}
+
 TEST(rows_share_only_what_their_windows_share) {
   Random random(20);
   int64_t num_shared = 0;
   for (int round = 0; round < 3000; ++round) {
     const Batch batch = one_in(random, 4) ? extreme_batch(random) : random_batch(random, {});
-    const WindowRule rule = {.window = static_cast<int32_t>(draw(random, 1, 3000)),
-                             .slack = static_cast<int32_t>(draw(random, 0, 70)),
-                             .ahead = static_cast<int32_t>(draw(random, 0, 8)),
-                             .rows_per_class = static_cast<int32_t>(draw(random, 1, 40))};
-    const WindowCut cut = cut_batch(batch, rule);
-    const Batch rows = rows_of(cut, batch, rule.window);
+    SchedulerConfig made = random_config(random);
+    made.batch_invariant = false;
+    made.window = {.window = static_cast<int32_t>(draw(random, 1, 3000)),
+                   .slack = static_cast<int32_t>(draw(random, 0, 70)),
+                   .ahead = static_cast<int32_t>(draw(random, 0, 8))};
+    const auto [window, slack, ahead] = made.window;
+    WindowCut cut = cut_batch(batch, made.window, made.max_block_q / made.group_size);
+    const Batch rows = rows_of(cut);
     std::map<int64_t, std::pair<int32_t, int64_t>>
         seen;  // node -> its cut, and a node of the batch
     for (size_t i = 0; i < rows.paths.size(); ++i) {
       const Path& path = rows.paths[i];
       const int32_t length = batch.seq_lens[i];
+      CHECK_EQ(rows.seq_lens[i], std::min(length, window));
       if (path.empty()) {
-        CHECK_EQ(cut.cut[i], 0);
-        CHECK(cut.longest[i] > length || length == INT32_MAX);
+        CHECK_EQ(cut.cuts()[i], 0);
+        CHECK(cut.longest()[i] > length || length == INT32_MAX);
         continue;
       }
-      CHECK(length - rule.window <= cut.cut[i]);
-      CHECK(length + rule.slack <= cut.longest[i]);
-      CHECK_EQ(cut.longest[i], cut.cut[i] + rule.window - rule.ahead);
-      CHECK(cut.cut[i] + path.back().kv_end <= batch.paths[i].back().kv_end);
+      CHECK(length - window <= cut.cuts()[i]);
+      CHECK(length + slack <= cut.longest()[i]);
+      CHECK_EQ(cut.longest()[i], cut.cuts()[i] + window - ahead);
+      CHECK(cut.cuts()[i] + path.back().kv_end <= batch.paths[i].back().kv_end);
       for (const Node& node : path) {
-        const int64_t last = node_at(batch.paths[i], cut.cut[i] + node.kv_end - 1);
-        const auto [same, is_new] = seen.try_emplace(node.id, cut.cut[i], last);
-        CHECK_EQ(same->second.first, cut.cut[i]);
+        const int64_t last = node_at(batch.paths[i], cut.cuts()[i] + node.kv_end - 1);
+        const auto [same, is_new] = seen.try_emplace(node.id, cut.cuts()[i], last);
+        CHECK_EQ(same->second.first, cut.cuts()[i]);
         CHECK_EQ(same->second.second, last);
         num_shared += !is_new;
       }
     }
-    SchedulerConfig made = random_config(random);
     PackScheduler scheduler(made);
-    scheduler.plan(cut.paths(), rows.seq_lens);
+    const PathArrays arrays = batch.arrays();
+    scheduler.plan(arrays.view(), batch.seq_lens);
     check_plan(scheduler, made, rows);
+    CHECK(std::ranges::equal(scheduler.last_cuts(), cut.cuts()));
+    const int32_t left = scheduler.steps_left(batch.seq_lens, INT32_MAX - 1);
+    CHECK(scheduler.check_lengths(grown(batch.seq_lens, left)).served);
+    for (size_t i = 0; i < rows.paths.size(); ++i) {
+      CHECK(batch.seq_lens[i] == 0 || left <= cut.longest()[i] - batch.seq_lens[i]);
+    }
+    const int32_t longest = std::ranges::max(batch.seq_lens);
+    if (longest > 0 && longest + int64_t{left} < INT32_MAX - 1) {
+      CHECK(!scheduler.check_lengths(grown(batch.seq_lens, left + 1)).served);
+    }
   }
   CHECK(num_shared > 10'000);
 }
@@ -82,23 +105,47 @@ TEST(rows_within_their_windows_stay_as_they_are) {
   Random random(21);
   for (int round = 0; round < 200; ++round) {
     const Batch batch = random_batch(random, {});
-    const int32_t longest = std::ranges::max(batch.seq_lens);
-    const WindowCut cut =
-        cut_batch(batch, {.window = longest + 8, .slack = 4, .ahead = 4, .rows_per_class = 2});
-    PackScheduler whole(config()), rows(config());
+    SchedulerConfig made = config();
+    PackScheduler whole(made);
+    made.window = {.window = std::ranges::max(batch.seq_lens) + 8, .slack = 4, .ahead = 4};
+    PackScheduler rows(made);
     const PathArrays arrays = batch.arrays();
     whole.plan(arrays.view(), batch.seq_lens);
-    rows.plan(cut.paths(), batch.seq_lens);
+    rows.plan(arrays.view(), batch.seq_lens);
     CHECK(plan_bytes(whole) == plan_bytes(rows));
   }
 }
 
+TEST(rows_as_long_as_the_window_do_not_grow) {
+  SchedulerConfig made = config();
+  made.window = {.window = 100, .slack = 8, .ahead = 0};
+  PackScheduler scheduler(made);
+  const auto plan = [&](const Batch& batch) {
+    const PathArrays arrays = batch.arrays();
+    scheduler.plan(arrays.view(), batch.seq_lens);
+  };
+  const auto check = [&](int32_t a, int32_t b) {
+    return scheduler.check_lengths(std::array{a, b});
+  };
+  plan(make_batch({}, {{-1, 5000}, {-1, 90}}));  // growth_tokens is more than 10
+  CHECK_EQ(check(5000, 90).total, 190);
+  CHECK_EQ(check(9000, 120).total, 200);
+  CHECK(check(90'000, 9'000).served);
+  CHECK(!check(4999, 90).served);
+  plan(make_batch({{-1, 1000}}, {{0, 10}, {0, 20}}));
+  CHECK(check(1018, 1028).served);
+  CHECK(!check(1018, 1029).served);
+}
+
 TEST(a_rule_that_is_out_of_range) {
-  const Batch batch = make_batch({{-1, 10}}, {{0, 3}, {0, 5}});
-  CHECK_THROWS(cut_batch(batch, {0, 1, 1, 8}), "window must be at least 1, got 0");
-  CHECK_THROWS(cut_batch(batch, {4, -1, 1, 8}),
-               "slack and ahead must not be negative, got -1 and 1");
-  CHECK_THROWS(cut_batch(batch, {4, 1, 1, 0}), "rows_per_class must be at least 1, got 0");
+  SchedulerConfig made = config();
+  made.window = {-4, 1, 1};
+  CHECK_THROWS(PackScheduler{made}, "window must not be negative, got -4");
+  made.window = {4, -1, 1};
+  CHECK_THROWS(PackScheduler{made}, "slack and ahead must not be negative, got -1 and 1");
+  made.window = {4, 1, 1};
+  made.batch_invariant = true;
+  CHECK_THROWS(PackScheduler{made}, "batch_invariant must be false with a window");
 }
 
 }  // namespace
