@@ -40,6 +40,10 @@ def test_windows_in_one_pool_with_graphs(engines: FamilyEngines, name: str) -> N
     assert found.layers_of("pat") == family.pat
     assert found.layers_of("default") == ()
     assert found.stats["plans_reused"] > found.stats["plans_built"]
+    windows = found.stats["windows"]
+    assert windows["plans_reused"] > windows["plans_built"] > 0
+    assert windows["kv_tokens_read"] < windows["kv_tokens_query_centric"]
+    assert windows["kv_tokens_query_centric"] < found.stats["kv_tokens_query_centric"]
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])

@@ -47,6 +47,7 @@ _DOCUMENTATION = {
         "verify": "Steps in which drafts were verified, and draft tokens in them.",
         "draft": "Decode steps of the draft model, draft tokens in them, and plans of rounds.",
         "draft_extend": "Steps of draft extend, and draft tokens in them.",
+        "windows": "Plans of layers with sliding windows, and KV tokens that these read.",
         "tree_events": "Changes of the radix tree, by kind.",
         "batch_changes": "Changes of the batch of running requests, by kind.",
     },

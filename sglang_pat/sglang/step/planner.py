@@ -74,6 +74,8 @@ class StepPlanner:
         self._max_requests = 0  # of the largest graph
         self._reuse = PlanReuse()
         self._reasons: Counter[str] = Counter()  # why steps were planned
+        self._windows: Counter[str] = Counter()  # plans and KV tokens of layers with windows
+        self._windows_repeated: Counter[str] = Counter()  # by each step that repeats the last one
         self._reports: StepReports | None = None
         self._skipped = SkippedPlanning(lambda planning: None)
 
@@ -155,6 +157,8 @@ class StepPlanner:
         if requests is not None:
             kind.count_planned(forward_batch, batch, plans)
             self._reasons[why or StepReason.FIRST] += 1
+        if execution is not ExecutionMode.CAPTURE:
+            self._count_windows([attention for attention, _ in made], num_repeated)
         if execution is not ExecutionMode.CAPTURE and self._reports is not None:
             self._reports.add_step(plans.last.step_time, num_repeated)
         if execution is ExecutionMode.REPLAY:
@@ -207,6 +211,22 @@ class StepPlanner:
             plans_reused=sum(each.plans_reused for each in stats),
         )
 
+    def _count_windows(self, attentions: list[PackAttention], num_repeated: int) -> None:
+        """Count a planned step, and those that repeated the one before."""
+        for name, count in self._windows_repeated.items():
+            self._windows[name] += num_repeated * count
+        self._windows_repeated.clear()
+        for attention in attentions:
+            if not isinstance(attention, WindowAttention):
+                continue
+            is_new = attention.step_time.kind != "unchanged"
+            tokens = {
+                "kv_tokens_query_centric": attention.step_tokens.query_centric,
+                "kv_tokens_read": attention.step_tokens.planned,
+            }
+            self._windows.update({"plans_built" if is_new else "plans_reused": 1, **tokens})
+            self._windows_repeated.update(plans_reused=1, **tokens)
+
     def _plan_stats(self) -> list[PlanStats]:
         stats = [plans.last.stats for each in self._microbatches for plans in each.plans()]
         return [*stats, self._skipped.stats()]
@@ -240,8 +260,10 @@ class TargetPlanner(StepPlanner):
 
     def _more_counters(self) -> dict[str, list[Counter[str]]]:
         """Return the counters that not all servers have."""
-        checks = {} if self._checks is None else self._checks.counters()
-        return {name: [counts] for name, counts in checks.items()}
+        more = {} if self._checks is None else self._checks.counters()
+        if self._windows:
+            more["windows"] = self._windows
+        return {name: [counts] for name, counts in more.items()}
 
 
 def _new_plans(support: LayerSupport, kinds: Iterable[LayerKind], **options: Any) -> StepPlans:
