@@ -206,8 +206,7 @@ def check_class(config: Mapping[str, Any]) -> None:
         return  # part of a configuration
     if name not in model_classes.KNOWN:
         raise ValueError(
-            f"{reprlib.repr(name)} is a class of models that sglang-pat has no rules for; where "
-            "SGLang is installed, it asks SGLang's own class"
+            f"{reprlib.repr(name)} is a class of models that sglang-pat has no rules for"
         )
 
 

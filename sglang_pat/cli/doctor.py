@@ -135,6 +135,7 @@ def _print(checks: list[Check]) -> None:
 # --- a model ---
 
 _ASSUMED = "Assumed: one GPU and default options of the server; give yours by --tp, --server-args."
+_WITHOUT_GPU = "No GPU here: the answer is for an H100."
 _NOT_KNOWN = (
     "Not considered, since only a running server shows it: its KV pool, and arguments that the "
     "model passes in its first step."
@@ -174,6 +175,8 @@ def _print_routes(arguments: argparse.Namespace, words: list[str]) -> int:
     for layers, route, reason in layer_table(routes):
         print(f"  {layers:>9}  {route:12}  {reason}".rstrip())
     print(bounded(f"With {shlex.join(words)}, on one of its GPUs.") if words else _ASSUMED)
+    if not find_gpus():
+        print(_WITHOUT_GPU)
     print(_NOT_KNOWN)
     if routes.shapes:
         but = " without windows" if routes.windows else ""

@@ -37,11 +37,16 @@ from sglang_pat.support import BACKEND, DEFAULT_BACKENDS, Unsupported
 
 # By the values of --kv-cache-dtype.
 _KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-_CAPABILITY = (9, 0)  # where there is no GPU to ask: that of an H100
+# Where there is no GPU to ask, the answer is for an H100: its compute capability, and what SGLang
+# decodes with there in place of its backends for CPUs.
+_CAPABILITY = (9, 0)
+_OF_CPUS, _OF_H100 = ("torch_native", "intel_amx"), "fa3"
 
 
 def layers_of_config(path: str, flags: Sequence[str] = ()) -> LayerSupport:
-    """The choices that a server would make here. One process builds one model.
+    """The choices that a server would make here; without a GPU, on an H100.
+
+    One process builds one model.
 
     Parameters
     ----------
@@ -159,7 +164,11 @@ def _build(path: str, flags: Sequence[str]) -> tuple[torch.nn.Module, LayerSuppo
     load_plugins()
     arguments = _server_arguments(path, flags)
     config = ModelConfig.from_server_args(arguments)
-    prefill, default = attention_backends(arguments)
+    has_gpu = torch.cuda.is_available()
+    prefill, default = (
+        _OF_H100 if name in _OF_CPUS and not has_gpu else name
+        for name in attention_backends(arguments)
+    )
     whole = early_reason(arguments) or model_reason(config)
     if whole is None and default not in DEFAULT_BACKENDS:
         whole = Unsupported("default backend", default)
@@ -171,7 +180,7 @@ def _build(path: str, flags: Sequence[str]) -> tuple[torch.nn.Module, LayerSuppo
         model=model,
         dtype=config.dtype,
         kv_cache_dtype=_KV_DTYPES.get(compat.resolved(arguments, "kv_cache_dtype"), config.dtype),
-        device="cuda" if torch.cuda.is_available() else "cpu",
+        device="cuda",
         sliding_window_size=resolve_sliding_window_size(model, config),
     )
     chunk_size = getattr(config, "attention_chunk_size", None)
@@ -255,7 +264,7 @@ def _groups_without_others() -> Iterator[None]:
 
 
 def _on_meta_device(config: Any) -> torch.nn.Module:
-    from sglang.srt.distributed.parallel_state import get_attn_tp_group
+    from sglang.srt.distributed import parallel_state
     from sglang.srt.model_loader.utils import get_model_architecture, set_default_torch_dtype
 
     model_class, _ = get_model_architecture(config)
@@ -265,13 +274,25 @@ def _on_meta_device(config: Any) -> torch.nn.Module:
         with set_default_torch_dtype(config.dtype), torch.device("meta"):
             model: torch.nn.Module = model_class(config=config.hf_config, quant_config=None)
     except AssertionError as error:
-        heads, ranks = config.num_attention_heads, get_attn_tp_group().world_size
-        if str(error) or heads % ranks == 0:
+        # Classes that know no data-parallel attention divide their heads among all ranks.
+        attention = parallel_state.get_attn_tp_group().world_size
+        ranks = (attention, parallel_state.get_tensor_model_parallel_world_size())
+        why = undivided(config.num_attention_heads, config.num_key_value_heads, ranks)
+        if str(error) or why is None:
             raise
-        raise ValueError(
-            f"{heads} query heads on {ranks} GPUs; allowed: a divisor of {heads}"
-        ) from error
+        raise ValueError(why) from error
     return model
+
+
+def undivided(heads: int, kv_heads: int, ranks: Sequence[int]) -> str | None:
+    """Say which heads of a model cannot be divided among so many ranks; None: all can."""
+    for count in ranks:
+        if heads % count:
+            return f"{heads} query heads on {count} GPUs; allowed: a divisor of {heads}"
+        if kv_heads and max(kv_heads, count) % min(kv_heads, count):
+            allowed = f"a divisor or multiple of {kv_heads}"
+            return f"{kv_heads} KV heads on {count} GPUs; allowed: {allowed}"
+    return None
 
 
 def _forget_cpu(config: Any) -> None:

@@ -43,6 +43,7 @@ from sglang_pat.workload.models import (
 )
 from sglang_pat.workload.weights import Weights, read_weights
 
+_ASKED = "where SGLang is installed, sglang-pat asks SGLang's own class"
 _SECONDS = 300  # to import SGLang on a busy machine
 # Words of SGLang where a class needs another one, or where it takes that of transformers instead.
 _NEEDS_MORE = re.compile("not supported for now|not a registered model|^Transformers|^KeyError")
@@ -111,7 +112,8 @@ def _by_rules(config: Mapping[str, Any], tp: int, why: str | None) -> Sequence[L
     try:
         return read_layers(config, tp)
     except ValueError as error:
-        raise ValueError(f"{error}; {why}" if why else str(error)) from None
+        more = why or ("" if class_name(config) in KNOWN else _ASKED)
+        raise ValueError(f"{error}; {more}" if more else str(error)) from None
 
 
 def _of_sglang(

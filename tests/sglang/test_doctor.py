@@ -19,6 +19,7 @@ from sglang_pat import support
 from sglang_pat.cli import doctor
 from sglang_pat.offline import installed_sglang
 from sglang_pat.offline.installed_sglang import TOUCHPOINTS
+from sglang_pat.offline.model_support import undivided
 from sglang_pat.sglang.start import hooks
 
 
@@ -53,16 +54,43 @@ def test_routes_of_a_model_without_its_weights(tmp_path: Path) -> None:
     model, report = FAMILIES["gemma-3"].write(tmp_path / "model"), tmp_path / "report.json"
     child = run_doctor(model, "--json", str(report))
     assert child.returncode == 0, child.stderr
-    head, *rows, assumed, _, as_a_draft_model, drafts = child.stdout.splitlines()
+    head, *rows, assumed, h100, _, as_a_draft_model, drafts = child.stdout.splitlines()
+    assert h100 == "No GPU here: the answer is for an H100."
     assert assumed.startswith("Assumed: one GPU and default options")
     assert f"those of {support.row_of('speculative decoding').supported}. Otherwise" in drafts
     assert "pat decodes the same layers without windows, and reads" in as_a_draft_model
-    assert as_a_draft_model.endswith("torch_native reads its prompts.")
-    assert head == (
-        "pat decodes 4 of 4 layers, 2 of them with sliding windows; prefill on torch_native"
-    )
+    assert as_a_draft_model.endswith("fa3 reads its prompts.")
+    assert head == ("pat decodes 4 of 4 layers, 2 of them with sliding windows; prefill on fa3")
     assert [row.split(maxsplit=2) for row in rows] == [["0-3", "pat"]]
     assert json.loads(report.read_text())["default_layers"] == {}
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks", "told"),
+    [
+        (28, 4, (1, 8), "28 query heads on 8 GPUs; allowed: a divisor of 28"),
+        (48, 12, (8, 8), "12 KV heads on 8 GPUs; allowed: a divisor or multiple of 12"),
+        (48, 12, (4, 8), "12 KV heads on 8 GPUs; allowed: a divisor or multiple of 12"),
+        (64, 4, (8, 8), None),
+        (32, 2, (1, 4), None),
+    ],
+)
+def test_heads_that_ranks_cannot_divide_are_named(
+    heads: int, kv_heads: int, ranks: tuple[int, ...], told: str | None
+) -> None:
+    assert undivided(heads, kv_heads, ranks) == told
+
+
+@pytest.mark.nightly
+def test_a_large_fp8_pool_beside_fa3_is_assumed(tmp_path: Path) -> None:
+    model = FAMILIES["deepseek-v3"].write(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text()) | {"num_attention_heads": 64}
+    (model / "config.json").write_text(json.dumps(config))
+    full = run_doctor(model)
+    assert "64 heads fill a tile" in full.stdout.splitlines()[0]
+    fp8 = run_doctor(model, "--server-args", "--kv-cache-dtype fp8_e4m3")
+    assert "pat decodes nothing" not in fp8.stdout
+    assert fp8.stdout.splitlines()[0].endswith("prefill on fa3")
 
 
 @pytest.mark.nightly
