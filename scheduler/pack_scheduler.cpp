@@ -16,6 +16,10 @@ namespace {
 constexpr int64_t kNarrowGain = 10;
 constexpr int64_t kMaxLength = std::numeric_limits<int32_t>::max();
 
+// A plan serves at least so many more tokens of a request, though it may be out of balance by then: the next one takes
+// the host 30 us, and its copy the GPU 15.
+constexpr int64_t kLeastGrowth = 32;
+
 class Stopwatch {
  public:
   int64_t lap() {
@@ -145,13 +149,17 @@ void PackScheduler::plan(PrefixForest& batch, std::span<const int32_t> seq_lens)
     query_centric += row_lens[request];
     next_.lengths.push_back({.planned = seq_lens[request], .longest = seq_lens[request]});
   }
+  int64_t growth = config_.growth_tokens;
+  if (!config_.batch_invariant) {
+    growth = std::min(growth, std::max(kLeastGrowth, split_.balanced_growth(config_.num_workers)));
+  }
   for (const Split::WorkItem& item : split_.work_items) {
     for (const Segment& segment :
          std::span(split_.segments).subspan(item.segment_begin, item.num_segments)) {
       if (!segment.is_open) continue;
       const int32_t request = split_.requests[item.request_begin + segment.first];
       LengthRange& range = next_.lengths[request];
-      int64_t longest = int64_t{range.planned} + config_.growth_tokens;
+      int64_t longest = range.planned + growth;
       if (config_.batch_invariant) {
         longest = std::min(longest, ChunkGrid::last_length(range.planned));
       }

@@ -24,7 +24,7 @@ struct SchedulerConfig {
   int32_t max_block_q;  // largest tile of the device
   Policy policy;
   int32_t min_item_tokens;  // see SplitConfig
-  // A plan serves until a request has grown by more than this many tokens since it was planned.
+  // A plan serves at most until a request has grown by more than this many tokens since it was planned.
   int32_t growth_tokens;
   CostModel cost;
   // Each request's result depends on its own KV alone. policy and min_item_tokens then have no effect.
@@ -62,7 +62,8 @@ class PackScheduler {
   void plan(const PathsView& paths, std::span<const int32_t> seq_lens);
 
   // Whether the last plan is right and still balanced for the same batch at these lengths: every request is at least as
-  // long as when it was planned, and at most growth_tokens longer. A request without a private range must not grow,
+  // long as when it was planned, and at most growth_tokens longer, or fewer where few requests are cut into short pieces
+  // (Split::balanced_growth). A request without a private range must not grow,
   // because no work item would read its new tokens.
   LengthCheck check_lengths(std::span<const int32_t> seq_lens) const;
 

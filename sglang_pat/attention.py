@@ -129,7 +129,8 @@ class PackAttention:
         num_workers : int, optional
             How many CTAs share the work of one KV head. Default: from the device.
         growth_tokens : int
-            plan() builds a new plan when a request has grown by more tokens than this.
+            plan() builds a new plan when a request has grown by more tokens than this; after 32 or
+            more, if the CTAs would be out of balance by then.
         executor : {"auto", "cuda", "reference"}
             `cuda` runs the kernels, `reference` plain torch. `auto` takes the kernels on a CUDA
             device, unless dtype is float32, for which there are none.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <limits>
 #include <queue>
 
 namespace pat {
@@ -20,6 +21,44 @@ void Split::list_ticket_costs(std::vector<int64_t>& costs) const {
     int64_t& cost = costs.emplace_back(0);
     for (int32_t p = ticket.item_begin; p < ticket.item_end; ++p) cost += work_items[p].cost;
   }
+}
+
+int64_t Split::balanced_growth(int32_t num_workers) const {
+  constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
+  if (static_cast<int64_t>(tickets.size()) > num_workers) return kUnlimited;
+  struct Load {
+    int64_t tokens = 0;
+    int64_t num_open = 0;  // segments that grow; those of padding are empty
+  };
+  std::vector<Load> loads;
+  Load total;
+  int64_t longest = 0;
+  for (const Ticket& ticket : tickets) {
+    Load& load = loads.emplace_back();
+    for (int32_t p = ticket.item_begin; p < ticket.item_end; ++p) {
+      const WorkItem& item = work_items[p];
+      load.tokens += item.num_tokens;
+      for (const Segment& segment :
+           std::span(segments).subspan(item.segment_begin, item.num_segments)) {
+        load.num_open += segment.is_open && segment.num_tokens() > 0;
+      }
+    }
+    total.tokens += load.tokens;
+    total.num_open += load.num_open;
+    longest = std::max(longest, load.tokens);
+  }
+  const int64_t slack = longest / 16;
+  int64_t growth = kUnlimited;
+  for (const Load& load : loads) {
+    if (load.num_open == 0) continue;
+    int64_t most = (longest + slack - load.tokens) / load.num_open;
+    // Of all workers together: both sides times num_workers.
+    const int64_t room = total.tokens + (slack - load.tokens) * num_workers;
+    const int64_t faster = load.num_open * num_workers - total.num_open;
+    if (room >= 0) most = std::max(most, faster > 0 ? room / faster : kUnlimited);
+    growth = std::min(growth, most);
+  }
+  return growth;
 }
 
 double imbalance(std::span<const int64_t> ticket_costs, int32_t num_workers) {

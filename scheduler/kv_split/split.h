@@ -50,6 +50,10 @@ struct Split {
 
   void clear();
   void list_ticket_costs(std::vector<int64_t>& costs) const;
+  // How many tokens each request may grow until a ticket has over a sixteenth more than the longest one now, and than
+  // the mean of the workers then. Of tickets that are all drawn at once; later ones even such differences out, and the
+  // answer is the largest number.
+  int64_t balanced_growth(int32_t num_workers) const;
 };
 
 // What a splitter needs to know about a batch besides its packs.

@@ -46,17 +46,17 @@ class Steps:
 
 
 def test_a_plan_is_reused_until_the_batch_changes_or_a_tail_outgrows_it() -> None:
-    steps = Steps(growth_tokens=100)
-    for grown in range(101):
+    steps = Steps(growth_tokens=30)
+    for grown in range(31):
         steps.step(grown)
     assert steps.attention.stats.plans_built == 1
-    steps.step(101)
-    steps.step(102, key="another batch")
-    steps.step(103, key="another batch")
-    steps.step(90, key="another batch")  # shorter than planned
+    steps.step(31)
+    steps.step(32, key="another batch")
+    steps.step(33, key="another batch")
+    steps.step(20, key="another batch")  # shorter than planned
     stats = steps.attention.stats
     assert stats.plans_built == 4
-    assert stats.plans_reused == 101
+    assert stats.plans_reused == 31
     assert stats.causes == {"first": 1, "tail_growth": 2, "batch_changed": 1}
 
 

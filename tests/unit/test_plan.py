@@ -153,13 +153,26 @@ def test_tiles_of_latent_attention_over_fp8_kv(heads: int, one_byte: bool, rows:
     assert write_plan(scheduler, sizes, np.zeros(sizes.plan.layout()["size"], np.int32))
 
 
-def test_a_plan_serves_256_more_tokens() -> None:
-    """PackAttention's default; each growth beyond it costs a plan of 30 us at batch 256."""
+@pytest.mark.parametrize(
+    ("lengths", "growth"),
+    [
+        # PackAttention's default, where all workers' tickets grow alike.
+        ([600] * 132, 256),
+        ([40] * 33, 256),
+        # Pieces of 256 tokens. The last one, of 177, may become a sixteenth longer than those.
+        ([2161], 95),
+        ([2161, 0, 0], 95),  # padding does not grow
+        # As many at least: a plan takes the host 30 us.
+        ([500], 32),
+    ],
+)
+def test_a_plan_serves_more_tokens_while_it_is_balanced(lengths: list[int], growth: int) -> None:
     scheduler = new_scheduler(group_size=4, num_workers=33)
-    case = make_case([], [(-1, 5), (-1, 600)])
+    case = make_case([], [(-1, length) for length in lengths])
     plan_case(scheduler, case)
-    assert scheduler.check_lengths(case.seq_lens + np.int32(256))[0]
-    assert not scheduler.check_lengths(case.seq_lens + np.int32(257))[0]
+    grows = (case.seq_lens > 0).astype(np.int32)
+    assert scheduler.check_lengths(case.seq_lens + np.int32(growth) * grows)[0]
+    assert not scheduler.check_lengths(case.seq_lens + np.int32(growth + 1) * grows)[0]
 
 
 def test_every_tile_of_the_table_is_chosen() -> None:
@@ -319,7 +332,7 @@ def test_a_plan_serves_grown_requests(case: ForestCase, growth: int, data: st.Da
     else:
         # Refused only where it must be: too long, or nothing in the plan reads the new tokens.
         open_requests = set(plan.kv_segments[plan.kv_segments[:, 2] == OPEN_END, 0].tolist())
-        assert growth > 256 or any(g and r not in open_requests for r, g in enumerate(grows))
+        assert growth > 32 or any(g and r not in open_requests for r, g in enumerate(grows))
     assert not serves(scheduler, grown[:-1])
     if case.seq_lens[0] > 0:
         shrunk = case.seq_lens.copy()

@@ -41,7 +41,8 @@ class Environment:
         the first rank's with data-parallel attention.
     growth_tokens
         SGLANG_PAT_GROWTH_TOKENS, 1 to 65536. A plan is rebuilt when a request has grown by more
-        tokens than this. 1 plans at every other step: to measure what planning costs.
+        tokens than this, or earlier (`PackAttention`). 1 plans at every other step: to measure what
+        planning costs.
     kernel_cache
         SGLANG_PAT_KERNEL_CACHE. The folder of compiled kernels (`executors/kernel_cache.py`).
     batch_invariant
