@@ -404,8 +404,7 @@ PYBIND11_MODULE(_scheduler, m) {
       .def(py::init([](int32_t group_size, int32_t num_workers, int32_t max_block_q,
                        const std::string& policy, int32_t min_item_tokens, int32_t growth_tokens,
                        const pat::CostModel& cost, bool batch_invariant, bool one_tile,
-                       bool by_time, bool latent, int32_t window, int32_t slack,
-                       int32_t ahead) {
+                       bool by_time, bool latent, int32_t window, int32_t slack, int32_t ahead) {
              return pat::PackScheduler({.group_size = group_size,
                                         .num_workers = num_workers,
                                         .max_block_q = max_block_q,

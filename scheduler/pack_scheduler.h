@@ -33,7 +33,7 @@ struct SchedulerConfig {
   // Policy::kMemory: a small step gets other packs if it is expected to end earlier with them.
   bool by_time = true;
   bool latent = false;  // the layers are latent attention, which has its own tile table
-  WindowRule window = {};  // of the layers
+  WindowRule window = {};
 };
 
 // Wall time of the stages of the last plan(), in nanoseconds.

@@ -147,7 +147,7 @@ class PrefixForest {
   std::vector<int32_t> holders_;
   std::vector<int32_t> anchor_;
   std::vector<int32_t> cursor_;
-  std::vector<int32_t> copies_;  // used within add_cut_paths() only: per node of the other forest, into path_nodes_
+  std::vector<int32_t> copies_;  // of add_cut_paths(): per node of the other forest
 };
 
 }  // namespace pat
