@@ -1,12 +1,14 @@
 """Soak test of pat under churn: answers, uptime and memory.
 
-    python benchmarks/check soak [--minutes 10] [--unchecked] [--json FILE]
+    python benchmarks/check soak [--minutes 10] [--unchecked] [--window N] [--json FILE]
 
 A server with SGLANG_PAT_DEBUG=1, which plans every step and checks it against the radix tree (with
 --unchecked: without, as in production), and a KV pool that is too small. In waves, requests with
 prefixes shared on three levels arrive at random; some stop at stop tokens, some are aborted, some
-are retracted when the pool is full; between waves the cache is flushed. Some of the requests are
-samples, which were answered alone before: their tokens must be the same, up to a tie.
+are retracted when the pool is full; between waves the cache is flushed. With --window, every other
+layer has a sliding window, and on a GPU a pool of its own that gives up slots in each step. Some of
+the requests are samples, which were answered alone before: their tokens must be the same, up to a
+tie.
 
 The exit status is 1 if the server dies (a stale plan, a wrong slot), if a sample is answered
 differently, if the schedulers' resident memory or the GPU's grows by more than GROWTH after the
@@ -31,6 +33,7 @@ from typing import Any, NamedTuple
 import psutil
 from rich.table import Table
 
+from check.tiny_models import write_windows
 from common.metadata import metadata
 from common.results import write
 from common.suites import add_option
@@ -39,7 +42,7 @@ from common.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 from sglang_pat.bench.answers import Answer, Parting, agreement, with_candidates
 from sglang_pat.bench.http_server import HttpServer
 from sglang_pat.bench.server import Server, contender, running_server
-from sglang_pat.cli.arguments import real_number
+from sglang_pat.cli.arguments import real_number, whole_number
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 WAVE_SECONDS = 20
@@ -277,6 +280,9 @@ def missing(ended: Counter[str]) -> list[str]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=real_number(0.01, 1e5), default=10, metavar="N")
     parser.add_argument("--unchecked", action="store_true", help="without SGLANG_PAT_DEBUG")
+    parser.add_argument(
+        "--window", type=whole_number(1, 8192), metavar="N", help="tokens of a window"
+    )
     add_option(parser, "--seed", default=1)
     add_option(parser, "--json")
 
@@ -285,7 +291,11 @@ def run(args: argparse.Namespace) -> int:
     setup = ON_GPU if cuda_driver_is_present() else ON_CPU
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         debug = {} if args.unchecked else {"SGLANG_PAT_DEBUG": "1"}
-        result = soak(Path(folder), setup, 60 * args.minutes, args.seed, debug)
+        if args.window is not None:
+            debug["SGLANG_SWA_EVICTION_INTERVAL"] = "1"
+            # SGLang's attention on a CPU reads a pool of its own with the slots of the other one.
+            setup.arguments["disable_hybrid_swa_memory"] = setup is ON_CPU
+        result = soak(Path(folder), setup, 60 * args.minutes, args.seed, debug, window=args.window)
     console.print(json.dumps({name: result[name] for name in ("ended", "ties")}))
     for failure in result["failures"]:
         show_failure(failure)
@@ -294,13 +304,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def soak(
-    folder: Path, setup: Setup, seconds: float, seed: int, environment: dict[str, str]
+    folder: Path,
+    setup: Setup,
+    seconds: float,
+    seed: int,
+    environment: dict[str, str],
+    *,
+    window: int | None = None,
 ) -> dict[str, Any]:
     """Run waves until `seconds` are over.
 
     Returns the events, ready for JSON; `failures` is empty if all is well.
     """
-    model = MODEL.write(folder / "model")
+    model = folder / "model"
+    if window is None:
+        MODEL.write(model)
+    else:
+        write_windows(MODEL, model, window)
     arguments = {"skip_tokenizer_init": True, **_ADMIT_TOO_MANY, **setup.arguments}
     console.print("starting the server")
     with running_server(

@@ -1,4 +1,4 @@
-"""Other models of the tiny one's size: with latent attention (MLA), or as a Qwen3."""
+"""Other models of the tiny one's size: with latent attention (MLA), as a Qwen3, or with windows."""
 
 from __future__ import annotations
 
@@ -72,4 +72,26 @@ def write_qwen3(model: TinyModel, folder: Path) -> Path:
         for name in ("q_norm", "k_norm"):
             weights[f"model.layers.{layer}.self_attn.{name}.weight"] = torch.ones(model.head_dim)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def write_windows(model: TinyModel, folder: Path, window: int) -> Path:
+    """Write config and weights of `model` to `folder`, every other layer with a sliding window.
+
+    It is a Mellum, of which no layer has the experts: so its weights are those of a Qwen3.
+    """
+    write_qwen3(model, folder)
+    kinds = ("sliding_attention", "full_attention")
+    config = json.loads((folder / "config.json").read_text()) | {
+        "architectures": ["MellumForCausalLM"],
+        "model_type": "mellum",
+        "layer_types": [kinds[layer % 2] for layer in range(model.num_layers)],
+        "mlp_layer_types": ["dense"] * model.num_layers,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 64,
+        "sliding_window": window,
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in kinds},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
