@@ -213,6 +213,8 @@ OWN_REQUESTS = {"dp_size": 2, "enable_dp_attention": True}
 ON_TWO_RANKS = {
     "common batch": ("qwen3", {}),
     "own requests": ("qwen3", OWN_REQUESTS),
+    "windows, common batch": ("mellum", {}),
+    "windows, own requests": ("mellum", OWN_REQUESTS),
     "latent, common batch": ("deepseek-v2", {}),
     "latent, common batch, pages": ("deepseek-v2", {"page_size": 64}),
     "latent, own requests": ("deepseek-v2", OWN_REQUESTS),
