@@ -390,6 +390,36 @@ def test_support_names_every_server_option_that_delegates_the_model() -> None:
     assert {"--speculative-algorithm", "--dcp-size"} <= flags
 
 
+@pytest.mark.parametrize(
+    ("step", "act", "message"),
+    [
+        ("test-cpp", "true", None),
+        ("test", "exit 3", "FAILED: make test"),
+        ("lint", "exit 3", "FAILED: make lint"),
+        # Whoever runs the steps beside the tests is killed, as by a lack of memory.
+        ("test-cpp", "kill -9 $PPID", "FAILED: what runs beside make test: ended early with 137"),
+    ],
+)
+def test_no_failure_of_a_ci_step_is_lost(
+    step: str, act: str, message: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
+    make = tmp_path / "make"
+    make.write_text(f"#!/bin/bash\n[[ $* != {step} ]] || {act}\n")
+    make.chmod(0o755)
+    done = subprocess.run(
+        [tmp_path / ".ci/run"],
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    assert (done.returncode, failed) == ((1, [message]) if message else (0, [])), done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {".ci", "make"}  # nothing is left
+
+
 def test_every_supported_sglang_is_tested() -> None:
     (wanted,) = PYPROJECT["project"]["optional-dependencies"]["sglang"]
     oldest, default = support.SGLANG_VERSIONS[0], support.SGLANG_VERSIONS[-1]
