@@ -47,7 +47,7 @@ _FLOPS_SHARE = 700e12 / _H100.flops_per_second
 _L2_PER_SM = 6.8e12 / _H100.num_sms  # bytes a second, KV that the L2 cache holds
 # Latent attention: whoever reads a token, a tile of 64 query rows is multiplied with it.
 _LATENT_FLOPS_SHARE = 650e12 / _H100.flops_per_second
-# pat's other attention: a tile's rows are multiplied with each token that it reads.
+# pat's other attention: a tile's rows are multiplied with each token that several requests share.
 _TILE_FLOPS_SHARE = 400e12 / _H100.flops_per_second
 _TILE_ROWS = 64
 _OVERLAP = 4  # norm of the time in memory and the time in tensor cores: they hide each other well
@@ -81,8 +81,8 @@ class Reads(NamedTuple):
 
     once: each distinct token, from memory. again: from memory, by another request of the batch.
     cached: again, but from the L2 cache. partials: of one query row. cache_speed: of the reads from
-    the cache, over that of all SMs that do nothing else. in_tiles: by pat's tiles, which hide them
-    behind their products.
+    the cache, over that of all SMs that do nothing else. in_tiles: those that pat's tiles read for
+    several requests. Their products hide the reads from the cache.
     """
 
     once: float
@@ -90,7 +90,7 @@ class Reads(NamedTuple):
     cached: float = 0.0
     partials: float = 0.0
     cache_speed: float = 1.0
-    in_tiles: bool = False
+    in_tiles: float = 0.0
 
     @property
     def tokens(self) -> float:
@@ -110,11 +110,13 @@ class Reads(NamedTuple):
         left = max(0.0, window - own)
         part = (self.again + self.cached) / common if common else 1.0  # 1: nobody shares reads
         slack = min(_WINDOW_SLACK, window / 8, left) * (1 - part)
+        cached = left * (requests - 1) * part + slack * requests
         return self._replace(
             once=left + requests * min(own, window),
             again=0.0,
-            cached=left * (requests - 1) * part + slack * requests,
+            cached=cached,
             partials=self.partials if left else 0.0,
+            in_tiles=left + cached if self.in_tiles else 0.0,
         )
 
 
@@ -268,7 +270,7 @@ class StepTime:
             return _ATTENTION_SECONDS + math.hypot(memory, computed) + merge
         if reads.in_tiles:
             flops = 2 * _TILE_ROWS * (layer.head_dim + layer.v_head_dim) * heads
-            computed = reads.tokens * flops / gpu.flops_per_second / _TILE_FLOPS_SHARE
+            computed = reads.in_tiles * flops / gpu.flops_per_second / _TILE_FLOPS_SHARE
             both: float = (memory**_OVERLAP + computed**_OVERLAP) ** (1 / _OVERLAP)
             return _ATTENTION_SECONDS + both + merge
         cached = reads.cached * per_token / gpu.num_sms / _L2_PER_SM / reads.cache_speed

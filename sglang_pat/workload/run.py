@@ -61,7 +61,9 @@ class BackendClock:
         planner = self._planner
         plan = planner.ratios.plans[planner.policies[0] if policy is None else policy]
         again = (kv_tokens - distinct) * plan.again
-        return Reads(distinct, cached=again, partials=plan.partials * requests, in_tiles=True)
+        # Distinct tokens that are shared are repeated at least once.
+        in_tiles = min(distinct, kv_tokens - distinct) + again
+        return Reads(distinct, cached=again, partials=plan.partials * requests, in_tiles=in_tiles)
 
     def _default_reads(self, requests: int, kv_tokens: float, distinct: float) -> Reads:
         again = kv_tokens - distinct

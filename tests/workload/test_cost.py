@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,27 @@ def test_compared_servers_are_predicted(path: Path) -> None:
             gain = predicted[DEFAULT] / predicted[PAT]
             assert gain == pytest.approx(case["over_pat"]["default"]["median"], rel=0.13), case
     assert asked
+
+
+def alone_on(gpu: str, heads_kv: int, head_dim: int, kv_bytes: float) -> dict[str, float]:
+    """Milliseconds of a step of requests that share nothing, by backend."""
+    _, config = read_config("llama-3.1-8b")
+    config = {**config, "num_key_value_heads": heads_kv, "head_dim": head_dim}
+    time = replace(StepTime.of_model(config, GPUS[gpu]), kv_bytes=kv_bytes)
+    case = {"batch": 32, "groups": 1, "prefix": 0, "private": 4096, "generated": 64}
+    setup = Setup(time, 8_000_000)
+    return {each: serve(batch_of(case), setup, each).step_ms for each in (PAT, DEFAULT)}
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("kv_bytes", [1.0, 2.0])
+@pytest.mark.parametrize(("heads_kv", "head_dim"), [(8, 64), (8, 128), (32, 128), (4, 256)])
+def test_pat_takes_as_long_where_nothing_is_shared(
+    gpu: str, kv_bytes: float, heads_kv: int, head_dim: int
+) -> None:
+    """Recorded kernels are equally fast then, or pat is faster (unshared cases of `h200/`)."""
+    found = alone_on(gpu, heads_kv, head_dim, kv_bytes)
+    assert found[PAT] == pytest.approx(found[DEFAULT], rel=0.01)
 
 
 TRAFFIC = [run for run in recorded("h100/serving.json")["serving"]
