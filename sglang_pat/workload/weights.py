@@ -43,6 +43,8 @@ _SHARED_WIDTHS = (
     "shared_intermediate_size",
     "share_expert_dim",
 )
+# Which layers are MLPs.
+_PATTERNS = ("hybrid_override_pattern", "layers_block_type")
 # MLPs of two matrices, without a gate.
 _WITHOUT_GATE = (
     *("apertus", "arcee", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "nemotron", "nemotron_h"),
@@ -190,8 +192,11 @@ def _mlps(
                 yield False, -(-width // 256) * 256
         return
     expert_width = _first(config, _EXPERT_WIDTHS)
-    pattern = config.get("hybrid_override_pattern") or config.get("layers_block_type")
-    if pattern:  # an MLP is a layer of its own
+    key = next((each for each in _PATTERNS if config.get(each)), None)
+    if key is not None:  # an MLP is a layer of its own
+        pattern = config[key]
+        if not isinstance(pattern, (str, list)):
+            raise ValueError(f"{key}={reprlib.repr(pattern)}; allowed: a string or a list")
         for letter in pattern:
             if letter in ("-", "mlp"):
                 yield False, positive(config, "intermediate_size")

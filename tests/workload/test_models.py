@@ -85,6 +85,7 @@ def test_config_of_experts() -> None:
         ({"num_hidden_layers": True}, "num_hidden_layers=True; allowed: a whole number from 1"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers=1,000,000; allowed: 1 to 10,000"),
         ({"hidden_size": 10**400}, r"hidden_size=100\d*\.\.\.0*; allowed: .* to 1,000,000,000"),
+        ({"hybrid_override_pattern": 5}, "hybrid_override_pattern=5; allowed: a string or a list"),
         ({"torch_dtype": "int7"}, "torch_dtype='int7'; allowed: float16, bfloat16, float32"),
         ({"vocab_size": "many"}, "vocab_size='many'"),
     ],
