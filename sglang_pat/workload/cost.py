@@ -45,7 +45,8 @@ _PARTIAL_SHARE = 2.27e12 / _H100.bytes_per_second  # partial results, written an
 _WEIGHT_SHARE = 2.96e12 / _H100.bytes_per_second
 _FLOPS_SHARE = 700e12 / _H100.flops_per_second
 _L2_PER_SM = 6.8e12 / _H100.num_sms  # bytes a second, KV that the L2 cache holds
-# Latent attention: whoever reads a token, a tile of 64 query rows is multiplied with it.
+# Whoever reads a token, a tile of 64 query rows is multiplied with it. Fitted to latent attention:
+# other attention waits for it on GPUs of much bandwidth for their operations (H20).
 _LATENT_FLOPS_SHARE = 650e12 / _H100.flops_per_second
 # pat's other attention: a tile's rows are multiplied with each token that several requests share.
 _TILE_FLOPS_SHARE = 400e12 / _H100.flops_per_second
@@ -263,18 +264,21 @@ class StepTime:
         row_bytes = layer.v_head_dim * _PARTIAL_BYTES + _LSE_BYTES
         partial_bytes = 2 * reads.partials * layer.num_qo_heads / self.tp * row_bytes
         merge = partial_bytes / gpu.bytes_per_second / _PARTIAL_SHARE
+        cached = reads.cached * per_token / gpu.num_sms / _L2_PER_SM / reads.cache_speed
+        row_flops = 2 * (layer.head_dim + layer.v_head_dim) / gpu.flops_per_second
         if layer.kind == LATENT:
             tiles = math.ceil(layer.num_qo_heads / self.tp / MAX_LATENT_GROUP_SIZE)
-            flops = 2 * tiles * MAX_LATENT_GROUP_SIZE * (layer.head_dim + layer.v_head_dim)
-            computed = reads.tokens * flops / gpu.flops_per_second / _LATENT_FLOPS_SHARE
+            rows = tiles * MAX_LATENT_GROUP_SIZE
+            computed = reads.tokens * rows * row_flops / _LATENT_FLOPS_SHARE
             return _ATTENTION_SECONDS + math.hypot(memory, computed) + merge
+        seconds = memory + cached
         if reads.in_tiles:
-            flops = 2 * _TILE_ROWS * (layer.head_dim + layer.v_head_dim) * heads
-            computed = reads.in_tiles * flops / gpu.flops_per_second / _TILE_FLOPS_SHARE
-            both: float = (memory**_OVERLAP + computed**_OVERLAP) ** (1 / _OVERLAP)
-            return _ATTENTION_SECONDS + both + merge
-        cached = reads.cached * per_token / gpu.num_sms / _L2_PER_SM / reads.cache_speed
-        return _ATTENTION_SECONDS + memory + cached + merge
+            computed = reads.in_tiles * _TILE_ROWS * heads * row_flops / _TILE_FLOPS_SHARE
+            seconds = (memory**_OVERLAP + computed**_OVERLAP) ** (1 / _OVERLAP)
+        if gpu.capability[0] == 9:  # wgmma: FA3 too multiplies as many rows with each token
+            least = reads.tokens * _TILE_ROWS * heads * row_flops / _LATENT_FLOPS_SHARE
+            seconds = max(seconds, least)
+        return _ATTENTION_SECONDS + seconds + merge
 
     def decode(self, requests: int, kv_tokens: float, ours: Reads, other: Reads) -> StepSeconds:
         """A decode step.

@@ -158,6 +158,15 @@ def test_pat_takes_as_long_where_nothing_is_shared(
     assert found[PAT] == pytest.approx(found[DEFAULT], rel=0.01)
 
 
+@pytest.mark.parametrize("groups", [1, 8, 16])
+def test_pat_gains_on_an_h20_whose_products_take_longer_than_its_reads(groups: int) -> None:
+    time = StepTime.of_model(read_config("llama-3.1-8b")[1], GPUS["H20"])
+    case = {"batch": 32, "groups": groups, "prefix": 8192, "private": 64, "generated": 64}
+    setup = Setup(time, 8_000_000)
+    ours, default = (serve(batch_of(case), setup, each).step_ms for each in (PAT, DEFAULT))
+    assert default / ours > 1.1
+
+
 TRAFFIC = [run for run in recorded("h100/serving.json")["serving"]
            if run["backend"] in ("pat", "fa3")]  # fmt: skip
 
