@@ -397,7 +397,7 @@ def test_support_names_every_server_option_that_delegates_the_model() -> None:
         ("test", "exit 3", "FAILED: make test"),
         ("lint", "exit 3", "FAILED: make lint"),
         # Whoever runs the steps beside the tests is killed, as by a lack of memory.
-        ("test-cpp", "kill -9 $PPID", "FAILED: what runs beside make test: ended early with 137"),
+        ("test-cpp", "kill -9 $PPID", "FAILED: what runs beside the tests: ended early with 137"),
     ],
 )
 def test_no_failure_of_a_ci_step_is_lost(
