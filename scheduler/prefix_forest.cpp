@@ -125,12 +125,7 @@ void PrefixForest::add_cut_paths(const PrefixForest& whole, std::span<const int3
                                .parent = -1,
                                .kv_begin = std::max(whole.nodes_[n].kv_begin, cut) - cut,
                                .kv_end = whole.nodes_[n].kv_end - cut,
-                               .num_holders = 0,
-                               .outdated = false,
-                               .suspect = false,
-                               .new_child_end = kNoNewChild,
-                               .visited = num_passes_,
-                               .shared_node = -1});
+                               .visited = num_passes_});
       }
       (child < 0 ? last_node_[request] : path_nodes_[child].parent) = copies_[n];
       child = copies_[n];
@@ -283,12 +278,7 @@ void PrefixForest::add_path(const PathsView& paths, size_t path, int32_t request
                                .parent = parent,
                                .kv_begin = kv_begin,
                                .kv_end = kv_end,
-                               .num_holders = 0,
-                               .outdated = false,
-                               .suspect = false,
-                               .new_child_end = kNoNewChild,
-                               .visited = num_passes_,
-                               .shared_node = -1});
+                               .visited = num_passes_});
     }
     PathNode& found = path_nodes_[node];
     PAT_CHECK(found.kv_begin == kv_begin && found.kv_end == kv_end, "paths disagree about node ",

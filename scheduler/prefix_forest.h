@@ -98,12 +98,12 @@ class PrefixForest {
     int32_t parent;  // index of a path node; -1 at the beginning of a path
     int32_t kv_begin;
     int32_t kv_end;
-    int32_t num_holders;  // 0 in a free place
-    bool outdated;        // used within update() only, as the next two
-    bool suspect;
-    int32_t new_child_end;  // smallest end of a possible split by a new child, or kNoNewChild
-    uint32_t visited;       // number of the last pass that visited it
-    int32_t shared_node;    // its index in nodes() in the last arrangement; -1 at root level
+    uint32_t visited;         // number of the last pass that visited it
+    int32_t num_holders = 0;  // 0 in a free place
+    bool outdated = false;    // used within update() only, as the next two
+    bool suspect = false;
+    int32_t new_child_end = kNoNewChild;  // smallest end of a possible split by a new child
+    int32_t shared_node = -1;  // its index in nodes() in the last arrangement; -1 at root level
   };
 
   int32_t num_requests() const { return static_cast<int32_t>(last_node_.size()); }
