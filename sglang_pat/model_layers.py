@@ -351,7 +351,7 @@ def _plain(config: Mapping[str, Any]) -> list[str]:
 
 
 def attentions_per_layer(config: Mapping[str, Any]) -> int:
-    """How many times each layer of a model attends."""
+    """Return how many times each layer of a model attends."""
     return 2 if class_name(config) == "LongcatFlashForCausalLM" else 1
 
 

@@ -264,13 +264,13 @@ class StepTime:
         row_bytes = layer.v_head_dim * _PARTIAL_BYTES + _LSE_BYTES
         partial_bytes = 2 * reads.partials * layer.num_qo_heads / self.tp * row_bytes
         merge = partial_bytes / gpu.bytes_per_second / _PARTIAL_SHARE
-        cached = reads.cached * per_token / gpu.num_sms / _L2_PER_SM / reads.cache_speed
         row_flops = 2 * (layer.head_dim + layer.v_head_dim) / gpu.flops_per_second
         if layer.kind == LATENT:
             tiles = math.ceil(layer.num_qo_heads / self.tp / MAX_LATENT_GROUP_SIZE)
             rows = tiles * MAX_LATENT_GROUP_SIZE
             computed = reads.tokens * rows * row_flops / _LATENT_FLOPS_SHARE
             return _ATTENTION_SECONDS + math.hypot(memory, computed) + merge
+        cached = reads.cached * per_token / gpu.num_sms / _L2_PER_SM / reads.cache_speed
         seconds = memory + cached
         if reads.in_tiles:
             computed = reads.in_tiles * _TILE_ROWS * heads * row_flops / _TILE_FLOPS_SHARE

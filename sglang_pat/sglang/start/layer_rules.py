@@ -240,10 +240,8 @@ def layer_reason(
     types: Collection[AttentionType] = (AttentionType.DECODER,),
 ) -> Unsupported | None:
     """Return why pat does not decode a layer. types: see `layers_of_runner`."""
-    chunk, one_byte = (
-        getattr(model_runner, "attention_chunk_size", None),
-        is_converted(model_runner),
-    )
+    chunk = getattr(model_runner, "attention_chunk_size", None)
+    one_byte = is_converted(model_runner)
     reason = shape_reason(layer, chunk, types, one_byte=one_byte, default=default)
     reason = reason or layer_window_reason(layer, model_runner, default)
     if reason is None and shape_of(layer).is_latent:
