@@ -277,6 +277,13 @@ SCENARIOS = {
         )
         for name, least in (("k2", 1.2), ("v3", 0.99))
     },
+    # Over fp8, FA3 converts the whole pool in every layer, so that pat pays with full tiles too.
+    "v3-mtp-fp8": Scenario(
+        "v3-rank",
+        ("pat", "fa3"),
+        (shared(64, 16_384, 512, 1.2), alone(64, 1024, 0.99), shared(24, 60_032, 1024, 1.2)),
+        {"max_total_tokens": 1_200_000} | _FP8 | _MTP,
+    ),
     "v2-lite": Scenario("deepseek-v2-lite", ("pat", "fa3", "flashmla"), _LATENT),
     "glm-4.7-flash": Scenario("glm-4.7-flash", ("pat", "fa3", "flashmla"), _LATENT),
     "page-64": Scenario(
