@@ -345,9 +345,9 @@ SCENARIOS = {
         for ranks, least_at_8k, least_at_64k in ((4, 1.45, 2.3), (8, 1.3, 1.8))
     },
     **{
-        f"{name}-tp{ranks}": Scenario(name, backends, _LONG_LATENT, {"tp_size": ranks})
+        f"{name}-tp{ranks}": Scenario(name, ("pat", "fa3"), _LONG_LATENT, {"tp_size": ranks})
         for name in ("v3", "k2")
-        for ranks, backends in ((4, ("pat", "fa3", "flashmla")), (8, ("pat", "fa3")))
+        for ranks in (4, 8)
     },
     # Two groups of four ranks, each with half of the requests and all heads.
     "k2-dp2": Scenario(
