@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Mapping
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +24,7 @@ from sglang_pat.sglang.cpu import STUB_DIR, cuda_driver_is_present
 _IMPORT = re.compile(
     rb"^[ \t]*(?:import|from(?=[\w. \t]* import\b))[ \t]+([A-Za-z_]\w*)", re.MULTILINE
 )
+_TOP_LEVEL = re.compile(r'^"?([^/.,\n]+)', re.MULTILINE)  # of the files that RECORD lists
 _TINY = 4096  # bytes of a package's Python files: so small, it is imported and asked
 _NO_NAME = "no_package_has_this_name"
 _COMPILED = (".so", ".pyd", ".dll")
@@ -41,8 +42,8 @@ def find_stand_ins() -> dict[str, str]:
     if sglang is None or not sglang.submodule_search_locations:
         return {}
     names = _imported(Path(sglang.submodule_search_locations[0], "srt"))
-    roots = _roots()
-    found = {name: _wrong(name, roots.get(name, set()) | roots[""]) for name in sorted(names)}
+    owned = _owned()
+    found = {name: _wrong(name, owned) for name in sorted(names)}
     return {name: wrong for name, wrong in found.items() if wrong is not None}
 
 
@@ -61,19 +62,31 @@ def _imported(folder: Path) -> set[str]:
     return {name.decode() for name in found} - sys.stdlib_module_names - {"sglang", "sglang_pat"}
 
 
-def _roots() -> dict[str, set[Path]]:
-    """Folders from which distributions are imported, by top-level name; "": the editable ones."""
-    found: dict[str, set[Path]] = {"": set()}
+def _owned() -> dict[Path, set[str] | None]:
+    """Return what the installed distributions own in each folder of packages.
+
+    A name stands for a file or a folder there. None: the folder belongs to an editable one as a
+    whole.
+    """
+    owned: dict[Path, set[str] | None] = {}
     for distribution in metadata.distributions():
-        root = Path(str(distribution.locate_file(""))).resolve()
         listed = distribution.read_text("top_level.txt") or ""  # all that a system's packages have
-        files = {file.parts[0].partition(".")[0] for file in distribution.files or ()}
-        for name in files.union(listed.split()):
-            found.setdefault(name, set()).add(root)
+        files = _TOP_LEVEL.findall(distribution.read_text("RECORD") or "")
+        names = owned.setdefault(Path(str(distribution.locate_file(""))).resolve(), set())
+        if names is not None:
+            names.update(files, listed.split())
         origin = json.loads(distribution.read_text("direct_url.json") or "{}")
         if origin.get("dir_info", {}).get("editable"):
-            found[""].add(Path(unquote(urlsplit(origin["url"]).path)).resolve())
-    return found
+            owned[Path(unquote(urlsplit(origin["url"]).path)).resolve()] = None
+    return owned
+
+
+def _is_owned(place: Path, owned: Mapping[Path, set[str] | None]) -> bool:
+    return any(
+        names is None or str(place.relative_to(folder)).split("/")[0].split(".")[0] in names
+        for folder, names in owned.items()
+        if place.is_relative_to(folder)
+    )
 
 
 def _places(name: str) -> list[Path] | None:
@@ -92,7 +105,7 @@ def _places(name: str) -> list[Path] | None:
     return [each for each in folders if each.parent not in anybody] or (None if folders else [])
 
 
-def _wrong(name: str, roots: Iterable[Path]) -> str | None:
+def _wrong(name: str, owned: Mapping[Path, set[str] | None]) -> str | None:
     """Say what is wrong with a package. None: nothing, or it is not there."""
     places = _places(name)
     if places is None:
@@ -101,7 +114,7 @@ def _wrong(name: str, roots: Iterable[Path]) -> str | None:
         return "a module without a file"
     if all(each.is_relative_to(STUB_DIR) for each in places) and not cuda_driver_is_present():
         return None  # the project's own, where no kernel can run
-    if not any(each.is_relative_to(root) for each in places for root in roots):
+    if not any(_is_owned(each, owned) for each in places):
         return f"{places[0]} belongs to no installed distribution"
     module = sys.modules.get(name)
     if module is None and _is_tiny(places[0]):

@@ -91,6 +91,13 @@ def test_an_empty_folder_is_one(
     assert found() is None
 
 
+def test_a_file_beside_the_packages_of_a_distribution_is_one(site: Path) -> None:
+    """Scripts of the distribution lie outside of the folder of packages."""
+    install(site, {"another.py": CODE, "../bin/script": CODE})
+    write(site / f"{NAME}.py", CODE)
+    assert found() == f"{site / NAME}.py belongs to no installed distribution"
+
+
 @pytest.mark.parametrize("module", [ModuleType(NAME), MagicMock()], ids=["module", "mock"])
 def test_a_module_without_a_file_is_one(module: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, NAME, module)
