@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping
+from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,6 +54,7 @@ def refuse_stand_ins() -> None:
         raise ValueError(f"{name}, a package that SGLang imports, is only a stand-in: {wrong}")
 
 
+@cache
 def _imported(folder: Path) -> set[str]:
     """Top-level names that the files of a folder import, without its tests."""
     found: set[bytes] = set()

@@ -8,6 +8,7 @@ import inspect
 import os
 import pkgutil
 import random
+import socket
 import sys
 import time
 from collections import Counter
@@ -21,14 +22,14 @@ import pytest
 import requests
 import sglang
 from fakes.cuda_graphs import act_out_graphs
-from fakes.forks import forked_processes
+from fakes.forks import ForkedServer, forked_processes
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from common.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
-from sglang_pat.bench.http_server import HttpServer, running_process
+from sglang_pat.bench.http_server import HttpServer, as_flags
 from sglang_pat.sglang.report.stats_file import read_stats
 
 START_SECONDS = 300  # a busy machine of two cores needs a minute and a half
@@ -342,10 +343,18 @@ def running_server(
     command: Sequence[str], model: Path, log: Path, **arguments: Any
 ) -> Iterator[Server]:
     """`command --model-path ...` until the block ends, ready to be asked."""
-    arguments = {"model_path": model} | COMMON_ARGUMENTS | arguments
-    with running_process(command, arguments, log, start_seconds=START_SECONDS) as process:
-        yield Server(process.process, process.url, process.log)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = {"model_path": model, "port": port} | COMMON_ARGUMENTS | arguments
+    process: Any = ForkedServer([*command, *as_flags(given)], log)
+    server = Server(process, f"http://127.0.0.1:{port}", log)
+    try:
+        server.wait_until_ready(START_SECONDS)
+        yield server
+    finally:
+        server.kill()
 
 
-LAUNCH_SERVER = (sys.executable, "-m", "sglang.launch_server")
+LAUNCH_SERVER = (str(Path(sglang.__file__).parent / "launch_server.py"),)
 SGLANG_SERVE = (str(Path(sys.executable).parent / "sglang"), "serve")

@@ -2,7 +2,8 @@
 
 An engine's start is little else than the import of SGLang, again in each of its processes. SGLang
 spawns them; here multiprocessing's fork server, which starts them in the same way otherwise:
-pickled arguments, and the environment as it is then. Servers in tests spawn theirs as for users.
+pickled arguments, and the environment as it is then. `ForkedServer` is a server that is forked from
+there too. Only the guide's test starts all processes as users do.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import runpy
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver, spawn
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +55,49 @@ def _kill_forked(*_: object, **__: object) -> None:
     assert left == []
 
 
+def _ensure_fork_server() -> None:
+    import pytest
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+        multiprocessing.set_forkserver_preload([__name__ + "_imports"])
+        forkserver.ensure_running()
+
+
+class ForkedServer(ForkServerProcess):
+    """A Python script of a server, as `subprocess.Popen` would start it. It forks its processes."""
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        import pytest
+
+        super().__init__(target=_run_server, args=([*command], log))
+        _ensure_fork_server()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(spawn, "get_preparation_data", _with_environment)
+            self.start()
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def wait(self) -> None:
+        self.join()
+
+    def send_signal(self, number: int) -> None:
+        assert self.pid is not None
+        os.kill(self.pid, number)
+
+
+def _run_server(command: list[str], log: Path) -> None:
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    _set_start_method("fork", force=True)
+    multiprocessing.set_start_method = lambda *args, **kwargs: None  # type: ignore[assignment]
+    sys.argv = command
+    runpy.run_path(command[0], run_name="__main__")
+
+
 @contextlib.contextmanager
 def forked_processes() -> Iterator[None]:
     """For the life of one engine."""
@@ -58,10 +105,7 @@ def forked_processes() -> Iterator[None]:
     from sglang.srt.entrypoints import engine
 
     before = multiprocessing.get_start_method(allow_none=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
-        multiprocessing.set_forkserver_preload([__name__ + "_imports"])
-        forkserver.ensure_running()
+    _ensure_fork_server()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing, "set_start_method", _use_fork_server)
         patch.setattr(spawn, "get_preparation_data", _with_environment)
