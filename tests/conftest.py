@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,21 +11,18 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from command_line import Answer, answer
 from hypothesis import settings
 
-from common.tiny_model import TinyModel
 from sglang_pat.sglang.cpu import enable_cpu_engine
 
 if TYPE_CHECKING:
     from family_engines import FamilyEngines
     from sglang_engines import Expected, Workload
 
+gc.disable()  # until all modules are imported, whose objects stay
 # Before any test module imports SGLang. Does nothing where there is a driver.
 enable_cpu_engine()
-# Another process of tests has the other core, and threads cost more than such small steps.
-torch.set_num_threads(1)
 
 # Random cases per property. CI runs few of them; `HYPOTHESIS_PROFILE=nightly` runs many.
 settings.register_profile("default", max_examples=100, deadline=None)
@@ -44,6 +42,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("engine"))
 
 
+def pytest_collection_finish() -> None:
+    """Do what needs torch, which the process that deals out the tests does not import."""
+    import torch
+
+    # Another process of tests has the other core, and threads cost more than such small steps.
+    torch.set_num_threads(1)
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
     """Run a command: `cli("doctor", "--json", path)`."""
@@ -53,6 +61,8 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the tiny model."""
+    from common.tiny_model import TinyModel
+
     return TinyModel().write(tmp_path_factory.mktemp("model"))
 
 
@@ -66,6 +76,8 @@ def workload() -> Workload:
 @pytest.fixture(scope="session")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a model of the same shape with other weights."""
+    from common.tiny_model import TinyModel
+
     return TinyModel(seed=21).write(tmp_path_factory.mktemp("other-model"))
 
 
@@ -114,6 +126,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FamilyEngines]
 @pytest.fixture
 def server_context(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """SGLang's published facts about a server: one rank, no metrics. Change it before use."""
+    import torch
+
     from sglang_pat.sglang.report import reports
 
     context = SimpleNamespace(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib.util
 import json
 import math
@@ -193,7 +194,10 @@ def serve() -> None:
     """Read orders, fork an engine for each, say how it has ended."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed
+    gc.disable()  # imports make objects that stay
     _import_sglang()
+    gc.freeze()  # children need not copy them to count them
+    gc.enable()
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         order = json.loads(line)

@@ -18,7 +18,7 @@ import pytest
 
 from sglang_pat.bench.answers import Candidate
 from sglang_pat.cli import demo
-from sglang_pat.cli.demo import comparison
+from sglang_pat.cli.demo import comparison, session
 from sglang_pat.cli.demo.engine import DemoMachine, Served
 from sglang_pat.cli.demo.report import (
     TIE_LOGPROB,
@@ -235,6 +235,7 @@ import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from sglang_pat.cli import main
 from sglang_pat.cli.demo import session
+session._POLL_S = 0.1
 main.demo.run_in_session = lambda command: session.run_in_session(sys.argv[1:])
 main.demo._quieten = lambda: None
 sys.exit(main.main(["demo"]))
@@ -276,7 +277,7 @@ def test_a_signal_ends_all_and_leaves_nothing(
     pids = [int(path.name) for path in tmp_path.iterdir()]
     temporary = Path(next(tmp_path.iterdir()).read_text())
     assert (temporary / "temporary").exists()
-    time.sleep(1.5)  # the session is looked at every second
+    time.sleep(0.3)  # the session is looked at every 0.1 s
     parent.send_signal(number)
     _, error = parent.communicate(timeout=60)
     assert parent.returncode == status
@@ -293,10 +294,11 @@ def test_the_exit_status_is_that_of_the_command(code: str, status: int) -> None:
     assert run_in_session([sys.executable, "-c", f"import os; {code}"]) == status
 
 
-def test_what_was_there_before_stays(shared_memory: str) -> None:
+def test_what_was_there_before_stays(shared_memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_POLL_S", 0.1)
     path = SHARED_MEMORY / shared_memory
     path.write_bytes(bytes(8))
-    code = f"import time; file = open({str(path)!r}); time.sleep(1.5)"
+    code = f"import time; file = open({str(path)!r}); time.sleep(0.3)"
     assert run_in_session([sys.executable, "-c", code]) == 0
     assert path.exists()
 

@@ -18,8 +18,9 @@ logger = logging.getLogger(__name__)
 
 # SIGKILL loses only counts that are younger than this and the time of a write.
 WRITE_SECONDS = 0.05
-_QUIET_WRITES = 10  # after so many without a change, the thread waits for a step
+_QUIET_WRITES = 10  # after this many without a change, the thread waits for a step
 _SETTLED_SECONDS = 0.25
+_READ_SECONDS = 0.02
 
 
 class StatsFile:
@@ -74,16 +75,17 @@ class StatsFile:
 def read_stats(path: Path, timeout_seconds: float = 30.0) -> dict[str, Any]:
     """Return the contents of a stats file once all requests have been answered.
 
-    Waits for two equal readings with enough time in between for a write. TimeoutError names the
+    Waits until the file has stayed the same for long enough for a write. TimeoutError names the
     file if it goes on changing.
     """
-    deadline = time.monotonic() + timeout_seconds
-    text = path.read_text()
-    while True:
-        time.sleep(_SETTLED_SECONDS)
-        before, text = text, path.read_text()
-        if text == before:
-            stats: dict[str, Any] = json.loads(text)
-            return stats
-        if time.monotonic() > deadline:
+    text, changed = path.read_text(), time.monotonic()
+    deadline = changed + timeout_seconds
+    while (now := time.monotonic()) - changed < _SETTLED_SECONDS:
+        if now > deadline:
             raise TimeoutError(f"{path} has not stopped changing for {timeout_seconds} s")
+        time.sleep(_READ_SECONDS)
+        before, text = text, path.read_text()
+        if text != before:
+            changed = time.monotonic()
+    stats: dict[str, Any] = json.loads(text)
+    return stats
