@@ -41,10 +41,10 @@ class InvariantChunks {
   // A request that has KV in the chunk.
   struct Holder {
     int32_t request;
-    int32_t node;  // the deepest node that it shares with the holder before; -1: none
+    int32_t node;  // the deepest node that it shares with the previous holder; -1: none
     int32_t end;   // of its KV in the chunk
-    // Where the KV that it shares with the holder before ends, in whole steps; the chunk's beginning if they share
-    // none.
+    // The end of the KV that it shares with the previous holder, in whole steps. If they share none: the chunk's
+    // beginning.
     int32_t shared_end;
   };
   struct Stream {

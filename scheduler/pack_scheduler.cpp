@@ -16,8 +16,8 @@ namespace {
 constexpr int64_t kNarrowGain = 10;
 constexpr int64_t kMaxLength = std::numeric_limits<int32_t>::max();
 
-// A plan serves at least so many more tokens of a request, though it may be out of balance by then: the next one takes
-// the host 30 us, and its copy the GPU 15.
+// A plan serves until a request has grown by this many tokens, though it may be out of balance by then: the next plan
+// takes the host 30 us, and its copy takes the GPU 15 us.
 constexpr int64_t kLeastGrowth = 32;
 
 class Stopwatch {

@@ -152,7 +152,7 @@ class _Table:
         self.cuts = torch.zeros(size, dtype=torch.int64, device=device)
 
     def of_size(self, size: int, *, is_fixed: bool) -> _Table:
-        """Return a table for so many rows: this one, or a larger one. ValueError if it is fixed."""
+        """Return a table of `size` rows or more: this one, or a new one. ValueError if fixed."""
         have = len(self.rows)
         if size <= have:
             return self

@@ -10,7 +10,7 @@ namespace {
 
 // These constants are fitted to the trees of benchmarks/kernel/workloads.py on an H100. Costs are in tokens.
 
-// Up to this cost per worker, further tickets cost more than they even out.
+// Up to this cost per worker, a second ticket each costs more time than the better balance saves.
 constexpr int64_t kOneTicketEach = 1300;
 // Where nothing is shared, every ticket waits for device memory alone, so tickets end together up to a larger cost.
 constexpr int64_t kOneTicketEachUnshared = 5000;

@@ -1,12 +1,12 @@
 """Measures plans on this GPU and fits the cost model to them, for `sglang-pat calibrate`.
 
 Each of a designed set of plans is timed as a graph of several layers. A layer's time is taken to be
-a sum: a constant, and so much for each KV token from memory, each that is read again, each partial
-row, each work item and each query row of an item. A short item takes as long as one of `shortest`
-tokens. The sum is fitted by non-negative least squares on the relative error, for each of some
-values of `shortest`; the best one stays. The bodies of the kernel are timed apart: by prefixes with
-exactly as many query rows as a body has. Latent attention has costs of its own: of 16 query heads,
-over a cache of the queries' type and over one of fp8.
+a sum: a constant, and a cost for each KV token from memory, each token that is read again, each
+partial row, each work item and each query row of an item. A short item takes as long as one of
+`shortest` tokens. The sum is fitted by non-negative least squares on the relative error, for each
+of some values of `shortest`; the best one stays. The bodies of the kernel are timed apart: by
+prefixes with exactly as many query rows as a body has. Latent attention has costs of its own: of 16
+query heads, over a cache of the queries' type and over one of fp8.
 """
 
 from __future__ import annotations
@@ -303,8 +303,8 @@ class _Timer:
 class Fit:
     """Fitted costs.
 
-    microseconds: of each feature. shortest: tokens of a short item. bodies: a token's cost in the
-    body of so many rows, over that of a token from memory. errors: relative, of each plan that was
+    microseconds: of each feature. shortest: tokens of a short item. bodies: rows of a body -> cost
+    of a token in it, over that of a token from memory. errors: relative, of each plan that was
     fitted.
     """
 

@@ -124,9 +124,9 @@ def ask(prompts: Sequence[Sequence[int]], *, tokens: int, samples: int, seed: in
 
 
 def pool_tokens(asked: Sequence[Asked], running: int) -> int:
-    """Return the size of a KV pool that holds half of so many running requests, with prefixes.
+    """Return the tokens of a KV pool that holds half of `running` requests with their prefixes.
 
-    In tokens. The longest request fits.
+    The longest request fits.
     """
     ordered = sorted((each.prompt for each in asked), key=tuple)
     shared = (_common(left, right) for left, right in pairwise(ordered))

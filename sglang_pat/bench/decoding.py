@@ -121,8 +121,8 @@ def held_up_ms(runs: Iterable[DecodeRun]) -> list[float]:
 def slices_of(arrivals: Sequence[tuple[float, int]]) -> dict[int, float]:
     """Milliseconds per token of each slice of SLICE tokens that lies between arrivals.
 
-    arrivals: when the observer's answer had so many tokens. Where several arrive together, a slice
-    begins with the first arrival at or behind its token.
+    arrivals: times, and how many tokens the observer's answer had then. Where several tokens arrive
+    together, a slice begins with the first arrival at or after its token.
     """
     at: dict[int, tuple[float, int]] = {}
     for when, tokens in arrivals:
@@ -132,7 +132,7 @@ def slices_of(arrivals: Sequence[tuple[float, int]]) -> dict[int, float]:
         if number + 1 in at:
             end, has = at[number + 1]
             result[number * SLICE] = 1000 * (end - begin) / (has - had)
-    if at:  # the window opens within the first one
+    if at:  # the measured window opens within the first slice
         result.pop(min(at) * SLICE, None)
     return result
 

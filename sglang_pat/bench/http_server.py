@@ -1,7 +1,6 @@
 """A SGLang server in a process group of its own, and its HTTP interface.
 
-Beside the pipeline: the server tests and the serving benchmarks start one, on a machine with or
-without a GPU.
+`bench`, `check` and the serving benchmarks start one, on a machine with or without a GPU.
 """
 
 from __future__ import annotations
@@ -123,9 +122,8 @@ def running_process(
     """`command` with `arguments` as flags and a free port, until the block ends.
 
     arguments: the keyword arguments of sglang.Engine. start_seconds: how long to wait until it is
-    ready; None: not at all. environment: in addition to this process's own. flags: behind the
-    others. Raises what
-    `wait_for_all` does.
+    ready; None: not at all. environment: in addition to this process's own. flags: after the
+    others. Raises what `wait_for_all` does.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

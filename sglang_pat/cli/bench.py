@@ -244,7 +244,7 @@ def _as_json(
                 **{name: each.info[name] for name in info if name in each.info},
                 "tpot_ms": {name: tpot(runs).as_dict() for name, runs in each.runs.items()},
                 "held_up_ms": {name: held_up_ms(runs) for name, runs in each.runs.items()},
-                # All requests at once, prefixes in the cache, groups one after another.
+                # All requests arrive at once, group after group; the cache has their prefixes.
                 "ttft_ms": {
                     name: [run.ttft_ms for run in runs] for name, runs in each.runs.items()
                 },

@@ -134,7 +134,7 @@ def _build(arguments: argparse.Namespace, source: str, words: list[str]) -> int:
                 archs, dtypes, kv_dtypes, head_dims
             )
         ]
-    except ValueError as error:  # of a kind of layer that not all GPUs have kernels for
+    except ValueError as error:  # not all GPUs have kernels for each kind of layer
         return _fail(2, str(error))
     try:
         for image in jit.build_all(configs, cache=cache, force=arguments.force):

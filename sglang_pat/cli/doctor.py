@@ -395,7 +395,7 @@ def check_kernels(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Check]
     """
     try:
         from sglang_pat.executors.jit import Compiler, KernelBuildError
-    except Exception as error:  # of torch, and of whatever else is missing
+    except Exception as error:  # torch, or another package that is missing, may raise anything
         advice = "mend the checks above first"
         return [Check("kernels", "failed", f"not checked: {_describe(error)}", advice)]
 
@@ -422,7 +422,7 @@ def check_calibration(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Ch
     """
     try:
         from sglang_pat.executors import calibration, jit, kernel_cache
-    except Exception:  # of torch: the checks above name it
+    except Exception:  # raised by torch: the checks above name it
         return []
     checks = []
     for name, kind in itertools.product(sorted({gpu.name for gpu in gpus}), calibration.KINDS):

@@ -74,8 +74,8 @@ def _without_pat(words: list[str]) -> list[str]:
 
 
 def check_config(whole: Mapping[str, Any], arguments: argparse.Namespace) -> None:
-    """ValueError for no configuration of a class that SGLang may build on so many GPUs."""
-    tp = 1 if arguments.server_args else arguments.tp or 1  # which may divide in other ways
+    """Raise ValueError for a model that SGLang cannot build on the number of GPUs of --tp."""
+    tp = 1 if arguments.server_args else arguments.tp or 1  # flags may divide it in other ways
     check_architectures(whole)
     config = decoder_config(whole)
     check_counts(config)

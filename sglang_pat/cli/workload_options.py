@@ -309,14 +309,14 @@ def _sglang_tree() -> Any:
 
     print("Loading SGLang, which takes some seconds ...", file=sys.stderr)
     enable_cpu_engine()
-    warnings.simplefilter("ignore")  # of SGLang's imports
+    warnings.simplefilter("ignore")  # those of SGLang's imports
     from sglang_pat.offline.simulated_cache import new_tree
 
     return new_tree
 
 
 def _at_rate(requests: list[TraceRequest], rate: float | None) -> tuple[list[TraceRequest], str]:
-    """The requests, so many a second, and how many that is in words."""
+    """Return the requests with arrivals at `rate` a second, and their real rate in words."""
     first = min(each.arrival for each in requests)
     span = max(each.arrival for each in requests) - first
     if rate is not None and span > 0:

@@ -16,7 +16,7 @@ from sglang_pat.executors.layer import Scale
 _STEPS_AT_ONCE = 4  # keys whose loads are in flight together
 # Query elements of a warp. Most programs are then one warp, and need no barriers.
 _NUMBERS_PER_WARP = 1024
-# Groups with so many weights (rows times keys) are multiplied as tiles, of these sizes.
+# A group with at least this many weights (rows times keys) is multiplied in tiles of these sizes.
 _FIRST_TILED = 64
 _TILE_ROWS, _TILE_KEYS, _LEAST = 64, 64, 16
 _FIRST_WITH_E4M3 = (8, 9)  # compute capability from which Triton converts it

@@ -211,7 +211,7 @@ def _server_arguments(path: str, flags: Sequence[str]) -> Any:
     try:
         with contextlib.redirect_stderr(told):
             arguments = prepare_server_args(words)
-    except SystemExit as error:  # of argparse
+    except SystemExit as error:  # raised by argparse
         *_, last = told.getvalue().strip().splitlines() or [str(error)]
         raise ValueError(last) from None
     finally:
@@ -243,7 +243,7 @@ def _become_a_rank(arguments: Any, config: Any) -> None:
 
 @contextlib.contextmanager
 def _groups_without_others() -> Iterator[None]:
-    """Let SGLang build groups of ranks that have a size, and that talk to nobody."""
+    """Let SGLang build groups of ranks of their full size whose other ranks do not exist."""
     from sglang.srt.distributed import parallel_state
 
     class Group(parallel_state.GroupCoordinator):  # type: ignore[misc]
@@ -285,7 +285,7 @@ def _on_meta_device(config: Any) -> torch.nn.Module:
 
 
 def undivided(heads: int, kv_heads: int, ranks: Sequence[int]) -> str | None:
-    """Say which heads of a model cannot be divided among so many ranks; None: all can."""
+    """Say which heads of a model the numbers of ranks do not divide. None: they divide all."""
     for count in ranks:
         if heads % count:
             return f"{heads} query heads on {count} GPUs; allowed: a divisor of {heads}"

@@ -263,7 +263,7 @@ def ask_hub(name: str) -> None:
         return
     try:
         get_hf_file_metadata(hf_hub_url(name, _CONFIG), timeout=_HUB_SECONDS)
-    except Exception as error:  # of the hub's client, or of its HTTP library
+    except Exception as error:  # the hub's client or its HTTP library may raise anything
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise _not_on_hub(name, reason) from None
 

@@ -388,7 +388,7 @@ class SimulatedServer:
         steps = max(1, min(int(self._left.min()), in_pool, self.steps_at_once))
         held = tree.size - tree.reachable - int((-self._lengths % page).sum())
         kv_tokens = int(self._lengths.sum())
-        growth = size * (steps + 1) / 2  # of both, in the mean of the steps
+        growth = size * (steps + 1) / 2  # mean over the steps, of both
         seconds = self.clock.decode(size, kv_tokens + growth, held + growth)
         if next_arrival < math.inf and not self._is_full:
             until = math.ceil((next_arrival - self.now) / seconds)

@@ -203,7 +203,7 @@ class RadixTree:
         tokens, held = request.tokens, request.protected
         node = self._insert(tokens[:aligned], held, request.handle)
         prompt = request.prompt_length // self.page_size * self.page_size
-        if 0 < prompt < aligned:  # of a retracted request too, an answer leaves without its prompt
+        if 0 < prompt < aligned:  # the answer of a retracted request leaves, its prompt stays
             self._insert(tokens[:prompt], prompt, request.handle if held <= prompt else None)
         self.unlock(request)
         request.handle, request.protected = node, aligned

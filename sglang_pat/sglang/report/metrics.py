@@ -53,7 +53,7 @@ _DOCUMENTATION = {
     },
 }
 _LABELS = {name: label for label, names in _DOCUMENTATION.items() for name in names}
-_ENTRIES = {  # of other names
+_ENTRIES = {  # published under other names
     "kv_tokens_read": "kv_tokens_planned",
     "plans_built": "causes",
     "private_steps": "steps_without_sharing",

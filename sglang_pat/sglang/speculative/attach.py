@@ -153,7 +153,7 @@ def await_draft_model(planner: VerifyPlanner | None, model_runner: Any) -> None:
 
 
 def _give(built: Any, draft_runner: Any, with_pat: Callable[..., None]) -> Any:
-    """Return what SGLang has built for a draft model, with pat if that was asked for."""
+    """Return what SGLang has built for a draft model. If its backend is pat, attach pat to it."""
     planner = _TargetModel.planner
     if None not in (built, draft_runner, planner) and is_asked_for(draft_runner.server_args):
         with_pat(built, draft_runner, planner)
@@ -192,7 +192,7 @@ def _after_graphs(result: Any, worker: Any) -> None:
 
 
 def _captured_extends(worker: Any, backend: PatMixin) -> Any:
-    """Return SGLang's graphs of draft extend. None: a layer falls back."""
+    """Capture draft extend in SGLang's graphs. Returns None if a layer falls back."""
     if backend.needs_default:
         return None
     from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import (

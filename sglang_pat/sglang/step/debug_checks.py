@@ -44,7 +44,7 @@ class DebugChecks:
     def check_growth(
         self, attention: PackAttention, builder: DecodeBatchBuilder, *, would_repeat: bool
     ) -> None:
-        """Raise RuntimeError if a step that would repeat has a request that is no token longer.
+        """Raise RuntimeError if a request has not grown in a step that repeats the last one.
 
         would_repeat: whether the step would repeat the last one if it were not checked.
         """

@@ -126,13 +126,13 @@ class RequestTracker:
 
 
 def requests_of(forward_batch: Any) -> StepRequests | None:
-    """Return the requests that were noted on a batch, or on the batch that it is a copy of."""
+    """Return the requests that `note_requests` has put on a batch; a copy of it has them too."""
     step: StepRequests | None = getattr(forward_batch, _NOTE, None)
     return step
 
 
 def note_requests(batch: Any, step: StepRequests) -> None:
-    """Note the requests on a batch, or on an object that SGLang keeps of it in a replay."""
+    """Put the requests on a batch, or on the object that stands for it in a replay."""
     setattr(batch, _NOTE, step)
 
 

@@ -120,7 +120,8 @@ def _new_cache(kind: type[Any]) -> Any:
 
     allocator = SimpleNamespace(
         device=torch.device("cpu"),
-        free=lambda *args, **kwargs: None,  # the second prompt's slots of the common tokens
+        # For slots of the second prompt, whose first tokens the tree already has.
+        free=lambda *args, **kwargs: None,
         free_segment=lambda *args, **kwargs: None,
     )
     params = CacheInitParams(
