@@ -53,6 +53,7 @@ GROWTH_SHARE = 0.05
 SAMPLES = 12
 CANDIDATES = 8  # at each position of a sample
 NUM_SYSTEM_PROMPTS = 2
+SYSTEM_TOKENS = 200  # or a window, so that windows move on from the shared part of a prompt
 DOCUMENTS = 3  # of each system prompt
 # Shares of the requests that are samples, end at a stop token, are aborted.
 SHARE_OF_SAMPLES, SHARE_STOPPED, SHARE_ABORTED = 0.25, 0.25, 0.15
@@ -144,9 +145,10 @@ class Request:
 class Workload:
     """Requests without end, seeded."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, system_tokens: int = SYSTEM_TOKENS) -> None:
         self._random = random.Random(seed)
-        systems = [self._tokens(200) for _ in range(NUM_SYSTEM_PROMPTS)]
+        self._system_tokens = system_tokens
+        systems = [self._tokens(system_tokens) for _ in range(NUM_SYSTEM_PROMPTS)]
         self._contexts = [s + self._tokens(80) for s in systems for _ in range(DOCUMENTS)]
         self.samples = [
             Request(self._prompt(), _sampling(self._random.randint(24, 64)), sample=index)
@@ -175,7 +177,7 @@ class Workload:
         # A system prompt alone now and then: a request that ends inside others' prefix.
         context = self._random.choice(self._contexts)
         if self._random.random() < 0.1:
-            context = context[:200]
+            context = context[: self._system_tokens]
         return context + self._tokens(self._random.randint(1, 60))
 
     def _tokens(self, count: int) -> list[int]:
@@ -281,7 +283,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=real_number(0.01, 1e5), default=10, metavar="N")
     parser.add_argument("--unchecked", action="store_true", help="without SGLANG_PAT_DEBUG")
     parser.add_argument(
-        "--window", type=whole_number(1, 8192), metavar="N", help="tokens of a window"
+        "--window", type=whole_number(1, 4096), metavar="N", help="tokens of a window"
     )
     add_option(parser, "--seed", default=1)
     add_option(parser, "--json")
@@ -322,11 +324,13 @@ def soak(
     else:
         write_windows(MODEL, model, window)
     arguments = {"skip_tokenizer_init": True, **_ADMIT_TOO_MANY, **setup.arguments}
+    system_tokens = max(SYSTEM_TOKENS, window or 0)
+    arguments["max_total_tokens"] += NUM_SYSTEM_PROMPTS * (system_tokens - SYSTEM_TOKENS)
     console.print("starting the server")
     with running_server(
         contender("pat"), model, folder, environment=environment, **arguments
     ) as server:
-        run = Soak(server, setup, Workload(seed))
+        run = Soak(server, setup, Workload(seed, system_tokens))
         samples: list[tuple[float, Memory]] = []
         failures: list[str] = []
         begin = time.monotonic()
