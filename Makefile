@@ -138,14 +138,15 @@ clean:
 
 # --- set-up: stamps, so that each step runs again only when what it depends on has changed ---
 
-setup: $(VENV)/.package-built
+setup:  # SGLang is downloaded while the scheduler is built
+	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/.package-built
 
 $(VENV)/.package-built: $(VENV)/.dependencies-installed $(EDITABLE)/.built
 	@$(INSTALL) --no-deps --reinstall $(EDITABLE)/*.whl
 	@touch $@
 
 # For every environment of this Python: the C++ code needs neither torch nor SGLang.
-$(EDITABLE)/.built: pyproject.toml $(CPP_SOURCES) | $(VENV)/.dependencies-installed
+$(EDITABLE)/.built: pyproject.toml $(CPP_SOURCES) | $(VENV)/.build-tools-installed
 	@echo "Building the scheduler"
 	@rm -rf $(EDITABLE) && mkdir -p $(EDITABLE)
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(SIGN_OF_LIFE) "Building the scheduler" $(RUN) -c \
@@ -153,11 +154,15 @@ $(EDITABLE)/.built: pyproject.toml $(CPP_SOURCES) | $(VENV)/.dependencies-instal
 		>$(EDITABLE)/log || { cat $(EDITABLE)/log; exit 1; }
 	@touch $@
 
-$(VENV)/.dependencies-installed: pyproject.toml | $(UV) $(RUN)
+$(VENV)/.build-tools-installed: pyproject.toml | $(UV) $(RUN)
 	@$(PYTHON) .ci/check_python.py --compiler
+	@$(INSTALL) --group pyproject.toml:build
+	@touch $@
+
+$(VENV)/.dependencies-installed: pyproject.toml | $(VENV)/.build-tools-installed
 	@echo "Installing SGLang $(SGLANG) into $(VENV) (first time: several GB, a minute or more)"
 	@$(SIGN_OF_LIFE) "Installing SGLang" $(INSTALL) --requirements pyproject.toml --extra replay --extra test --extra bench --extra dev \
-		--group pyproject.toml:build "sglang==$(SGLANG)"
+		"sglang==$(SGLANG)"
 	@touch $@
 
 $(VENV)/.docs-installed: pyproject.toml | $(UV) $(RUN)

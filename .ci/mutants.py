@@ -134,10 +134,10 @@ def update_copy() -> None:
     (packages,) = environment.glob("lib/python*/site-packages")
     others = sysconfig.get_path("purelib")
     (packages / "others.pth").write_text(f"import site; site.addsitedir({others!r})\n")
-    installed = environment / ".dependencies-installed"
-    installed.touch()
     time_of_list = (COPY / "pyproject.toml").stat().st_mtime_ns
-    os.utime(installed, ns=(time_of_list, time_of_list))
+    for stamp in (".build-tools-installed", ".dependencies-installed"):
+        (environment / stamp).touch()
+        os.utime(environment / stamp, ns=(time_of_list, time_of_list))
 
 
 @contextmanager

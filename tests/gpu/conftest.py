@@ -1,9 +1,10 @@
-"""Select the bodies of pack_decode that the tests of the kernels run."""
+"""What all tests on a GPU have in common, and the bodies of pack_decode that they run."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,22 @@ from sglang_pat import support
 from sglang_pat.executors.jit import KernelConfig, build_all
 
 _WHOLE_SUITE = 100  # tests of the kernels; a few compile what they need themselves
+
+
+class GpuModule(pytest.Module):
+    """A file of tests marked `cuda`. Without a GPU it is imported and skipped as a whole."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        self.add_marker(pytest.mark.cuda)
+        tests = [*super().collect()]
+        if not torch.cuda.is_available():
+            pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+        return tests
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> GpuModule:
+    module: GpuModule = GpuModule.from_parent(parent, path=module_path)
+    return module
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -37,11 +37,7 @@ from sglang_attention_kit import (
     verify_case,
 )
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-    pytest.mark.usefixtures("server_context"),
-]
+pytestmark = pytest.mark.usefixtures("server_context")
 
 # fa3 is Hopper's; the others run anywhere.
 HEAD_DIMS = (64, 128, 256)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from pack_decode_cases import BF16, FP16, MIXED, Heads, check_case, config_of, needs_gpu
+from pack_decode_cases import BF16, FP16, MIXED, Heads, check_case, config_of
 from sample_forests import make_case
 
-pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
+pytestmark = pytest.mark.usefixtures("kernel_body")
 
 
 @pytest.mark.parametrize("sinks", [False, True])

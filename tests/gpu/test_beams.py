@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 import torch
-from pack_decode_cases import Heads, Tensors, captured, check, needs_gpu, planned_step, run
+from pack_decode_cases import Heads, Tensors, captured, check, planned_step, run
 from sample_forests import make_case
 
-pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
+pytestmark = pytest.mark.usefixtures("kernel_body")
 
 CACHED, PROMPT = 1500, 1700  # tokens that the tree holds; the rest of the prompt is a node, too
 ANSWER, STEPS = 40, 12

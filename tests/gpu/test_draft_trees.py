@@ -9,11 +9,6 @@ import pytest
 import torch
 from draft_tree_cases import CASES, TreeCase, assert_kernel_is_exact
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
-
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -51,11 +51,7 @@ SETUP = Setup(
     64,
 )
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.engine,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -25,7 +25,6 @@ from pack_decode_cases import (
     latent,
     load,
     make_sinks,
-    needs_gpu,
     needs_latent_kernels,
     planned_step,
     run,
@@ -38,7 +37,7 @@ from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kv_writer import KvWriter
 from sglang_pat.executors.reference import dense_attention
 
-pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
+pytestmark = pytest.mark.usefixtures("kernel_body")
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 both_types = pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])

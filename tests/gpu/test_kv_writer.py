@@ -6,15 +6,13 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from pack_decode_cases import BF16, FP16, Heads, Tensors, needs_gpu, planned_step
+from pack_decode_cases import BF16, FP16, Heads, Tensors, planned_step
 from sample_forests import make_case
 from slot_placements import move, place
 
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kv_writer import UNSCALED, KvWriter
 from sglang_pat.support import GQA_HEAD_DIMS
-
-pytestmark = needs_gpu
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KV_DTYPES = [E4M3, E5M2, None]  # of the pool. None: that of the model

@@ -24,7 +24,6 @@ from pack_decode_cases import (
     latent,
     load,
     make_sinks,
-    needs_gpu,
     needs_latent_kernels,
     planned,
     planned_step,
@@ -38,7 +37,7 @@ from sglang_pat._scheduler import OPEN_END
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.kv_writer import KvWriter
 
-pytestmark = [*needs_gpu, needs_latent_kernels, pytest.mark.usefixtures("kernel_body")]
+pytestmark = [needs_latent_kernels, pytest.mark.usefixtures("kernel_body")]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

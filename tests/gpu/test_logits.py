@@ -7,15 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 CHECK = Path(__file__).resolve().parents[2] / "benchmarks" / "check"
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.engine,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.engine
 
 
 def test_logits_differ_by_no_more_than_those_of_other_backends() -> None:

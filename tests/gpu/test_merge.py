@@ -19,15 +19,12 @@ from pack_decode_cases import (
     check,
     load,
     make_sinks,
-    needs_gpu,
     planned_step,
     run,
 )
 from sample_forests import ForestCase, make_case
 
 from sglang_pat._scheduler import OPEN_END
-
-pytestmark = needs_gpu
 
 # Long rows beside short ones; and one request alone, whose rows are a handful.
 LONG_AND_SHORT = make_case(

@@ -11,11 +11,6 @@ import torch
 from kernel.request_forests import Forest
 from sglang_pat import DecodeBatch, PackAttention
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
-
 
 @pytest.fixture
 def every_synchronisation_is_an_error() -> Iterator[None]:

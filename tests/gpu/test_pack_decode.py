@@ -21,7 +21,6 @@ from pack_decode_cases import (
     check_case,
     group_sizes,
     make_sinks,
-    needs_gpu,
     planned,
     planned_step,
     run,
@@ -31,7 +30,7 @@ from sample_forests import ForestCase, forest_cases, make_case, many, three_leve
 from kernel.request_forests import Forest
 from sglang_pat.support import GQA_HEAD_DIMS, POLICIES
 
-pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
+pytestmark = pytest.mark.usefixtures("kernel_body")
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

@@ -18,7 +18,6 @@ from pack_decode_cases import (
     Tensors,
     captured,
     check,
-    needs_gpu,
     planned,
     planned_step,
     run,
@@ -27,7 +26,7 @@ from sample_forests import ForestCase, make_case
 
 from sglang_pat import PackAttention
 
-pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
+pytestmark = pytest.mark.usefixtures("kernel_body")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from pack_decode_cases import (
     captured,
     check,
     config_of,
-    needs_gpu,
     planned,
     planned_step,
     run,
@@ -29,8 +28,6 @@ from sample_forests import make_case
 
 from sglang_pat.attention import PackAttention, default_workers
 from sglang_pat.executors.loaded_kernels import load_kernels
-
-pytestmark = needs_gpu
 
 HEADS = Heads(8, 2)
 CASES = [

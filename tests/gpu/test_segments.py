@@ -27,7 +27,6 @@ from pack_decode_cases import (
     group_sizes,
     load,
     make_sinks,
-    needs_gpu,
     planned_step,
     run,
 )
@@ -36,7 +35,7 @@ from sample_forests import ForestCase, broken_token, make_case
 from kernel.numerics import compare
 from sglang_pat._scheduler import OPEN_END, SHARED_KV
 
-pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
+pytestmark = pytest.mark.usefixtures("kernel_body")
 
 
 @group_sizes([1, 2, 3, 4, 5, 7, 8, 12, 16], [1, 5, 12, 16, 20, 64])

@@ -17,7 +17,6 @@ from pack_decode_cases import (
     check,
     check_case,
     make_sinks,
-    needs_gpu,
     planned,
     run,
 )
@@ -25,7 +24,7 @@ from sample_forests import make_case
 
 from sglang_pat import PackAttention
 
-pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
+pytestmark = pytest.mark.usefixtures("kernel_body")
 
 SPLIT_FINELY = {"num_workers": 264, "min_item_tokens": 64}
 

@@ -19,7 +19,6 @@ from pack_decode_cases import (
     check,
     load,
     make_sinks,
-    needs_gpu,
     planned_step,
     run,
 )
@@ -29,7 +28,7 @@ from slot_placements import PLACEMENTS, move, place
 from sglang_pat.executors import cuda
 from sglang_pat.executors.loaded_kernels import kv_map
 
-pytestmark = [*needs_gpu, pytest.mark.usefixtures("kernel_body")]
+pytestmark = pytest.mark.usefixtures("kernel_body")
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SPLIT = {"num_workers": 66, "min_item_tokens": 64}

@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from pack_decode_cases import needs_gpu
-
-pytestmark = needs_gpu
 
 SCRIPT = Path(__file__).parents[1] / "support" / "slow_warps.py"
 

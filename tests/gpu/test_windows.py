@@ -10,10 +10,6 @@ from window_scenes import DIM, HEADS, KV_HEADS, Scene
 
 from sglang_pat.window import WindowAttention
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
 DTYPE = torch.bfloat16
 
 

@@ -265,6 +265,8 @@ def _import_sglang() -> None:
     """Everything that an engine's processes import, with the models of all families."""
     import multiprocessing
 
+    from fakes.forks import patch_methods_alone
+
     from sglang_pat.sglang.cpu import enable_cpu_engine
 
     assert enable_cpu_engine()
@@ -297,6 +299,8 @@ def _import_sglang() -> None:
     import sglang.srt.entrypoints.engine
     import sglang.srt.managers.scheduler
     import sglang.srt.models.registry  # noqa: F401  # imports the models
+
+    patch_methods_alone()
 
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *args, **kwargs: None  # type: ignore[assignment]

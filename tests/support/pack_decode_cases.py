@@ -15,11 +15,6 @@ from sglang_pat import support
 from sglang_pat.batch import Step
 from sglang_pat.executors.reference import dense_attention
 
-needs_gpu = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
-
 needs_latent_kernels = pytest.mark.skipif(
     not torch.cuda.is_available()
     or torch.cuda.get_device_capability() not in support.LATENT_CAPABILITIES,

@@ -2,7 +2,7 @@
 
 import gc
 
-from fakes.forks import pass_on_sigquit
+from fakes.forks import pass_on_sigquit, patch_methods_alone
 from sglang_pat.sglang.cpu import enable_cpu_engine
 
 gc.disable()  # imports make objects that stay
@@ -13,5 +13,6 @@ import sglang.srt.managers.detokenizer_manager  # noqa: E402
 import sglang.srt.managers.scheduler  # noqa: E402
 import sglang.srt.models.registry  # noqa: E402, F401  # imports the models
 
+patch_methods_alone()
 gc.freeze()  # processes need not copy them to count them
 gc.enable()
