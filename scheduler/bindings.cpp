@@ -161,7 +161,7 @@ Array<int32_t> row_lengths(const py::array_t<T>& lengths, int64_t num_requests, 
   Array<int32_t> result(num_rows);
   int32_t* out = result.mutable_data();
   for (int64_t row = 0; row < num_known; ++row) {
-    T length;  // not known(row): SGLang's arrays may lie anywhere
+    T length;  // copied, since SGLang's arrays may be unaligned
     std::memcpy(&length, known.data(row), sizeof(T));
     if (!std::in_range<int32_t>(length)) {
       throw py::value_error("lengths must fit into int32, got " + std::to_string(length));

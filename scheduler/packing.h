@@ -70,7 +70,7 @@ class Packer {
   // A child that may leave its parent's pack.
   struct Edge {
     int32_t parent_tokens;    // of the parent's pack, with the ranges that it was merged with
-    int32_t parent_requests;  // of the parent's pack, with those of the child
+    int32_t parent_requests;  // of the parent's pack, the child's included
     int32_t child_tokens;
     int32_t child_requests;
     bool leaves_single_partial;  // once merged, the child's requests have no other partial

@@ -119,7 +119,7 @@ void PrefixForest::add_cut_paths(const PrefixForest& whole, std::span<const int3
     int32_t child = -1;  // its copy
     for (int32_t n = whole.anchor_[request]; n >= 0 && whole.nodes_[n].kv_end > cut;
          n = whole.nodes_[n].parent) {
-      if (copies_[n] < first) {  // those of other calls come before
+      if (copies_[n] < first) {  // earlier numbers are copies of other calls
         copies_[n] = static_cast<int32_t>(path_nodes_.size());
         path_nodes_.push_back({.id = copies_[n],
                                .parent = -1,

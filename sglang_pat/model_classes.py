@@ -80,7 +80,7 @@ SPARSE = _names(
     MiniMaxM3SparseForConditionalGeneration Qwen4ExpForConditionalGeneration
     """
 )
-# ... of these only with `index_topk`.
+# Classes that have it only with `index_topk`.
 SPARSE_WITH_INDEX = _names(
     """
     DeepseekV32ForCausalLM DeepseekV3ForCausalLM Dots3NoteForCausalLM

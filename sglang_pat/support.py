@@ -94,12 +94,12 @@ def head_dim_name(head_dim: int, v_head_dim: int) -> str:
 
 
 def is_latent(head_dim: int, v_head_dim: int) -> bool:
-    """True if layers of these head_dims are latent attention."""
+    """Return whether layers with these head_dims have latent attention."""
     return (head_dim, v_head_dim) == LATENT_HEAD_DIMS
 
 
 def max_group_size(head_dim: int, v_head_dim: int) -> int:
-    """Query heads per KV head that layers of these head_dims have at most."""
+    """Return the most query heads per KV head that pat decodes, for these head_dims."""
     return MAX_LATENT_GROUP_SIZE if is_latent(head_dim, v_head_dim) else MAX_GROUP_SIZE
 
 
@@ -259,7 +259,7 @@ def shape_reason(
     one_byte: bool = False,
     default: str = "",
 ) -> Unsupported | None:
-    """Why pat decodes no layer of this shape, whose heads are those of a rank; None: it does.
+    """Return why pat does not decode a layer of this shape. None: it does. Heads are of a rank.
 
     one_byte, default: see `fills_tile`.
     """

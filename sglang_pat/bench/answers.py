@@ -51,7 +51,7 @@ class Answer:
 
 
 class Parting(NamedTuple):
-    """A position at which an answer parts from the reference's. A token is None behind its end.
+    """A position at which two answers part. A token is None after the end of its answer.
 
     gap: by how much the reference finds its own token more probable, in log-probability, that is,
     in logits; None if the other is not among its candidates, or one is no number.

@@ -216,7 +216,7 @@ def _for_body(rows: int, shape: HeadConfig) -> Design:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The microseconds of a layer of a design. missing: those of `missing_tokens`."""
+    """What a design takes. missing: its tokens that are read again, see `missing_tokens`."""
 
     design: Design
     features: Features

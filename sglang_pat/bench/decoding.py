@@ -173,7 +173,7 @@ def tpot(runs: Sequence[DecodeRun]) -> Spread:
 
 
 def ratio(slower: Sequence[DecodeRun], faster: Sequence[DecodeRun]) -> Spread:
-    """Time of one server over that of the other.
+    """Return the time of one server over the time of the other.
 
     Slices at the same token are compared, in runs that followed each other. RuntimeError if none
     has the same token.

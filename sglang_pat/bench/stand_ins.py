@@ -140,7 +140,7 @@ def _is_tiny(place: Path) -> bool:
 
 
 def _hollow(module: ModuleType, place: Path) -> str | None:
-    """Say what is wrong with an imported module: there is nothing in it, or everything."""
+    """Say what is wrong with an imported module: it is empty, or it answers any name."""
     try:
         getattr(module, _NO_NAME)
     except Exception:

@@ -262,7 +262,7 @@ class CudaExecutor:
             if capturing:
                 # A graph has a counter of its own: it may be replayed while another one runs.
                 counter = 2 + capture_id(stream.cuda_stream) % (_COUNTERS - 2)
-                # It is replayed with other plans, of as many requests.
+                # Replays have other plans, of the same number of requests.
                 max_merges = min(buffers.sizes.plan.entries()["num_merges"], len(layer.q))
             else:
                 # Not in a graph, which is replayed on streams unknown here.

@@ -134,7 +134,7 @@ class LoadedKernels:
                 ),
                 f"asking for {facts.decode_shared_bytes} bytes of shared memory",
             )
-        # Both hold as many.
+        # Both functions have the same number of CTAs on an SM.
         ctas_per_sm = check(
             driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
                 functions[0], facts.decode_threads, facts.decode_shared_bytes

@@ -95,7 +95,7 @@ class PlanExecution:
         item_of = np.repeat(np.arange(len(items)), items[:, 4])
         ends = segments[:, 2].copy()
         is_open = ends == OPEN_END
-        # The kernels also read lengths on the device: those of the host may be older.
+        # Like the kernels, read lengths on the device: the host may have older ones.
         ends[is_open] = step.seq_lens.cpu().numpy()[segments[is_open, 0]]
         first, end = segment_interval(segments[:, 3])
         ranges = _SegmentRanges(

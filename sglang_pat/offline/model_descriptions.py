@@ -101,7 +101,7 @@ def _is_experts(module: torch.nn.Module) -> bool:
 
 
 def _experts(model: torch.nn.Module) -> list[int]:
-    """Experts of a layer, at most, and those of them that a token takes."""
+    """Return the experts of the largest layer, and how many of them a token uses."""
     modules: list[Any] = [module for module in model.modules() if _is_experts(module)]
     found = [(int(module.num_experts), int(module.top_k or 1)) for module in modules]
     return list(max(found, default=(1, 1)))

@@ -39,7 +39,7 @@ class _CountingPool:
         return self.available
 
     def free_tokens(self, num_tokens: int) -> None:
-        """Free the pages of tokens that begin with a page."""
+        """Free the pages of `num_tokens` tokens, the first of which begins a page."""
         self.available += -(-num_tokens // self.page_size) * self.page_size
 
     def free_segment(self, indices: torch.Tensor, *args: object, **kwargs: object) -> None:

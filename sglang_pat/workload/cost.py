@@ -275,7 +275,7 @@ class StepTime:
         if reads.in_tiles:
             computed = reads.in_tiles * _TILE_ROWS * heads * row_flops / _TILE_FLOPS_SHARE
             seconds = (memory**_OVERLAP + computed**_OVERLAP) ** (1 / _OVERLAP)
-        if gpu.capability[0] == 9:  # wgmma: FA3 too multiplies as many rows with each token
+        if gpu.capability[0] == 9:  # FA3 multiplies whole tiles of wgmma, too
             least = reads.tokens * _TILE_ROWS * heads * row_flops / _LATENT_FLOPS_SHARE
             seconds = max(seconds, least)
         return _ATTENTION_SECONDS + seconds + merge

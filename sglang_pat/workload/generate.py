@@ -88,7 +88,7 @@ def conversation(
     countries: int = 8,
     languages: int = 4,
 ) -> Iterator[_Burst]:
-    """Chat behind a system prompt of three levels (PAT, section 8.2).
+    """Chat after a system prompt of three levels (PAT, section 8.2).
 
     The first level is everybody's, the second that of a country, the third that of a country and a
     language; lengths are those of Llama 3's tokenizer. How many countries and languages there are,

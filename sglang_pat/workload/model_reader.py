@@ -45,7 +45,7 @@ from sglang_pat.workload.weights import Weights, read_weights
 
 _ASKED = "where SGLang is installed, sglang-pat asks SGLang's own class"
 _SECONDS = 300  # to import SGLang on a busy machine
-# Words of SGLang where a class needs another one, or where it takes that of transformers instead.
+# What SGLang says if a model needs another version, or if it would run transformers' class.
 _NEEDS_MORE = re.compile("not supported for now|not a registered model|^Transformers|^KeyError")
 
 

@@ -94,7 +94,7 @@ class Planner:
             }
 
     def begin(self, batch: Batch, tree: Tree) -> None:
-        """The next steps are those of another batch."""
+        """Begin the steps of another batch."""
         self._changes += 1
         if (self._changes - 1) % self.stride:
             return

@@ -23,14 +23,14 @@ PROMPTS = _words(
 )
 LIMITS = _words("max_completion_tokens max_output_tokens max_tokens max_new_tokens num_predict")
 COPIES = _words("n best_of")
-NESTED = _words("sampling_params options extra_body")  # objects with more keys of these tables
+NESTED = _words("sampling_params options extra_body")  # objects that may hold the keys above
 MEDIA = _words("images image_data video_data audio_data")
 APART = _words("lora_path lora_id cache_salt extra_key")  # where they differ, no KV is shared
 _PROMPT_PARTS = _words(
     "system instructions suffix tools functions tool_choice echo documents chat_template_kwargs "
     "model"
 )
-# The record cannot be replayed where one of these is set.
+# A record in which one of these keys is set cannot be replayed.
 REFUSED = {
     "input_embeds": "the prompt is not text but embeddings",
     "prompt_embeds": "the prompt is not text but embeddings",

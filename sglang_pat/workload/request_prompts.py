@@ -31,8 +31,8 @@ Json: TypeAlias = Mapping[str, Any]
 IMAGE_TOKENS = 1024  # of an image that `usage` does not count
 # Tokens of English, of code and of other scripts have 1 to 8 bytes; of a few they may have more.
 _BYTES_PER_TOKEN = (1.0, 8.0)
-# Outside of these the text that a log has is not the prompt that was counted. A template may add
-# tokens to any prompt: a system prompt of its own, for one.
+# Outside of these limits the text in the log is not the prompt that `usage` has counted. Any
+# template may add tokens: a system prompt of its own, for one.
 _LEAST_BYTES, _MOST_BYTES, _SHORT_TEXT, _TEMPLATE_TOKENS = 1.5, 16, 1024, 256
 _MARK = re.compile(r"<\|?(?:image|video|audio|vision)[^<>\s]{0,24}>", re.I)
 _MASK = (1 << 62) - 1
@@ -379,7 +379,7 @@ def _ids(value: Any) -> TokenIds:
 
 
 def bytes_per_token(found: Sequence[LoggedRequest]) -> float | None:
-    """Return how many bytes of text are one token by the `usage` of these; None without any."""
+    """Return the bytes of text per token that `usage` tells. None if no request has it."""
     size = tokens = 0
     for each in found:
         if each.prompt_tokens is not None and isinstance(each.prompt, tuple):

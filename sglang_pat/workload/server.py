@@ -164,7 +164,7 @@ class Clock(Protocol):
         """A pass. pairs: of a new token and one that it attends to."""
 
     def begin(self, batch: Batch, tree: Tree) -> None:
-        """The next steps are those of another batch."""
+        """Begin the steps of another batch."""
 
     def decode(self, requests: int, kv_tokens: float, distinct: float) -> float:
         """A step of the batch. kv_tokens: of all requests; distinct: each token once."""
@@ -483,7 +483,7 @@ class SimulatedServer:
         return -(-num_tokens // page) * page
 
     def _needed(self, lengths: IntArray, steps: int) -> int:
-        """The tokens of the pages that requests of these lengths begin in this many steps."""
+        """Return the tokens of the pages that requests of these lengths begin in `steps` steps."""
         page = self.tree.page_size
         if page == 1:
             return steps * len(lengths)

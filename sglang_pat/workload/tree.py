@@ -331,7 +331,7 @@ class RadixTree:
         return found, node
 
     def _insert(self, tokens: TokenIds, protected: int, held: Node | None = None) -> Node:
-        """Add whole pages. What the tree had already, behind `protected`, is free again.
+        """Add whole pages. Tokens after `protected` that the tree has already are freed.
 
         held: a locked node at which some of the tokens end; they need not be compared.
         """

@@ -166,7 +166,7 @@ def read_weights(config: Mapping[str, Any], layers: Sequence[Layer]) -> Weights:
 
 
 def _first(config: Mapping[str, Any], keys: Iterable[str]) -> int:
-    """The first of these counts that the configuration has: of a list the largest. 0: none."""
+    """Return the value of the first key that is set, of a list its largest. 0: no key is set."""
     for key in keys:
         value = config.get(key)
         if isinstance(value, list) and value:
@@ -417,7 +417,7 @@ def _with_scales(bits: int, group_size: object, scale_bits: int) -> float:
 
 
 def _skips(quantisation: Mapping[str, Any], *modules: str) -> bool:
-    """True if a module of these names is not quantised in most layers."""
+    """Return whether most layers have a module of one of these names that is not quantised."""
     patterns = next((quantisation[key] for key in _SKIPPED if quantisation.get(key)), ())
     layers = set()
     for pattern in map(str, patterns if isinstance(patterns, list) else [patterns]):

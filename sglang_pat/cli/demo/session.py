@@ -86,7 +86,7 @@ def _members(session: int) -> list[int]:
 
 
 def _shared_memory_files() -> dict[int, Path]:
-    """The files in shared memory by inode. A semaphore is mapped under a name that is gone."""
+    """Return the files in shared memory by inode, since semaphores are mapped under other names."""
     found = {}
     for path in SHARED_MEMORY.iterdir() if SHARED_MEMORY.is_dir() else ():
         with suppress(FileNotFoundError):

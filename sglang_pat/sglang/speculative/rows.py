@@ -99,7 +99,10 @@ class DeviceRows:
         self.graphs_are_complete = True
 
     def write(self, batch: Any, execution: ExecutionMode) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write and return them. batch: has those of the requests, without draft tokens."""
+        """Write and return the rows and their lengths.
+
+        batch: its rows and lengths are the requests', without draft tokens.
+        """
         raise NotImplementedError
 
 

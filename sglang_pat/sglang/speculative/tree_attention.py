@@ -141,7 +141,7 @@ class BranchKv(DraftKv):
             self.set_slots(forward_batch.out_cache_loc, forward_batch.batch_size * self._topk)
 
     def set_slots(self, out_cache_loc: torch.Tensor, num_rows: int) -> None:
-        """Read these slots, `[rows * drafts]`. No step reads that of a branch's last draft."""
+        """Let rows read their drafts in these slots, `[rows * drafts]`, but for the last draft."""
         self._slots = out_cache_loc.view(num_rows, -1)
         size = num_rows * self._num_steps
         fits = size <= len(self._reserved)
@@ -267,7 +267,7 @@ def full_masks(squares: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
 
 
 def _square_places(seq_lens: torch.Tensor, num_drafts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where masks over whole requests have those of `square_masks`, and their length."""
+    """Return the places of `square_masks` in masks over whole requests, and the masks' length."""
     widths = seq_lens.long() + num_drafts
     ends = torch.cumsum(widths, 0) * num_drafts
     offsets = torch.arange(num_drafts, device=seq_lens.device)

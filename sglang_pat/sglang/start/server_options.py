@@ -27,7 +27,7 @@ BLOCKS = ("DFLASH", "DSPARK")
 TREES = ("NGRAM",)
 # Prepares verify steps, and what a draft model reads of them, on a stream of its own.
 PLAN_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
-# Whether DSPARK verifies as many drafts of each request ("static").
+# "static": DSPARK verifies the same number of drafts of each request.
 RAGGED_VERIFY = "SGLANG_RAGGED_VERIFY_MODE"
 # Captures what a backend does before a replay, and does not ask it again.
 GLUE_GRAPH = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"

@@ -167,7 +167,7 @@ class SkippedPlanning:
         begun_ns: `time.perf_counter_ns()` when work on the step began. growth: KV tokens that it
         has more than the step given to begin(); given for all steps since begin(), or for none.
         """
-        if growth is not None:  # before the time: stats() counts as many steps as there are times
+        if growth is not None:  # first: another thread counts a step once it has its time
             self._growths.append(growth)
         self._times.append(time.perf_counter_ns() - begun_ns)
         if self._on_step is not None:

@@ -50,7 +50,7 @@ class RequestTracker:
     on_draft_batch: Callable[[Any, Any], None] | None = None
 
     def __init__(self) -> None:
-        self.modes = {ForwardMode.DECODE}  # of the steps that are known
+        self.modes = {ForwardMode.DECODE}  # types of steps that pat plans
         self._step: StepRequests | None = None  # None in a warm-up or a capture
         self._is_claimed = False
         self._claimed: StepRequests | None = None  # the last one
