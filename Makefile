@@ -149,7 +149,7 @@ $(VENV)/.package-built: $(VENV)/.dependencies-installed $(EDITABLE)/.built
 $(EDITABLE)/.built: pyproject.toml $(CPP_SOURCES) | $(VENV)/.build-tools-installed
 	@echo "Building the scheduler"
 	@rm -rf $(EDITABLE) && mkdir -p $(EDITABLE)
-	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(SIGN_OF_LIFE) "Building the scheduler" $(RUN) -c \
+	@MAKEFLAGS= PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(SIGN_OF_LIFE) "Building the scheduler" $(RUN) -c \
 		'from scikit_build_core.build import build_editable as b; b("$(EDITABLE)", {"build-dir": "build/scheduler"})' \
 		>$(EDITABLE)/log || { cat $(EDITABLE)/log; exit 1; }
 	@touch $@

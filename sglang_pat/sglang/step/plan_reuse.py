@@ -135,7 +135,7 @@ class SkippedPlanning:
         self._on_count = on_count
         self._on_step = on_step
         # Appended to by add() alone; the rest is changed under the lock.
-        self._growths: list[int] = []  # tokens per request, of verify steps alone
+        self._growths: list[int] = []  # KV tokens gained, of verify steps alone
         self._times: list[int] = []
         self._lock = threading.Lock()
         self._num_counted = 0  # of `_times`
