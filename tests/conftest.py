@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,9 +62,9 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the tiny model."""
-    from common.tiny_model import TinyModel
+    from sglang_engines import TINY
 
-    return TinyModel().write(tmp_path_factory.mktemp("model"))
+    return TINY.write(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
@@ -76,9 +77,9 @@ def workload() -> Workload:
 @pytest.fixture(scope="session")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a model of the same shape with other weights."""
-    from common.tiny_model import TinyModel
+    from sglang_engines import TINY
 
-    return TinyModel(seed=21).write(tmp_path_factory.mktemp("other-model"))
+    return replace(TINY, seed=23).write(tmp_path_factory.mktemp("other-model"))
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,15 @@ import pytest
 import torch
 from fakes.driver import go_without_driver
 from safetensors.torch import save_file
-from sglang_engines import Request, Workload, generate, running_engine, running_pat_engine, tokens
-
-from common.tiny_model import TinyModel
+from sglang_engines import (
+    TINY,
+    Request,
+    Workload,
+    generate,
+    running_engine,
+    running_pat_engine,
+    tokens,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
@@ -21,7 +27,7 @@ RANK = 8
 
 def write_adapter(folder: Path, seed: int) -> Path:
     """An adapter of the attention projections, strong enough that answers differ."""
-    model = TinyModel()
+    model = TINY
     q_size, kv_size = model.num_qo_heads * model.head_dim, model.num_kv_heads * model.head_dim
     shapes = {
         "q_proj": (q_size, model.hidden_size),

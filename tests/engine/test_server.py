@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import requests
 from sglang_engines import (
     LAUNCH_SERVER,
     SGLANG_SERVE,
+    TINY,
     Expected,
     Request,
     Server,
@@ -24,7 +26,6 @@ from sglang_engines import (
     running_server,
 )
 
-from common.tiny_model import TinyModel
 from sglang_pat.sglang.report.stats_file import read_stats
 
 pytestmark = pytest.mark.engine
@@ -115,10 +116,9 @@ def assert_metrics_are_published(server: Server, counted: dict[str, Any]) -> Non
 
 def assert_routes_are_published(server: Server) -> None:
     """pat decodes all layers, in SGLang's metrics and in its server info."""
-    num_layers = TinyModel().num_layers
     routes = [each for each in server.metrics() if each.name == "sglang:pat_layers"]
     assert [(each.labels["route"], each.labels["reason"]) for each in routes] == [("pat", "")]
-    assert [each.value for each in routes] == [num_layers]
+    assert [each.value for each in routes] == [TINY.num_layers]
     response = requests.get(f"{server.url}/server_info", timeout=30)
     response.raise_for_status()
     info = response.json()
@@ -126,7 +126,7 @@ def assert_routes_are_published(server: Server) -> None:
     assert info["decode_attention_backend"] == "pat"
     assert info["pat"] == {
         "default_backend": "torch_native",
-        "pat_layers": num_layers,
+        "pat_layers": TINY.num_layers,
         "default_layers": {},
         "batch_invariant": False,
     }
@@ -183,7 +183,7 @@ def test_a_server_that_falls_back_whole_says_so_on_its_page(
     workload: Workload, tmp_path: Path
 ) -> None:
     """The alert PatFallsBack reads the only metric of pat that there is."""
-    model = TinyModel(head_dim=32)
+    model = replace(TINY, head_dim=32)
     arguments = {
         "attention_backend": "pat",
         "max_total_tokens": 8192,

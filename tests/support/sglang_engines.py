@@ -34,6 +34,7 @@ from sglang_pat.sglang.report.stats_file import read_stats
 
 START_SECONDS = 300  # a busy machine of two cores needs a minute and a half
 
+TINY = TinyModel(num_layers=2, seed=27)  # whose answers the fixture `expected` has
 HAS_BEAMS = "beam_width" in inspect.signature(SamplingParams).parameters  # not in 0.5.17
 
 # Every scheduler imports all models that SGLang knows, 9 of the 20 s in which it starts. The tests
@@ -120,7 +121,7 @@ class Workload:
         self.beams = Request(system + self._tokens(12), 24, num_answers=2, beam_width=3)
 
     def _tokens(self, count: int) -> list[int]:
-        return self._random.choices(range(NUM_SPECIAL_TOKENS, TinyModel().vocab_size), k=count)
+        return self._random.choices(range(NUM_SPECIAL_TOKENS, TINY.vocab_size), k=count)
 
     def _turns(self, count: int) -> list[Request]:
         return [Request(self._tokens(8 + 3 * i), 20 + i) for i in range(count)]
