@@ -263,20 +263,13 @@ SCENARIOS = {
         (shared(64, 16_384, 512, 1.15), alone(64, 1024, 0.98), shared(24, 60_032, 1024)),
     ),
     # With random weights hardly a draft is accepted: a token takes a verify step. 8 heads with 4
-    # draft tokens are half of a tile; with 16 heads the model falls back.
-    **{
-        f"{name}-mtp": Scenario(
-            f"{name}-rank",
-            ("pat", "fa3"),
-            (
-                shared(64, 16_384, 512, least),
-                alone(64, 1024, 0.99),
-                shared(24, 60_032, 1024, least),
-            ),
-            _MTP,
-        )
-        for name, least in (("k2", 1.2), ("v3", 0.99))
-    },
+    # draft tokens are half of a tile; with the 16 of V3 a model over 16-bit KV falls back.
+    "k2-mtp": Scenario(
+        "k2-rank",
+        ("pat", "fa3"),
+        (shared(64, 16_384, 512, 1.2), alone(64, 1024, 0.99), shared(24, 60_032, 1024, 1.2)),
+        _MTP,
+    ),
     # Over fp8, FA3 converts the whole pool in every layer, so that pat pays with full tiles too.
     "v3-mtp-fp8": Scenario(
         "v3-rank",

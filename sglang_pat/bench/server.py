@@ -146,8 +146,10 @@ class Server:
         return info
 
     def stats(self) -> dict[str, Any]:
-        """Counters of pat once everything is answered; empty for other backends."""
+        """Counters of pat once everything is answered; empty if pat decodes no layer."""
         if self.stats_file is None:
+            return {}
+        if not self.stats_file.exists() and not self.info()["pat"]["pat_layers"]:
             return {}
         return read_stats(self.stats_file)
 

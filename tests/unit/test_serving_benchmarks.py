@@ -16,6 +16,7 @@ from server.scenarios import BACKENDS, SCENARIOS, Scenario, shared
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun
 from sglang_pat.bench.http_server import as_flags, running_process
+from sglang_pat.bench.server import Server
 
 
 def test_prompts_share_the_prefix_of_their_group_and_nothing_else() -> None:
@@ -44,6 +45,20 @@ def test_a_server_has_the_variables_that_it_is_given(
     with running_process(command, {}, log, start_seconds=None, environment=environment) as server:
         assert server.process.wait() == 0
     assert log.read_text() == "by the benchmark by the shell\n"
+
+
+def test_a_server_whose_model_falls_back_has_no_counters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It plans nothing, and writes no file. A server that plans and writes none is an error."""
+    process = SimpleNamespace(url="http://localhost")
+    server = Server(process, tmp_path / "stats.json")  # type: ignore[arg-type]
+    layers = {"pat_layers": 0}
+    monkeypatch.setattr(server, "info", lambda: {"pat": layers})
+    assert server.stats() == {}
+    layers["pat_layers"] = 2
+    with pytest.raises(FileNotFoundError):
+        server.stats()
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
