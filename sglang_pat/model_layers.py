@@ -46,7 +46,7 @@ _KINDS = {
 }
 # Letters of `hybrid_override_pattern`, as in Nemotron-H.
 _LETTERS = {"*": FULL, "M": STATE, "-": NO_ATTENTION, "E": NO_ATTENTION}
-# Layers of which the last one reads everything, where the configuration does not say.
+# Number of layers of which the last one attends to everything, unless the configuration says it.
 _FULL_EVERY = {
     "cohere2": 4,
     "gemma2": 2,
@@ -366,7 +366,7 @@ def _block(config: Mapping[str, Any], index: int) -> Mapping[str, Any]:
 
 
 def _every(config: Mapping[str, Any], every: int, others: str) -> list[str]:
-    """Return the kinds of layers of which every `n`-th attends to everything."""
+    """Return the kinds of layers, every `n`-th of which attends to everything."""
     return [FULL if (index + 1) % every == 0 else others for index in range(_num_layers(config))]
 
 
@@ -489,7 +489,7 @@ def _layer(config: Mapping[str, Any], index: int, kind: str, tp: int) -> Layer:
         return Layer(index, kind, refusal=Unsupported("attention", kind))
     qo_heads = _query_heads(config, kind, index)
     if kind == LATENT:
-        # A token leaves one vector for all heads, and its rotated part.
+        # A token leaves one vector for all heads, and one part with rotary positions.
         rank = positive(config, "kv_lora_rank")
         elements = rank + count(config, "qk_rope_head_dim")
         return Layer(
@@ -535,7 +535,7 @@ def _query_heads(config: Mapping[str, Any], kind: str, index: int) -> int:
 def _attention_shape(
     config: Mapping[str, Any], kind: str, index: int, qo_heads: int
 ) -> tuple[int, int, int]:
-    """KV heads, head_dim and v_head_dim. Some families have others in one kind of layer."""
+    """Return KV heads, head_dim and v_head_dim, which in some families depend on the kind."""
     heads = positive(config, "num_attention_heads", qo_heads)
     kv_heads = positive(config, "num_key_value_heads", heads)
     if config.get("multi_query") and not config.get("new_decoder_architecture"):

@@ -132,7 +132,7 @@ class StdoutError(OutputError):
 
 
 class CheckedStdout:
-    """Standard output whose errors are StdoutError, except that nobody reads on."""
+    """Standard output whose errors are StdoutError, except where the reader has gone."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -20,8 +20,8 @@ DTYPES = ("float16", "bfloat16", "float32")
 KERNEL_DTYPES = ("float16", "bfloat16")  # of DTYPES, those that the CUDA kernels compute in
 # Types of the KV cache, besides that of the queries.
 CONVERTED_KV_DTYPES = ("float8_e4m3fn", "float8_e5m2")
-# head_dims of keys (and queries) and of values, where KV heads have both of their own. A pair that
-# is taken out here is refused everywhere.
+# head_dims of keys (and queries) and of values, of layers whose KV heads store both. A pair that is
+# taken out here is refused everywhere.
 GQA_HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 # Latent attention (MLA, absorbed): all query heads attend to one KV head, whose values are the
 # first numbers of its keys.
@@ -279,7 +279,7 @@ def shape_reason(
 def nothing_to_gain(
     num_heads: int, num_drafts: int = 1, *, one_byte: bool = False, default: str = ""
 ) -> Unsupported | None:
-    """Why latent attention is left alone, by the arguments of `fills_tile`; a pool aside."""
+    """Return why latent attention is left to SGLang, by the arguments of `fills_tile` alone."""
     if not fills_tile(num_heads, num_drafts, one_byte=one_byte, default=default):
         return None
     if pool_decides(num_heads, one_byte=one_byte, default=default):

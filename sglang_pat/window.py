@@ -111,7 +111,7 @@ class WindowAttention(PackAttention):
 
     def run(self, *tensors: Any, **options: Any) -> Any:
         """Attention of one layer under the last plan: see `PackAttention.run`."""
-        if self._plan is not None and self._table.owner is not self:  # a sibling was there
+        if self._plan is not None and self._table.owner is not self:  # a sibling wrote it
             self._write_table()
         return super().run(*tensors, **options)
 

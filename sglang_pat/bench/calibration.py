@@ -322,7 +322,7 @@ class Fit:
         return float(np.abs(self.errors).max())
 
     def costs(self) -> dict[str, float]:
-        """Arguments of CostModel: in tokens from memory."""
+        """Return the arguments of CostModel, in tokens that are read from memory."""
         us = self.microseconds
         costs = {
             "reread_token": us.reread / us.token,

@@ -1,8 +1,8 @@
 """The cost model of a GPU: the file that `sglang-pat calibrate` writes and schedulers read.
 
 One file per GPU, driver, kernels and kind of layer, in the folder of compiled kernels. All ranks of
-a server read the same file, so they come to the same plans. Without a file those hold that come
-with the package.
+a server read the same file, so they come to the same plans. Without a file, the costs that come
+with the package hold.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from sglang_pat.executors.layer import LayerInputs, Scale
 from sglang_pat.executors.loaded_kernels import LoadedKernels, capture_id, kv_map
 from sglang_pat.plan import BufferSizes, DecodePlan, PlanHeader, write_plan
 
-# Two more than the graphs that have a counter of their own; a server captures some 50. Of more,
-# those that share one must not run at the same time.
+# Two more than the graphs that have a counter each; a server captures some 50. Graphs that share a
+# counter must not run at the same time.
 _COUNTERS = 256
 
 # Plans that may be under way to the device at once. Two would do for SGLang, which plans step N + 1
@@ -132,7 +132,7 @@ class PlanBuffers:
             self.partial_out.data_ptr(),
             self.partial_lse.data_ptr(),
         )
-        self._step: Step | None = None  # that the argument of pack_decode was last set to
+        self._step: Step | None = None  # to which the argument of pack_decode was last set
 
     def bind(self, step: Step) -> None:
         """Set the argument of pack_decode to a step. ValueError if the kernels cannot read it."""

@@ -1,8 +1,8 @@
 """Executes a batch-invariant decode plan in plain torch, bit by bit the same for equal requests.
 
-`reference.PlanExecution` computes many work items at once. What its products add up first depends
-on what they are batched and padded with. Here each chunk of each request is computed by itself, by
-operations whose shapes depend on the request alone.
+`reference.PlanExecution` computes many work items at once. The order in which its products add up
+depends on what they are batched and padded with. Here each chunk of each request is computed by
+itself, by operations whose shapes depend on the request alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compiles the kernels on first use, from the package's sources into the kernel cache.
 
-By NVRTC, the compiler library that torch brings with it: a machine needs neither nvcc nor a C++
-compiler. A wheel brings compiled images along: what it holds, or the cache, is not compiled.
+NVRTC compiles them, the library that torch brings with it: a machine needs neither nvcc nor a C++
+compiler. What a wheel or the cache holds is not compiled.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class KernelConfig:
 
 
 _SOURCE = "entry_points.cu"
-_STANDARD_HEADERS = "nvrtc"  # folder of stand-ins for the standard library's, which NVRTC lacks
+_STANDARD_HEADERS = "nvrtc"  # folder of stand-ins for headers that NVRTC lacks
 _INCLUDED = ("cuda_bf16.h", "cuda_bf16.hpp", "cuda_fp16.h", "cuda_fp16.hpp")
 SHIPPED = "cubins"  # folder of the package with the images that come with a wheel
 _REPORT = "compiler_report.txt"

@@ -1,8 +1,8 @@
 """KvWriter: stores new tokens in a KV cache, by one kernel.
 
-Over a cache of the model's dtype, as they are. Over one of one-byte numbers, with the bytes that
-torch makes of the same numbers, in four kernels more: a division in place by a scale, and a
-conversion, of keys and of values.
+A cache of the model's dtype gets the numbers as they are. A cache of one-byte numbers gets the
+bytes that torch makes of them, for which torch needs four more kernels: for keys and for values, a
+division in place by a scale, and a conversion.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class KvWriter:
         self._factors: dict[float, torch.Tensor] = {}
         self._overflow = 0
         if config.kv_dtype is not None:
-            # This torch's byte for numbers that the type has not got: it differs between
+            # This torch's byte for numbers that the type does not have: it differs between
             # versions.
             infinity = torch.full((1,), math.inf, dtype=config.dtype, device=device)
             self._overflow = int(infinity.to(config.kv_dtype).view(torch.uint8))
@@ -69,12 +69,12 @@ class KvWriter:
         A tensor is read at each write. Nothing is divided if the dtype stays the same, as in
         SGLang's pools.
 
-        None: the kernel cannot. In a capture, it cannot divide by a number that is new to it.
+        None: the kernel cannot divide by it, as by a number that is new to it in a capture.
         """
         if divisor is None or self.config.kv_dtype is None:
             return UNSCALED
         if isinstance(divisor, torch.Tensor):
-            # torch rounds such a one to the dividends' type, others it does not.
+            # torch rounds such a scale to the dividends' type, and no other one.
             if (divisor.dim(), divisor.dtype, divisor.device) != (0, torch.float32, self._device):
                 return None
             return KvScale(divisor.data_ptr(), ScaleUse.DIVIDE)

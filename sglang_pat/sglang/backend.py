@@ -48,7 +48,7 @@ class BackendState:
         # Whether pat has layers in captured graphs, and whether the default backend has, by mode
         # and size. A graph keeps the layers of its capture when more layers fall back.
         self.graphs: dict[tuple[ForwardMode, int], tuple[bool, bool]] = {}
-        # The same of graphs that were captured for this size before: with and without LoRA.
+        # The same for earlier captures of this size: SGLang captures with and without LoRA.
         self.earlier = (False, False)
         # Whether the default backend is preparing an eager step. It may call overridden methods.
         self.in_default = False

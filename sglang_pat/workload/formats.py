@@ -71,8 +71,8 @@ from sglang_pat.workload.trace import (
     prompt_length,
 )
 
-# Requests by which a line may come later than its arrival says: more would have to be held in
-# memory. A log written by several threads needs some.
+# Requests that are held in memory, to be put in order of arrival: a log that several threads write
+# is a little out of order.
 REORDER_WINDOW = 1024
 BLOCK_TOKENS = 512  # of mooncake, where the lines do not tell
 

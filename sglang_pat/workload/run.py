@@ -31,7 +31,7 @@ _STARVED = 0.02
 # If first come first served computes this many times the distinct tokens, it is compared with
 # dfs-weight, for this many requests: dfs-weight looks at all waiting requests before each pass.
 _REPEATED, _ORDERED = 1.5, 500
-_BLOCK_TOKENS = 32  # of prompts whose tokens are known, where distinct tokens are counted
+_BLOCK_TOKENS = 32  # in which distinct tokens of known prompts are counted
 
 
 class BackendClock:

@@ -86,7 +86,7 @@ class DecodeBatchBuilder:
         self._reqs: list[Request] = []  # whose paths the forest keeps
         self._forest = PrefixForest()
         self._version = 0  # of the requests and their paths
-        self._moved: set[int] = set()  # id() of requests since the last step that may share
+        self._moved: set[int] = set()  # id() of those that moved since the last step that may share
         self.lens: IntArray = np.zeros(0, dtype=np.int32)
         self._shares = False
         tracker.subscribe(self)
