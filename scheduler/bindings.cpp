@@ -187,7 +187,7 @@ std::optional<int64_t> growth_of(const py::array_t<T>& lengths, const Array<int3
   const auto most = room.template unchecked<1>();
   int64_t sum = 0;
   for (int64_t i = 0; i < before.size(); ++i) {
-    T length;  // not now(i): SGLang's arrays may lie anywhere
+    T length;  // copied, since SGLang's arrays may be unaligned
     std::memcpy(&length, now.data(i), sizeof(T));
     const int64_t growth = int64_t{length} - before(i);
     if (growth < 0 || growth > most(i)) return std::nullopt;

@@ -93,7 +93,7 @@ void InvariantChunks::choose_runs(int32_t begin, int64_t longest) {
     const int32_t shared = holders_[i].shared_end - begin;
     own_tokens_[i + 1] = own_tokens_[i] + (holders_[i].end - holders_[i].shared_end);
     // best_[i] becomes the cost of all cuts up to here, one at i included.
-    if (shared == 0) front = back = 0;  // no run goes across
+    if (shared == 0) front = back = 0;  // a run ends where requests share nothing
     if (i > 0) best_[i] += cost_.packing.item + int64_t{cost_.packing.reread_token} * shared;
     while (back > front && best_[candidates_[back - 1]] > best_[i]) --back;
     candidates_[back++] = i;

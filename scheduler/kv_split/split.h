@@ -50,9 +50,9 @@ struct Split {
 
   void clear();
   void list_ticket_costs(std::vector<int64_t>& costs) const;
-  // How many tokens each request may grow until a ticket has over a sixteenth more than the longest one now, and than
-  // the mean of the workers then. Of tickets that are all drawn at once; later ones even such differences out, and the
-  // answer is the largest number.
+  // By how many tokens each request may grow before a ticket exceeds both the longest ticket now and the workers' mean
+  // then by more than a sixteenth. The largest number if not all tickets are drawn at once: later tickets even such
+  // differences out.
   int64_t balanced_growth(int32_t num_workers) const;
 };
 

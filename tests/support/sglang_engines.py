@@ -127,8 +127,8 @@ class Workload:
         return [Request(self._tokens(8 + 3 * i), 20 + i) for i in range(count)]
 
     def all(self) -> list[Request]:
-        """All requests that stand for themselves."""
-        others = ("_random", "conversations", "beams")
+        """All requests that stand for themselves, but for `many`."""
+        others = ("_random", "many", "conversations", "beams")
         groups = [group for name, group in vars(self).items() if name not in others]
         return [request for group in groups for request in group]
 
