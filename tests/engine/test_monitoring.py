@@ -29,8 +29,11 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs/operate/monitoring"
 LOAD_SECONDS = 40
 # Grafana's own variables, for a minute of data that is scraped every second.
 VARIABLES = {"$__rate_interval": "15s", "$__range": "60s", "$instance": ".*"}
-# Metrics that a server without speculative decoding has not, if all its steps share.
+# Metrics that a server without drafts and windows does not have, if all its steps share.
 WITHOUT_DATA = {
+    "KV reads: saved, and common / saved in windows, {{instance}}",
+    "Rounds of a draft model / reads of verify steps",
+    "Rounds of a draft model / {{kind}}",
     "Steps that share nothing, by reason / {{reason}}",
     "Draft tokens of a verify step / {{instance}}",
 }
