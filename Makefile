@@ -77,7 +77,7 @@ fuzz: $(CPP_TESTS)/scheduler_tests
 mutants: setup
 	@$(RUN) .ci/mutants.py $(ARGS)
 
-$(CPP_TESTS)/scheduler_tests: $(CPP_SOURCES) $(wildcard scheduler/tests/*) $(if $(findstring $(VENV),$(CMAKE)),$(VENV)/.dependencies-installed)
+$(CPP_TESTS)/scheduler_tests: $(CPP_SOURCES) $(wildcard scheduler/tests/*) $(if $(findstring $(VENV),$(CMAKE)),$(VENV)/.build-tools-installed)
 	@$(CMAKE) -S scheduler/tests -B $(CPP_TESTS) >/dev/null
 	@MAKEFLAGS=--no-print-directory $(CMAKE) --build $(CPP_TESTS) --parallel 2
 	@touch $@
