@@ -12,7 +12,7 @@ The requests of `check logits`, through each backend on one rank and on several.
 another order cost is measured on the other backends: pat's logits may move by at most twice that,
 and its tokens may part at a tie only. With chains, each token must be the one that the model finds
 most probable, up to rounding, when all of the answer is given to another backend's single rank as a
-prompt; and as many drafts are accepted as there.
+prompt; and as many drafts are accepted as there, up to two standard errors.
 
 Where ranks share a batch, none may wait for the plan of another: how much longer the slowest rank
 planned a step than the fastest is judged on GPUs.
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -58,6 +59,7 @@ from common.drafts import (
     OFF_RATIO,
     OFF_STEP,
     accepted,
+    error_of_accepted,
     largest_off,
 )
 from common.fleet import Member, fleet, report_starts, wait, watched
@@ -174,11 +176,12 @@ class Drafted(NamedTuple):
     """Answers of a backend whose ranks verify drafts.
 
     off: by how much a token is less probable than the best one, at most. accepted: tokens that a
-    step gives a request.
+    step gives a request. error: of `accepted`, its standard error.
     """
 
     off: float
     accepted: float
+    error: float
 
 
 def judge_chains(found: Mapping[str, Drafted], plans: Plans) -> dict[str, Any]:
@@ -186,11 +189,13 @@ def judge_chains(found: Mapping[str, Drafted], plans: Plans) -> dict[str, Any]:
     pat = found["pat"]
     others = [each for name, each in found.items() if name != "pat"]
     limit = max(OFF_STEP, OFF_RATIO * max(each.off for each in others))
-    least = (1 - ACCEPTANCE_LIMIT) * max(each.accepted for each in others)
+    best = max(others, key=lambda each: each.accepted)
+    noise = 2 * math.hypot(pat.error, best.error)
+    least = (1 - ACCEPTANCE_LIMIT) * best.accepted - noise
     failures = [f"a token is off by {pat.off:.3g}, more than {limit:.3g}"] * (not pat.off <= limit)
     if pat.accepted < least:
         failures.append(f"{pat.accepted:.2f} tokens a step were accepted, fewer than {least:.2f}")
-    if max(each.accepted for each in others) <= 1:
+    if best.accepted <= 1:
         failures.append("no draft was accepted")
     return {
         "layout": "chains",
@@ -296,6 +301,7 @@ class Answers:
             name: Drafted(
                 largest_off(yardstick, prompts(self._setup), self._found[each]),
                 accepted(self._found[each]),
+                error_of_accepted(self._found[each]),
             )
             for name, each in many.items()
         }

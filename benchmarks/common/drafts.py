@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,11 +19,22 @@ _AT_ONCE = 4  # requests
 
 def accepted(answers: Sequence[Mapping[str, Any]]) -> float:
     """Tokens of the answers per step and request."""
-    tokens = sum(len(answer["output_ids"]) for answer in answers)
-    steps = sum(
-        answer["meta_info"].get("spec_verify_ct") or len(answer["output_ids"]) for answer in answers
-    )
-    return tokens / steps
+    tokens, steps = _tokens_and_steps(answers)
+    return sum(tokens) / sum(steps)
+
+
+def error_of_accepted(answers: Sequence[Mapping[str, Any]]) -> float:
+    """Return the standard error of `accepted`, the answers being a sample."""
+    tokens, steps = _tokens_and_steps(answers)
+    ratio = sum(tokens) / sum(steps)
+    off = [gained - ratio * taken for gained, taken in zip(tokens, steps, strict=True)]
+    return math.hypot(*off) * math.sqrt(len(off) / (len(off) - 1)) / sum(steps)
+
+
+def _tokens_and_steps(answers: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+    tokens = [len(answer["output_ids"]) for answer in answers]
+    steps = [answer["meta_info"].get("spec_verify_ct") for answer in answers]
+    return tokens, [taken or gained for taken, gained in zip(steps, tokens, strict=True)]
 
 
 def largest_off(

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 
 from check import logits as check_logits
+from check.ranks import Drafted, Plans, judge_chains
+from common.drafts import accepted, error_of_accepted
 from sglang_pat.bench.answers import Answer, Candidate, agreement
 
 
@@ -88,3 +90,19 @@ def test_a_check_that_compared_nothing_does_not_pass() -> None:
     assert check_logits.problems_of_decoding(counted | {"plans_reused": 0})
     assert check_logits.problems_of_decoding(counted | {"kv_tokens_planned": 10})
     assert check_logits.problems_of_decoding({})
+
+
+def drafted(steps: list[int]) -> Drafted:
+    """Requests with 40 tokens each, in so many verify steps."""
+    answers = [{"output_ids": [7] * 40, "meta_info": {"spec_verify_ct": n}} for n in steps]
+    return Drafted(0.0, accepted(answers), error_of_accepted(answers))
+
+
+def test_drafts_are_accepted_as_often_up_to_chance() -> None:
+    plans = Plans(40, 20, 0.5, 40, {}, {})
+    fa3 = drafted([30, 34, 38, 32] * 4)
+    assert 0.01 < fa3.error < 0.05
+    few_less, far_less = drafted([31, 35, 39, 33] * 4), drafted([38, 39, 40, 38] * 4)
+    assert not judge_chains({"pat": few_less, "fa3": fa3}, plans)["failures"]
+    (failure,) = judge_chains({"pat": far_less, "fa3": fa3}, plans)["failures"]
+    assert "1.03 tokens a step were accepted" in failure
