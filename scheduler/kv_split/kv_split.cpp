@@ -14,6 +14,8 @@ namespace {
 constexpr int64_t kOneTicketEach = 1300;
 // Where nothing is shared, every ticket waits for device memory alone, so tickets end together up to a larger cost.
 constexpr int64_t kOneTicketEachUnshared = 5000;
+// Tiles that read one long range are cut at the same places, if workers then end at most this far apart.
+constexpr double kWorstAlignedImbalance = 1.08;
 // Workers with less work than this many items of the usual length may get shorter items.
 constexpr int64_t kItemsEach = 4;
 
@@ -54,18 +56,24 @@ void KvSplitter::split(const Packing& packing, SplitTask task, Split& out) {
   const int64_t total = list_.total_cost();
   if (total == 0 || time_model_.takes_too_long(context, task, packing, list_.tiles())) return;
   const int64_t one_each = list_.num_shared() > 0 ? kOneTicketEach : kOneTicketEachUnshared;
-  if (total > kCostUnit * one_each * config_.num_workers) {
-    if (has_long_range) list_.make(packing, context, true);
-    if ((!has_long_range && guided_.choose_whole_tiles(context, list_)) ||
-        guided_.choose(context, packing, list_)) {
-      out.tickets.assign(guided_.num_tickets(), {});
-      writer_.add(packing, context, list_.tiles(), guided_.shared_work(), out);
-      writer_.add(packing, context, list_.tiles(), guided_.private_work(), out);
+  const bool is_much = total > kCostUnit * one_each * config_.num_workers;
+  if (!is_much || has_long_range) {
+    const bool is_aligned = stream_k_.split(context, task, packing, list_, is_little, out);
+    if (!is_much) return;
+    out.list_ticket_costs(ticket_costs_);
+    if (is_aligned && imbalance(ticket_costs_, config_.num_workers) <= kWorstAlignedImbalance)
       return;
-    }
-    if (has_long_range) list_.make(packing, context, false);
+    list_.make(packing, context, true);
   }
-  stream_k_.split(context, task, packing, list_, is_little, out);
+  if ((!has_long_range && guided_.choose_whole_tiles(context, list_)) ||
+      guided_.choose(context, packing, list_)) {
+    out.clear();
+    out.tickets.assign(guided_.num_tickets(), {});
+    writer_.add(packing, context, list_.tiles(), guided_.shared_work(), out);
+    writer_.add(packing, context, list_.tiles(), guided_.private_work(), out);
+  } else if (!has_long_range) {
+    stream_k_.split(context, task, packing, list_, is_little, out);
+  }
 }
 
 }  // namespace pat

@@ -32,8 +32,9 @@ class KvSplitter {
   // multiple of kCutGranularity.
   KvSplitter(const SplitConfig& config, const CostModel& cost, const TileSelection& tiles);
 
-  // StreamKSplit splits a little work evenly. With more work, each tile becomes a ticket if workers then end close
-  // enough together, else GuidedSelfScheduling makes tickets that shrink with the work that is left.
+  // StreamKSplit splits a little work evenly, and more work if it can cut tiles that read one long range at the same
+  // places and workers then end close enough together. Else each tile becomes a ticket, on the same condition, or
+  // GuidedSelfScheduling makes tickets that shrink with the work that is left.
   //
   // A cut lies between two segments if the ticket is then nearly full, else within one. A request on both sides of a
   // cut gets a partial from each. Where the cut lies between two requests, the second side may instead read again what
@@ -53,6 +54,7 @@ class KvSplitter {
   CostModel cost_;
   TileSelection tiles_;
   std::vector<ItemCost> item_costs_;
+  std::vector<int64_t> ticket_costs_;
   TileList list_;
   SplitTimeModel time_model_;
   StreamKSplit stream_k_;

@@ -81,7 +81,7 @@ StreamKSplit::AssignResult StreamKSplit::assign(const SplitContext& context, con
   return result;
 }
 
-void StreamKSplit::choose(const SplitContext& context, const Packing& packing,
+bool StreamKSplit::choose(const SplitContext& context, const Packing& packing,
                           const TileList& list) {
   const std::vector<Tile>& tiles = list.tiles();
   const int64_t workers = context.num_workers;
@@ -129,22 +129,26 @@ void StreamKSplit::choose(const SplitContext& context, const Packing& packing,
       low = budget;
     }
   }
+  return aligned;
 }
 
 SplitTimeModel::Expected StreamKSplit::try_context(const SplitContext& context,
                                                    const SplitTask& task, const Packing& packing,
                                                    const TileList& list, Split& out) {
-  choose(context, packing, list);
+  const bool is_aligned = choose(context, packing, list);
   trial_split_.clear();
   trial_split_.tickets.assign(assignment_.num_tickets, {});
   writer_.add(packing, context, list.tiles(), assignment_, trial_split_);
   const SplitTimeModel::Expected expected = time_model_.expect(context, task, trial_split_);
   trial_split_.time = expected.time;
-  if (trial_split_.time < out.time) std::swap(out, trial_split_);
+  if (trial_split_.time < out.time) {
+    std::swap(out, trial_split_);
+    is_aligned_ = is_aligned;
+  }
   return expected;
 }
 
-void StreamKSplit::split(const SplitContext& usual, const SplitTask& task, const Packing& packing,
+bool StreamKSplit::split(const SplitContext& usual, const SplitTask& task, const Packing& packing,
                          const TileList& list, bool is_little, Split& out) {
   out.clear();
   out.time = std::numeric_limits<int64_t>::max();
@@ -174,6 +178,7 @@ void StreamKSplit::split(const SplitContext& usual, const SplitTask& task, const
     if (!is_little || uneven < expected.time / kUnevenPart) break;
   }
   if (is_little) order_tickets(out);
+  return is_aligned_;
 }
 
 void StreamKSplit::order_tickets(Split& split) {

@@ -24,8 +24,8 @@ namespace pat {
 class StreamKSplit {
  public:
   // is_little: items may be shorter than the context's, and CTAs draw larger tickets first, because they start one
-  // after the other.
-  void split(const SplitContext& context, const SplitTask& task, const Packing& packing,
+  // after the other. Returns whether there are tiles that read one range, and these are cut at the same places.
+  bool split(const SplitContext& context, const SplitTask& task, const Packing& packing,
              const TileList& list, bool is_little, Split& out);
 
  private:
@@ -41,9 +41,9 @@ class StreamKSplit {
   static AssignResult assign(const SplitContext& context, const Packing& packing,
                              std::span<const Tile> tiles, int64_t budget, bool aligned,
                              Assignment& assignment);
-  // Fills assignment_ with the best assignment.
-  void choose(const SplitContext& context, const Packing& packing, const TileList& list);
-  // Replaces `out` by the split of this context if that is expected to end earlier.
+  // Fills assignment_ with the best assignment. Returns whether it is aligned.
+  bool choose(const SplitContext& context, const Packing& packing, const TileList& list);
+  // Replaces `out`, and is_aligned_, by the split of this context if that is expected to end earlier.
   SplitTimeModel::Expected try_context(const SplitContext& context, const SplitTask& task,
                                        const Packing& packing, const TileList& list, Split& out);
   void order_tickets(Split& split);
@@ -53,6 +53,7 @@ class StreamKSplit {
   Assignment assignment_;
   Assignment trial_;
   Split trial_split_;
+  bool is_aligned_ = false;  // what the last split() returns
   std::vector<int64_t> ticket_costs_;
   std::vector<int32_t> order_;  // of tickets
   std::vector<Ticket> ordered_;

@@ -161,10 +161,11 @@ TEST(kv_split_deals_out_a_long_shared_range_chunk_by_chunk) {
   made.max_block_q = 64;
   for (const int32_t tokens : {8'192, 32'768, 131'072}) {
     const Batch batch =
-        make_batch({{-1, tokens}}, std::vector<std::pair<int, int32_t>>(128, {0, 256}));
+        make_batch({{-1, tokens}}, std::vector<std::pair<int, int32_t>>(200, {0, 256}));
     const Made result = split(batch, made);
     check_split(result, made);
-    // Begin of the shared KV of each ticket. All 16 tiles take a chunk before any takes the next.
+    // Begin of the shared KV of each ticket. All 25 tiles take a chunk before any takes the next: one ticket of each
+    // would leave workers idle, and two are more tickets than workers.
     std::vector<int32_t> begins;
     for (const Ticket& ticket : result.split.tickets) {
       const Split::WorkItem& item = result.split.work_items[ticket.item_begin];
@@ -174,21 +175,21 @@ TEST(kv_split_deals_out_a_long_shared_range_chunk_by_chunk) {
       begins.push_back(segment.kv_begin);
     }
     CHECK(std::ranges::is_sorted(begins));
-    CHECK(begins.size() >= 32 && begins.size() % 16 == 0);
-    for (size_t i = 0; i < begins.size(); ++i) CHECK_EQ(begins[i], begins[i / 16 * 16]);
+    CHECK(begins.size() >= 50 && begins.size() % 25 == 0);
+    for (size_t i = 0; i < begins.size(); ++i) CHECK_EQ(begins[i], begins[i / 25 * 25]);
     // Tails are drawn among them.
     const auto is_tail = [&](const Ticket& ticket) {
       const Split::WorkItem& item = result.split.work_items[ticket.item_begin];
       return result.split.segments[item.segment_begin].is_private();
     };
-    CHECK(std::ranges::count_if(std::span(result.split.tickets).first(20), is_tail) > 0);
+    CHECK(std::ranges::count_if(std::span(result.split.tickets).first(30), is_tail) > 0);
   }
 }
 
 // Parting a tile into its long range and the rest makes a partial of each of its requests, as a cut does.
 TEST(kv_split_counts_what_parting_tiles_costs) {
   const auto num_tickets = [](int num_requests, int32_t num_tokens, int32_t num_workers) {
-    SchedulerConfig made = config(8, num_workers);
+    SchedulerConfig made = config(16, num_workers);  // four requests in a tile
     made.max_block_q = 64;
     const Made result = split(make_batch({{-1, num_tokens}}, std::vector<std::pair<int, int32_t>>(
                                                                  num_requests, {0, 256})),
@@ -196,9 +197,9 @@ TEST(kv_split_counts_what_parting_tiles_costs) {
     check_split(result, made);
     return static_cast<int32_t>(result.split.tickets.size());
   };
-  // 32 tiles are parted: too many for three workers, which get an even share each.
-  CHECK_EQ(num_tickets(256, 8'192, 3), 3);
-  CHECK(num_tickets(256, 8'192, 4) > 4);
+  // Nine tiles are parted: too many for two workers, which get an even share each. Seven are not.
+  CHECK_EQ(num_tickets(36, 8'192, 2), 2);
+  CHECK(num_tickets(28, 8'192, 2) > 2);
   CHECK(num_tickets(24, 131'072, 8) > 8);  // with chunks as long as its partials demand
 }
 
@@ -211,11 +212,10 @@ TEST(kv_split_cuts_tiles_of_a_long_shared_range_at_the_same_places) {
     int num_tiles;
     Requests requests;
   };
-  std::vector<Case> cases = {{32'768, 8, Requests(128, {0, 256})},
-                             {32'768, 2, Requests(32, {0, 256})},
-                             {8'192, 2, Requests(32, {0, 256})},
-                             {32'768, 3, Requests(40, {0, 256})},
-                             {65'536, 2, Requests(16, {1, 256})}};
+  std::vector<Case> cases = {
+      {32'768, 8, Requests(128, {0, 256})},   {32'768, 2, Requests(32, {0, 256})},
+      {8'192, 2, Requests(32, {0, 256})},     {32'768, 3, Requests(40, {0, 256})},
+      {131'072, 16, Requests(256, {0, 256})}, {65'536, 2, Requests(16, {1, 256})}};
   cases.back().requests.insert(cases.back().requests.end(), 8, {0, 256});
   for (const auto& [num_tokens, num_tiles, requests] : cases) {
     SchedulerConfig made = config();
@@ -233,7 +233,7 @@ TEST(kv_split_cuts_tiles_of_a_long_shared_range_at_the_same_places) {
     }
     CHECK_EQ(begins.size(), static_cast<size_t>(num_tiles));
     const size_t most = std::ranges::max(begins, {}, &std::vector<int32_t>::size).size();
-    CHECK(most > 2);
+    CHECK(most >= 2);
     for (const std::vector<int32_t>& of_tile : begins) {
       CHECK(of_tile.size() + 1 >= most);
       for (size_t i = 0; i < of_tile.size(); ++i) {
