@@ -190,23 +190,23 @@ class StepTime:
         )
 
     def kv_heads(self, layer: Layer) -> int:
-        """On one GPU. As in SGLang, a KV head is held several times if there are too few."""
+        """Return the KV heads on one GPU. If there are too few, several GPUs hold one."""
         return max(1, layer.num_kv_heads // self.tp)
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """On one GPU, of all layers, as a pool holds them that keeps windows in full."""
+        """Return the KV bytes of a token on one GPU, in a pool that keeps windows in full."""
         return sum(self._token_bytes(layer) * self.kv_heads(layer) for layer in self.layers)
 
     @property
     def held_weight_bytes(self) -> float:
-        """On one GPU."""
+        """Return the bytes of the weights on one GPU."""
         weights, size = self.weights, self.bytes_of_weights
         held = self._dense_bytes + weights.experts * size.experts + weights.embedding * WHOLE_BYTES
         return held / self.tp
 
     def pool_tokens(self, pool_bytes: float | None = None) -> int:
-        """Tokens of the KV pool of one GPU. None: of what the weights leave.
+        """Return the tokens of a GPU's KV pool. pool_bytes: by default what the weights leave.
 
         ValueError if the model does not leave room for any.
         """
@@ -224,7 +224,7 @@ class StepTime:
         return tokens
 
     def without_attention(self, batch: int) -> float:
-        """Seconds of a step that attention does not take."""
+        """Return the seconds of a step without its attention."""
         weights, gpu = self.weights, self.gpu
         untouched = (1 - weights.experts_per_token / weights.num_experts) ** batch
         read = self._dense_bytes
@@ -257,7 +257,7 @@ class StepTime:
         return turns / math.ceil(turns)
 
     def attention(self, layer: Layer, reads: Reads) -> float:
-        """Seconds of one layer's attention."""
+        """Return the seconds of one layer's attention."""
         gpu, heads = self.gpu, self.kv_heads(layer)
         per_token = self._token_bytes(layer) * heads
         memory = (reads.once + reads.again) * per_token / gpu.bytes_per_second / _KV_SHARE
@@ -329,40 +329,40 @@ class StepTime:
 
     @cached_property
     def _alike(self) -> Counter[Layer]:
-        """The layers with attention. Equal layers cost the same."""
+        """Count the layers with attention. Equal layers cost the same."""
         layers = (layer for layer in self.layers if layer.kind not in (STATE, NO_ATTENTION))
         return Counter(replace(layer, index=0) for layer in layers)
 
     @cached_property
     def _states(self) -> int:
-        """Layers with a state."""
+        """Count the layers that keep a state."""
         return sum(layer.kind == STATE for layer in self.layers)
 
     @cached_property
     def _latent(self) -> int:
-        """Layers with latent attention."""
+        """Count the layers with latent attention."""
         return sum(layer.kind == LATENT for layer in self.layers)
 
     @cached_property
     def _active(self) -> float:
-        """Parameters that one token is multiplied with."""
+        """Return the number of parameters that one token is multiplied with."""
         weights = self.weights
         return weights.dense + weights.experts * weights.experts_per_token / weights.num_experts
 
     @property
     def _dense_bytes(self) -> float:
-        """Bytes of the parameters that each step reads; of the output head they are whole."""
+        """Return the bytes that each step reads of parameters. The output head is not quantised."""
         weights, size = self.weights, self.bytes_of_weights
         mlps = weights.dense - weights.vocabulary - weights.attention
         attention = weights.attention * size.attention
         return attention + mlps * size.dense + weights.vocabulary * WHOLE_BYTES
 
     def _token_bytes(self, layer: Layer) -> float:
-        """Bytes of a token in one KV head."""
+        """Return the bytes of a token in one KV head."""
         return layer.kv_elements / max(layer.num_kv_heads, 1) * self.kv_bytes
 
     def _all_reduces(self, batch: int) -> float:
-        """Both of a layer."""
+        """Return the seconds of both all-reduces of a layer."""
         if self.tp == 1:
             return 0.0
         moved = 2 * (self.tp - 1) / self.tp * batch * self.hidden_size * 2
@@ -370,7 +370,7 @@ class StepTime:
 
 
 def _on_gpu(layer: Layer, gpu: GpuModel) -> Layer:
-    """The layer as it is run on a type of GPU."""
+    """Return the layer with a refusal, if pat has no kernels for it on this type of GPU."""
     has_body = layer.kind != LATENT or has_kernels(*LATENT_HEAD_DIMS, gpu.capability)
     if not layer.is_accelerated or has_body:
         return layer

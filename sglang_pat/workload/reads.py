@@ -1,7 +1,7 @@
 """Reads of a batch: under pat, planned by the pack scheduler, and query-centric.
 
-All numbers are parts of the KV tokens that a batch reads again: those of its requests less the
-distinct ones. So a part holds while the requests of a batch grow.
+All numbers are fractions of the KV tokens that a batch reads again, which are the tokens of its
+requests minus the distinct ones. Such a fraction holds while the requests of a batch grow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _L2_SHARE = 0.5  # each half of the cache keeps its own copy of what all SMs rea
 
 
 class PlanReads(NamedTuple):
-    """again: the part that a plan reads again. partials: of one query row, a request."""
+    """again: fraction that a plan reads again. partials: per request, of one query row."""
 
     again: float = 0.0
     partials: float = 0.0
@@ -118,7 +118,7 @@ class Planner:
         self.ratios = Ratios(self._from_memory(paths) / again, plans)
 
     def _from_memory(self, paths: PrefixPaths) -> float:
-        """Tokens that a query-centric kernel reads from memory more than once.
+        """Return the tokens that a query-centric kernel reads from memory more than once.
 
         Neighbours in the batch read a node at the same time, through the cache. Others find in it
         the part of all shared nodes that fits.
@@ -138,7 +138,7 @@ def _tokens_read_again(paths: PrefixPaths) -> int:
 
 
 def _tokens_of_neighbours(paths: PrefixPaths) -> int:
-    """Tokens that a request has in common with the one before it in the batch."""
+    """Count the tokens that each request shares with the previous one in the batch."""
     ids, ends = paths.node_id.tolist(), paths.kv_end.tolist()
     bounds = paths.path_begin.tolist()
     found = 0

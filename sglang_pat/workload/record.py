@@ -78,14 +78,14 @@ class Recorder:
         self._seen += 1
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return everything, ready for JSON."""
         return {
             "steps": [row_of(step) for step in self.rows],
             "forest": None if self.forest is None else asdict(self.forest),
         }
 
     def write_csv(self, path: Path) -> None:
-        """One row for each, UTF-8, with a header."""
+        """Write a header, and a row for each kept step, in UTF-8."""
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
             writer.writeheader()
@@ -93,13 +93,13 @@ class Recorder:
 
 
 def row_of(step: SimulatedStep) -> dict[str, float]:
-    """A row under `COLUMNS`."""
+    """Return the numbers of a step by `COLUMNS`."""
     values = (*step[:-1], step.ms[DEFAULT], step.ms[PAT])
     return {name: round(value, 6) for name, value in zip(COLUMNS, values, strict=True)}
 
 
 def forest_of(step: int, batch: Batch, tree: Tree) -> Forest:
-    """The forest of a batch."""
+    """Return the forest of a batch."""
     paths = tree.paths(batch.requests)
     return Forest(step, len(batch.lengths), _nodes(paths, batch.lengths.tolist()))
 

@@ -116,7 +116,7 @@ class ReplayReport:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return everything, ready for JSON."""
         answer, setup, errors = self.answer, self.answer.setup, self.trace.errors
         time = setup.time
         return {

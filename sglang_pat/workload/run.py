@@ -49,7 +49,7 @@ class BackendClock:
     def step(
         self, backend: Backend, requests: int, kv_tokens: float, distinct: float
     ) -> StepSeconds:
-        """A step of the batch that began last, as this backend would take it."""
+        """Return the time of a step of the present batch with a backend."""
         default = self._default_reads(requests, kv_tokens, distinct)
         ours = self.pat_reads(requests, kv_tokens, distinct) if backend == PAT else default
         return self._planner.time.decode(requests, kv_tokens, ours, default)
@@ -207,7 +207,7 @@ def serve(
         for policy in setup.policies:
             reads = clock.pat_reads(*as_read, policy)
             partials[policy] += steps * reads.partials
-            # Replayed as a policy, it has the name of what is counted anyway.
+            # As a policy, query-centric has the name of a number that is counted anyway.
             if policy != "query-centric":
                 totals[policy] += steps * reads.tokens
         if watch is not None:
@@ -321,7 +321,7 @@ def answer(
 
 
 def distinct_tokens(prompts: Iterable[Prompt]) -> int:
-    """Tokens of a tree of all prompts. Where tokens are known, to a block of 32."""
+    """Count the tokens in a tree of all prompts. Known tokens count in blocks of 32."""
     seen: set[int] = set()
     tokens = 0
     for prompt in prompts:

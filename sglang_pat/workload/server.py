@@ -1,4 +1,4 @@
-"""The simulated server: SGLang's scheduler, on a tree and a clock that are given.
+"""The simulated server: SGLang's scheduler over a tree and a clock.
 
 Prefills before decode steps; passes of `chunked_prefill_size` tokens, of which the last prompt is
 cut; admission while the KV pool is expected to suffice; eviction when it is short; retraction when
@@ -27,10 +27,10 @@ SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight")
 _NEW_TOKEN_RATIO = 0.7
 _LEAST_NEW_TOKEN_RATIO = 0.7 * 0.14
 _RATIO_DECAY = (_NEW_TOKEN_RATIO - _LEAST_NEW_TOKEN_RATIO) / 600
-_MOST_NEW_TOKENS = 4096  # that are reserved for one answer
+_MOST_NEW_TOKENS = 4096  # reserved for one answer
 _RETRACT_STEPS = 20
 _SPARE_FOR_ANSWER = 5  # tokens that a prompt must leave
-_MATCHED_WAITING = 128  # requests of the queue whose prefixes are looked at
+_MATCHED_WAITING = 128  # most waiting requests whose prefixes are looked up
 _REFRESH_PASSES = 32
 _SHORT_PREFIX = 32  # lpm: below it, a request waits for one with the same beginning
 _ANSWERS = 0x5EED << 48  # contents of the answers' segments: out of the way of small numbers
@@ -161,13 +161,13 @@ class Clock(Protocol):
     """Seconds of passes and steps."""
 
     def prefill(self, new: int, pairs: float, requests: int) -> float:
-        """A pass. pairs: of a new token and one that it attends to."""
+        """Return the seconds of a pass. pairs: of a new token and a token that it attends to."""
 
     def begin(self, batch: Batch, tree: Tree) -> None:
         """Begin the steps of another batch."""
 
     def decode(self, requests: int, kv_tokens: float, distinct: float) -> float:
-        """A step of the batch. kv_tokens: of all requests; distinct: each token once."""
+        """Return the seconds of a step. kv_tokens: of all requests; distinct: each token once."""
 
 
 class Prefill(NamedTuple):

@@ -70,15 +70,15 @@ class Tree(Protocol):
         """Tokens that are free, or held by nobody but the tree."""
 
     def match(self, request: CachedRequest, length: int) -> int:
-        """Find and lock the cached prefix of the first `length` tokens. Its length.
+        """Find and lock the cached prefix of the first `length` tokens. Returns its length.
 
         One token at least is left to compute: its output is what the prefill is for.
         """
 
     def find(self, request: CachedRequest, length: int) -> int:
-        """The length of the cached prefix of the first `length` tokens, which counts as used.
+        """Find the cached prefix of the first `length` tokens of a waiting request.
 
-        Of a request that waits: its handle is then where the prefix ends.
+        Returns its length. The prefix counts as used, and the handle is then where it ends.
         """
 
     def unlock(self, request: CachedRequest) -> None:
@@ -134,8 +134,8 @@ class RadixTree:
         self._next_number = 0
         self._root = self._new(np.empty(0, dtype=np.int64), None)
         self._root.lock = 1
-        self._leaves: set[Node] = set()  # of them, those that nobody has locked
-        # Leaves by age: those of `_leaves`, some of them with an earlier time, and others.
+        self._leaves: set[Node] = set()  # leaves that nobody has locked
+        # A heap by time of use: all of `_leaves`, some with an earlier time, and other nodes.
         self._oldest: list[tuple[float, int, Node]] = []
 
     @property
@@ -156,11 +156,11 @@ class RadixTree:
         return request.protected
 
     def common_prefix(self, tokens: TokenIds) -> int:
-        """Tokens of a prefix that the tree holds, without a request."""
+        """Return how many of the first tokens the tree holds, on behalf of no request."""
         return self._match(tokens, self._root, 0)[0]
 
     def insert(self, tokens: TokenIds) -> None:
-        """Remember tokens, without a pool."""
+        """Insert tokens, and take nothing of the pool."""
         self._insert(tokens, len(tokens))
 
     def unlock(self, request: CachedRequest) -> None:

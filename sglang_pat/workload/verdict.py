@@ -46,7 +46,7 @@ class Verdict:
     why: str
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return everything, ready for JSON."""
         return asdict(self)
 
 
