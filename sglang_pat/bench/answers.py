@@ -45,7 +45,7 @@ class Answer:
 
     @classmethod
     def parse(cls, answer: dict[str, Any]) -> Answer:
-        """From SGLang's, which was asked `with_candidates`."""
+        """Return the answer in SGLang's reply to a request `with_candidates`."""
         positions = answer["meta_info"]["output_top_logprobs"]
         return cls(answer["output_ids"], [candidates_of(each) for each in positions])
 
@@ -88,11 +88,11 @@ class Agreement:
 
 
 def agreement(answers: Sequence[Answer], reference: Sequence[Answer], tie: float) -> Agreement:
-    """tie: two tokens tie if they are no further apart than this in the reference.
+    """Compare the answers to all requests.
 
-    If logits may differ by d between the runs, a tie of 2 d is what that explains: the answer's
-    token may have gained d, the reference's lost d. Other tokens, between the two or above one of
-    them, do not matter.
+    tie: two tokens tie if they are no further apart than this in the reference. If logits may
+    differ by d between the runs, tie is 2 d: the answer's token may have gained d, and the
+    reference's lost d. Other tokens, between the two or above one of them, do not matter.
     """
     positions, partings = 0, []
     for request, (a, b) in enumerate(zip(answers, reference, strict=True)):

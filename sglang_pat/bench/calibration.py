@@ -65,7 +65,7 @@ class Layers(NamedTuple):
     def attention(
         self, *, policy: str, device: str = "cuda", num_workers: int | None = None
     ) -> PackAttention:
-        """Attention of such layers, that plans by a policy."""
+        """Return attention of such layers under a packing policy."""
         return PackAttention(
             *self.shape[:3],
             v_head_dim=self.shape.v_head_dim,
@@ -128,7 +128,7 @@ class Design(NamedTuple):
     """A plan to measure.
 
     It has `prefixes` of `prefix` tokens, each above `sharers` requests with `private` tokens of
-    their own. body: rows of the body that the plan is there for; 0: for the sum.
+    their own. body: rows of the body that the plan measures; 0: it measures the sum.
     """
 
     prefixes: int
@@ -168,7 +168,7 @@ def designs(kind: str = PLAIN) -> list[Design]:
             (1, 65536),
         )
     ]
-    one_item_each = [  # of many query rows, and no partials
+    one_item_each = [  # has many query rows, and no partials
         Design(512, 64, 16, 0),
         Design(1024, 64, 8, 0),
         Design(2048, 64, 4, 0),
@@ -188,7 +188,7 @@ def designs(kind: str = PLAIN) -> list[Design]:
             (128, 64, 16, 16),
         )
     ]
-    # By several tiles at the same time, as plans do it: then it comes out of the L2.
+    # Several tiles read it at the same time, as in real plans: then it comes from the L2.
     read_again = [
         Design(*shape)
         for shape in (
@@ -216,7 +216,7 @@ def _for_body(rows: int, shape: HeadConfig) -> Design:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a design takes. missing: its tokens that are read again, see `missing_tokens`."""
+    """What a layer of a design takes. missing: see `missing_tokens`."""
 
     design: Design
     features: Features
@@ -340,7 +340,7 @@ class Fit:
 
 
 def fit(measurements: Sequence[Measurement]) -> Fit:
-    """CalibrationError if the sum does not describe the measurements."""
+    """Fit the costs. CalibrationError if the sum does not describe the measurements."""
     summed = [each for each in measurements if not each.design.body]
     found = min((_fit(summed, least) for least in SHORTEST), key=lambda each: each.error)
     _check(found)
@@ -362,7 +362,7 @@ def _fit(measurements: Sequence[Measurement], shortest: int) -> Fit:
 
 
 def _counted(measured: Measurement, shortest: int) -> Features:
-    """The features, with what short items lack as tokens."""
+    """Return the features. What short items lack counts as tokens."""
     missing = measured.missing[SHORTEST.index(shortest)]
     return measured.features._replace(token=measured.features.token + missing)
 
@@ -410,7 +410,7 @@ def samples_json(machine: Machine, measured: Mapping[str, Sequence[Measurement]]
 def calibrate(
     machine: Machine, measurements: Sequence[Measurement], kind: str = PLAIN
 ) -> Calibration:
-    """The fit as it is kept. CalibrationError if it is bad."""
+    """Fit the costs, and return what is kept. CalibrationError if the fit is bad."""
     found = fit(measurements)
     microseconds = found.microseconds._asdict()
     return Calibration(
@@ -435,7 +435,7 @@ def _check(found: Fit) -> None:
 
 
 def _rate(measured: Measurement, found: Fit) -> float:
-    """Cost of a token in a body: the rest of the time per token, over a token from memory."""
+    """Return the cost of a token in a body, over a token from memory, from what time is left."""
     us = found.microseconds
     tokens = measured.features.token * us.token
     rest = measured.us - float(np.dot(_counted(measured, found.shortest), us)) + tokens

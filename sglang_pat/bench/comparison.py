@@ -42,7 +42,7 @@ class ComparedModel(NamedTuple):
 
     @classmethod
     def of(cls, config: Mapping[str, Any], path: Path) -> ComparedModel:
-        """The model of a `config.json`, in the folder `path`. ValueError names what is wrong."""
+        """Read the model of a `config.json` in folder `path`. ValueError names what is wrong."""
         check_served(config)
         decoder = decoder_config(config)
         vocab_size = positive(decoder, "vocab_size")
@@ -187,7 +187,7 @@ def _runs(
 ) -> list[DecodeRun]:
     prompts = case.prompts(vocab_size)
     server.flush()
-    if case.prefix:  # first alone, so that the prompts find it in the tree
+    if case.prefix:  # alone at first, so that the prompts find it in the tree
         server.generate([prompts[0][: case.prefix]], sampling_of(1))
     server.generate(prompts, sampling_of(4))  # compiles what is compiled at first use
 
@@ -218,7 +218,7 @@ def compare(pat: Measured, other: Measured) -> list[Compared]:
 
 
 def verdict(compared: Sequence[Compared], other: str) -> str:
-    """One sentence with the result."""
+    """Return the result in one sentence."""
     parts = [f"{_words(each)} {each.name} ({each.gain.median:.2f}x)" for each in compared]
     return f"pat is {', '.join(parts)}, against {other}."
 

@@ -102,9 +102,10 @@ def ask_again_if_held_up(
 ) -> None:
     """Replace passes whose tokens were held up between GPU and client, and then came all at once.
 
-    Seen where prompts are a million tokens together: 0.13 ms apart, at steps of 5 ms. Such a pass
-    has less than half of the time per token that the slowest pass of the server has. `ask` makes
-    another one, once for each, which keeps the time of the first one. `report` gets a line each.
+    It was seen where the prompts of a batch have a million tokens: tokens came 0.13 ms apart, while
+    a step took 5 ms. A pass counts as held up if its time per token is less than half of the
+    slowest pass's. `ask` makes another pass, once for each, which keeps the time of the first.
+    `report` gets a line for each.
     """
     slowest = max(run.tpot_ms for run in runs)
     for index, run in enumerate(runs):
@@ -148,7 +149,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """At least one value."""
+        """Return the quartiles of values, of which there is at least one."""
         ordered = sorted(values)
         if len(ordered) == 1:
             return cls(ordered[0], ordered[0], ordered[0], math.inf)
@@ -159,7 +160,7 @@ class Spread:
 
     @property
     def noise(self) -> float:
-        """Distance of the quartiles, over the median."""
+        """Return the distance of the quartiles over the median."""
         return (self.high - self.low) / self.median
 
     def as_dict(self) -> dict[str, float | None]:
