@@ -435,7 +435,7 @@ def _check(found: Fit) -> None:
 
 
 def _rate(measured: Measurement, found: Fit) -> float:
-    """Return the cost of a token in a body, over a token from memory, from what time is left."""
+    """Return the cost of a token in a body over one from memory, by the time that is left."""
     us = found.microseconds
     tokens = measured.features.token * us.token
     rest = measured.us - float(np.dot(_counted(measured, found.shortest), us)) + tokens
