@@ -8,8 +8,10 @@ called as SGLang calls it. Libraries are imported when their contender is asked 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +26,7 @@ Layer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Contender = Callable[[Workload, WorkloadTensors], Layer]
 
 WORKSPACE_BYTES = 512 << 20
+TRITON_SPLITS = 8  # of a request, in SGLang's server arguments
 _LEVEL_WORKSPACE_BYTES = 512 << 20  # of each level of the cascade; groups of 16 take 300 MB
 _MERGED_NUMBERS = 8192  # of a request: 8 a thread, 1,024 threads
 
@@ -297,6 +300,78 @@ def xqa(workload: Workload, tensors: WorkloadTensors) -> Layer:
     return run
 
 
+def triton(workload: Workload, tensors: WorkloadTensors) -> Layer:
+    """SGLang's Triton kernels, its default for rows that FA3 does not take."""
+    if workload.head_dim <= 256:
+        raise Unsupported("SGLang's default is another one")
+    decode = triton_decode()
+    indptr, indices = slots_of_requests(tensors)
+    batch, heads, columns = tensors.q.shape
+    empty = functools.partial(torch.empty, dtype=torch.float32, device="cuda")
+    logits, lse = empty(batch, heads, TRITON_SPLITS, columns), empty(batch, heads, TRITON_SPLITS)
+    splits = torch.empty(batch, dtype=torch.int32, device="cuda")
+    _triton_splits()[(1,)](
+        splits,
+        tensors.seq_lens,
+        batch,
+        1,
+        heads,
+        workload.num_kv_heads,
+        TRITON_SPLITS,
+        torch.cuda.get_device_properties(0).multi_processor_count,
+        MAX_NUM_SEQ=max(256, 1 << (batch - 1).bit_length()),
+    )
+    out = torch.empty_like(tensors.q)
+    scales = (1.0, 1.0) if "k_scale" in inspect.signature(decode).parameters else ()
+
+    def run(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        decode(
+            tensors.q,
+            k,
+            v,
+            out,
+            indptr,
+            indices,
+            logits,
+            lse,
+            splits,
+            TRITON_SPLITS,
+            workload.head_dim**-0.5,
+            *scales,
+            sinks=tensors.sinks,
+        )
+        return out
+
+    return run
+
+
+def triton_decode() -> Callable[..., None]:
+    """The kernel's place differs between SGLang's versions."""
+    try:
+        module = import_module("sglang.kernels.ops.attention.decode_attention")
+    except ImportError:
+        module = import_module("sglang.srt.layers.attention.triton_ops.decode_attention")
+    found: Callable[..., None] = module.decode_attention_fwd
+    return found
+
+
+def _triton_splits() -> Any:
+    """The kernel by which SGLang chooses the splits of each request."""
+    try:
+        module = import_module("sglang.kernels.ops.attention.metadata")
+    except ImportError:
+        module = import_module("sglang.srt.layers.attention.triton_backend")
+    return module.get_num_kv_splits_triton
+
+
+def slots_of_requests(tensors: WorkloadTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """The slots of all requests one behind the other, and where each begins."""
+    columns = torch.arange(tensors.req_to_token.shape[1], device="cuda")
+    indptr = torch.zeros(len(tensors.seq_lens) + 1, dtype=torch.int32, device="cuda")
+    indptr[1:] = tensors.seq_lens.cumsum(0)
+    return indptr, tensors.req_to_token[columns < tensors.seq_lens.unsqueeze(1)]
+
+
 @functools.cache
 def _workspace() -> torch.Tensor:
     """Shared by the wrappers of FlashInfer, none of which runs while another does."""
@@ -315,6 +390,7 @@ CONTENDERS: dict[str, Contender] = {
     "fa3": fa3,
     "cascade": cascade,
     "xqa": xqa,
+    "triton": triton,
 }
 ABLATIONS: dict[str, Contender] = {
     "pat-paper": pat("paper"),

@@ -10,11 +10,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from importlib import import_module
 
 import torch
 
-from kernel.contenders import WORKSPACE_BYTES
+from kernel.contenders import WORKSPACE_BYTES, slots_of_requests, triton_decode
 from kernel.latent_workloads import COLUMNS, LatentWorkload
 from kernel.pages import PagedCopies, Unsupported
 from kernel.planned_step import PlannedStep
@@ -99,7 +98,7 @@ def flashinfer(workload: LatentWorkload, tensors: WorkloadTensors) -> LatentLaye
 
     _refuse_drafts(workload)
     wrapper = BatchMLAPagedAttentionWrapper(_workspace(), backend="fa3")
-    indptr, indices = _indices(tensors)
+    indptr, indices = slots_of_requests(tensors)
     wrapper.plan(
         torch.arange(len(tensors.q) + 1, dtype=torch.int32, device="cuda"),
         indptr,
@@ -162,8 +161,8 @@ def flashmla(workload: LatentWorkload, tensors: WorkloadTensors) -> LatentLayer:
 def triton(workload: LatentWorkload, tensors: WorkloadTensors) -> LatentLayer:
     """SGLang's Triton kernel, its default before Hopper."""
     _refuse_drafts(workload)
-    decode = _triton_decode()
-    indptr, indices = _indices(tensors)
+    decode = triton_decode()
+    indptr, indices = slots_of_requests(tensors)
     batch, heads = tensors.q.shape[:2]
     empty = functools.partial(torch.empty, dtype=torch.float32, device="cuda")
     logits, lse = empty(batch, heads, _TRITON_SPLITS, COLUMNS), empty(batch, heads, _TRITON_SPLITS)
@@ -191,27 +190,9 @@ def triton(workload: LatentWorkload, tensors: WorkloadTensors) -> LatentLayer:
     return run
 
 
-def _triton_decode() -> Callable[..., None]:
-    """The kernel's place differs between SGLang's versions."""
-    try:
-        module = import_module("sglang.kernels.ops.attention.decode_attention")
-    except ImportError:
-        module = import_module("sglang.srt.layers.attention.triton_ops.decode_attention")
-    found: Callable[..., None] = module.decode_attention_fwd
-    return found
-
-
 def _parts(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The columns that values have, and those of rope: tensors of their own, as in a model."""
     return q[..., :COLUMNS].contiguous(), q[..., COLUMNS:].contiguous()
-
-
-def _indices(tensors: WorkloadTensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """The slots of all requests one behind the other, and where each begins."""
-    columns = torch.arange(tensors.req_to_token.shape[1], device="cuda")
-    indptr = torch.zeros(len(tensors.seq_lens) + 1, dtype=torch.int32, device="cuda")
-    indptr[1:] = tensors.seq_lens.cumsum(0)
-    return indptr, tensors.req_to_token[columns < tensors.seq_lens.unsqueeze(1)]
 
 
 def _lengths(workload: LatentWorkload, tensors: WorkloadTensors) -> torch.Tensor:

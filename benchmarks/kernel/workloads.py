@@ -169,11 +169,15 @@ class WorkloadTensors:
 
 
 def _product(
-    forests: Sequence[Forest], heads: Sequence[str], quick: Sequence[str]
+    forests: Sequence[Forest],
+    heads: Sequence[str],
+    quick: Sequence[str],
+    *,
+    head_dim: int = HEAD_DIM,
 ) -> list[Workload]:
     """All forests with all heads. quick: names of the cases of the quick mode."""
     cases = [
-        Workload(forest, *(int(count) for count in pair.split("/")))
+        Workload(forest, *(int(count) for count in pair.split("/")), head_dim=head_dim)
         for pair in heads
         for forest in forests
     ]
@@ -330,6 +334,27 @@ def hybrid() -> list[Workload]:
     ]
 
 
+def head_dim_512() -> list[Workload]:
+    """Full layers of Gemma-4-26B-A4B and Gemma-4-31B, and of their ranks."""
+    return _product(
+        _trees(
+            "1,64_16384,300",
+            "64_4096",
+            "1,128_8192,256",
+            "8_16384",
+            "1,4,64_2048,1024,256",
+            "1,10_4096,416",
+            "1,16_65536,2000",
+            "128_1024",
+            "1_32768",
+            "4_700",
+        ),
+        ("16/2", "32/4", "8/1"),
+        ("1,64_16384,300 16/2 d512", "64_4096 16/2 d512"),
+        head_dim=512,
+    )
+
+
 def fp8() -> list[Workload]:
     """Unshared batches with 32/8 heads, and PAT's trees, over a KV cache in e4m3."""
     cases = [case for case in unshared() if case.heads == "32/8"] + pat_20()
@@ -374,6 +399,7 @@ SUITES: dict[str, Callable[[], list[Workload]]] = {
     "rank": rank,
     "random": random_forests,
     "hybrid": hybrid,
+    "head-dim-512": head_dim_512,
     "page-64-fp8": page_64_fp8,
     "fp8": fp8,
 }
