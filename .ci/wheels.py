@@ -87,7 +87,7 @@ def add_kernels() -> None:
             ARCHITECTURES, support.KERNEL_DTYPES, support.HEAD_DIMS
         )
         for kv_dtype in (dtype, *CONVERTED.get(dtype, ()))
-        if support.has_kernels(head_dim, v_head_dim, arch)
+        if support.has_kernels(head_dim, v_head_dim, arch, one_byte=kv_dtype != dtype)
     ]
     images = jit.build_all(configs, cache=ROOT / "build" / "cubins")
     shutil.rmtree(SHIPPED, ignore_errors=True)

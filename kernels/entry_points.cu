@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kDecodeThreads<Dims>, kCtasPerSm<Dims>)
   pack_decode<Element, Dims, false>(params);
 }
 
-#if PAT_HEAD_DIM <= 256  // latent attention has no soft-cap
+#if PAT_HEAD_DIM != 576  // latent attention has no soft-cap
 __global__ void __launch_bounds__(kDecodeThreads<Dims>, kCtasPerSm<Dims>)
     pack_decode_soft_cap_kernel(const __grid_constant__ DecodeParams params) {
   pack_decode<Element, Dims, true>(params);

@@ -20,9 +20,10 @@ DTYPES = ("float16", "bfloat16", "float32")
 KERNEL_DTYPES = ("float16", "bfloat16")  # of DTYPES, those that the CUDA kernels compute in
 # Types of the KV cache, besides that of the queries.
 CONVERTED_KV_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+WIDE_HEAD_DIMS = (512, 512)  # the full layers of Gemma 4
 # head_dims of keys (and queries) and of values, of layers whose KV heads store both. A pair that is
 # taken out here is refused everywhere.
-GQA_HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
+GQA_HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), WIDE_HEAD_DIMS)
 # Latent attention (MLA, absorbed): all query heads attend to one KV head, whose values are the
 # first numbers of its keys.
 LATENT_HEAD_DIMS = (576, 512)
@@ -44,6 +45,8 @@ CAPABILITIES = (
 # GPUs with kernels for latent attention. Elsewhere the default backends use instructions
 # (tcgen05) that pat's do not.
 LATENT_CAPABILITIES = (OLDEST_CAPABILITY, (8, 6), (8, 7), (8, 9), (9, 0), (12, 0), (12, 1))
+# The same for head_dim 512: two warpgroups share a row.
+WIDE_CAPABILITIES = ((9, 0),)
 # kMaxGroupSize and kMaxLatentGroupSize of kernels/contract/tile_table.h.
 MAX_GROUP_SIZE = 16
 MAX_LATENT_GROUP_SIZE = 64
@@ -121,17 +124,45 @@ def pool_decides(num_heads: int, *, one_byte: bool = False, default: str = "") -
     return one_byte and default == _CONVERTS_POOL and num_heads <= MAX_LATENT_GROUP_SIZE
 
 
-def has_kernels(head_dim: int, v_head_dim: int, capability: tuple[int, int]) -> bool:
-    """True if there are CUDA kernels for these head_dims on GPUs of a compute capability."""
+def is_wide(head_dim: int, v_head_dim: int) -> bool:
+    """True if a row is so wide that only some kernels have a body for it."""
+    return (head_dim, v_head_dim) == WIDE_HEAD_DIMS
+
+
+def has_kernels(
+    head_dim: int, v_head_dim: int, capability: tuple[int, int], *, one_byte: bool = False
+) -> bool:
+    """True if there are CUDA kernels for these head_dims on GPUs of a compute capability.
+
+    one_byte: the KV cache is fp8.
+    """
     if capability < OLDEST_CAPABILITY or (head_dim, v_head_dim) not in HEAD_DIMS:
         return False
     if is_latent(head_dim, v_head_dim):
         return capability in LATENT_CAPABILITIES
+    if is_wide(head_dim, v_head_dim):
+        return capability in WIDE_CAPABILITIES and not one_byte
     return True
 
 
+def device_reason(
+    head_dim: int, v_head_dim: int, capability: tuple[int, int]
+) -> Unsupported | None:
+    """Why pat decodes no layer of these head_dims on GPUs of a compute capability."""
+    if has_kernels(head_dim, v_head_dim, capability):
+        return None
+    where = "on compute capability {}.{}".format(*capability)
+    if is_latent(head_dim, v_head_dim):
+        return Unsupported("attention", f"latent attention {where}")
+    return Unsupported("head_dim", f"{head_dim_name(head_dim, v_head_dim)} {where}")
+
+
+def _capabilities(capabilities: tuple[tuple[int, int], ...]) -> str:
+    return ", ".join("{}.{}".format(*each) for each in capabilities)
+
+
 def _latent_devices() -> str:
-    names = ", ".join("{}.{}".format(*each) for each in LATENT_CAPABILITIES)
+    names = _capabilities(LATENT_CAPABILITIES)
     return "on the CPU" + f" and on compute capability {names}" * bool(names)
 
 
@@ -171,7 +202,13 @@ _MATRIX = (
         "LoRA on kv_b_proj",
         LAYER,
     ),
-    SupportRow("head_dim", _any_of(tuple(head_dim_name(*pair) for pair in HEAD_DIMS)), LAYER),
+    SupportRow(
+        "head_dim",
+        f"{_any_of(tuple(head_dim_name(*pair) for pair in HEAD_DIMS))}; of them "
+        f"{head_dim_name(*WIDE_HEAD_DIMS)} on the CPU and on compute capability "
+        f"{_capabilities(WIDE_CAPABILITIES)}, not over fp8",
+        LAYER,
+    ),
     SupportRow(
         "query heads per KV head",
         f"1 to {MAX_GROUP_SIZE}; of latent attention 1 to {MAX_LATENT_GROUP_SIZE}",
@@ -265,6 +302,8 @@ def shape_reason(
     """
     if (head_dim, v_head_dim) not in HEAD_DIMS:
         return Unsupported("head_dim", head_dim_name(head_dim, v_head_dim))
+    if is_wide(head_dim, v_head_dim) and one_byte:
+        return Unsupported("head_dim", f"{head_dim} over an fp8 KV cache")
     if num_heads % num_kv_heads:
         return Unsupported("query heads per KV head", f"{num_heads}/{num_kv_heads}")
     if is_latent(head_dim, v_head_dim):

@@ -37,7 +37,7 @@ from sglang_pat.executors.layer import LayerInputs
 from sglang_pat.executors.loaded_kernels import load_kernels
 from sglang_pat.executors.reference import ReferenceExecutor, dense_attention
 from sglang_pat.plan import BufferSizes, largest_tile
-from sglang_pat.support import LATENT_CAPABILITIES, LATENT_HEAD_DIMS
+from sglang_pat.support import LATENT_CAPABILITIES, LATENT_HEAD_DIMS, WIDE_HEAD_DIMS
 
 HOPPER = (9, 0)
 BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -156,6 +156,24 @@ def _of_body(**body: Any) -> list[Case]:
     ]
 
 
+def _of_head_dim_512() -> list[Case]:
+    """Return the cases of the rows that two warpgroups share."""
+
+    def case(name: str, forest: ForestCase, **more: Any) -> Case:
+        return Case(f"head-dim-512-{name}", forest, (16, 2), WIDE_HEAD_DIMS, **more)
+
+    return [
+        case("tree", TREE),
+        case("float16", TREE, dtype=FP16, logit_cap=30.0),
+        *(case(f"tile-{b}", TREE, scheduler={"max_block_q": b}) for b, _, _ in TILE_TABLE),
+        case("split", LONG, scheduler=SPLIT, sinks=True),
+        case("random-plan", TREE, seed=1),
+        case("broken-key", TREE, broken=True),
+        case("many-items", MANY, scheduler={"policy": "per-node", "num_workers": 2}),
+        case("runs-mixed", LONG, scheduler=SPLIT, placement="mixed"),
+    ]
+
+
 def _latent(**body: Any) -> list[Case]:
     """Return the cases of latent attention."""
 
@@ -186,6 +204,7 @@ GRID: dict[str, list[Case]] = {
         *_of_body(),
         Case("float16", TREE, dtype=FP16),
         Case("head-dim-192/128", TREE, head_dims=(192, 128)),
+        *_of_head_dim_512(),
     ],
     "mma.sync": [
         *_of_body(force_mma_sync=True),

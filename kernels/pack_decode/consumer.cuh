@@ -18,6 +18,12 @@ struct Consumer {
   QueryPosition position;
   RingPosition<Storage::kStages> ring;
 
+  // Of 16 rows, this warp's. Of its columns, a warpgroup's.
+  __device__ __forceinline__ int unit() const { return warp % kConsumerWarps; }
+  __device__ __forceinline__ int first_column() const {
+    return kConsumerGroups<Dims> == 1 ? 0 : warp / kConsumerWarps * kOutColumns<Dims>;
+  }
+
   __device__ __forceinline__ const ItemRecord& record() const {
     return storage.records[position.record()];
   }
@@ -32,7 +38,7 @@ struct Consumer {
 
   // Address of the next item's queries, a tile of `units` units.
   __device__ __forceinline__ uint32_t queries(int units) const {
-    return ptx::shared_address(storage.queries[position.first_unit(units) % kQueryUnits]);
+    return query_tile(storage, position.first_unit(units));
   }
 
   // Hands back the item's record and queries. What the item's end needs to know of this warp's rows is kept in shared
@@ -63,6 +69,14 @@ struct Consumer {
   // Record of that stage.
   __device__ __forceinline__ StageRecord stage_record() const { return stage_record(ring); }
 
+  // Waits for the values of that stage, where they arrive by themselves.
+  __device__ __forceinline__ void wait_for_values() const {
+    if constexpr (Dims::kIsWide) {
+      wait_for_stage(storage.values_full, ring);
+      ptx::fence_shared_memory();
+    }
+  }
+
   // Both of the stage after that one.
   __device__ __forceinline__ uint32_t wait_for_following_wgmma_stage() const {
     return wait_for_wgmma_stage(following());
@@ -77,13 +91,18 @@ struct Consumer {
     ring.advance();
   }
 
-  // Once wgmma has read it.
+  // Once wgmma has read it, or its values, where these are handed back by themselves.
   __device__ __forceinline__ void release_wgmma_stage() {
-    if (threadIdx.x % 32 == 0) {
-      ptx::barrier_arrive_for<kStageArrivals<Dims>>(
-          ptx::shared_address(&storage.kv_empty[ring.stage]));
-    }
+    hand_back(Dims::kIsWide ? storage.values_empty : storage.kv_empty, ring);
     ring.advance();
+  }
+
+  // Once wgmma has read the stage's keys, or those of the one after it, where these are handed back by themselves.
+  __device__ __forceinline__ void release_keys() const {
+    if constexpr (Dims::kIsWide) hand_back(storage.kv_empty, ring);
+  }
+  __device__ __forceinline__ void release_following_keys() const {
+    if constexpr (Dims::kIsWide) hand_back(storage.kv_empty, following());
   }
 
  private:
@@ -91,6 +110,13 @@ struct Consumer {
     RingPosition<Storage::kStages> position_behind = ring;
     position_behind.advance();
     return position_behind;
+  }
+
+  __device__ __forceinline__ void hand_back(const uint64_t* barriers,
+                                            const RingPosition<Storage::kStages>& at) const {
+    if (threadIdx.x % 32 == 0) {
+      ptx::barrier_arrive_for<kStageArrivals<Dims>>(ptx::shared_address(&barriers[at.stage]));
+    }
   }
 
   // Lane 0's, so that ptxas knows it to be uniform; it is lane 0 that hands the stage back.

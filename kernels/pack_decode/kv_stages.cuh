@@ -1,6 +1,8 @@
 // Producer warp's copies of one operand into the stages of the KV ring: asynchronous.
 #pragma once
 
+#include <type_traits>
+
 #include "decode_params.h"
 #include "pack_decode/work_queue.cuh"
 
@@ -41,13 +43,47 @@ __device__ __forceinline__ void copy_stage(uint32_t shared, const char* cache, u
   }
 }
 
+// Rows of 32 slots, of which a warp copies one panel after the other.
+struct PanelSources {
+  const char* rows[PanelCopy::kCopies];  // from this lane's chunk on
+
+  // cache: of the first panel, slot 0. lane_slot: the slot of row `lane`.
+  __device__ __forceinline__ PanelSources(const char* cache, uint32_t slot_bytes, int32_t lane_slot,
+                                          const PanelCopy& copy) {
+#pragma unroll
+    for (int i = 0; i < PanelCopy::kCopies; ++i) {
+      const uint32_t slot = __shfl_sync(kFullWarp, lane_slot, copy.row(i));
+      rows[i] = cache + copy.source() + static_cast<uint64_t>(slot) * slot_bytes;
+    }
+  }
+
+  // Rows from `num_tokens` on are zeroed: garbage would turn probability 0 into NaN.
+  template <StageCopy kKind>
+  __device__ __forceinline__ void copy_panel(uint32_t shared, int panel, int num_tokens,
+                                             const PanelCopy& copy) const {
+#pragma unroll
+    for (int i = 0; i < PanelCopy::kCopies; ++i) {
+      const uint32_t to = shared + copy.target(i);
+      const char* from = rows[i] + panel * kPanelRowBytes;
+      if constexpr (kKind == StageCopy::kWhole) {
+        ptx::copy_async_16(to, from);
+      } else if constexpr (kKind == StageCopy::kWholeOnce) {
+        ptx::copy_async_16(to, from, ptx::evict_first());
+      } else {
+        ptx::copy_async_16_or_zero(to, from, copy.row(i) < num_tokens);
+      }
+    }
+  }
+};
+
 // One operand of the KV ring, in the order of the stages.
 template <typename Dims, bool kIsKey>
 class KvStages {
  public:
   using Storage = SharedStorage<Dims>;
   static constexpr int kRowBytes = (kIsKey ? Dims::kKey : Dims::kValue) * Dims::kElementBytes;
-  using Copy = RowCopy<kRowBytes>;
+  static constexpr bool kByPanels = Dims::kIsWide;
+  using Copy = std::conditional_t<kByPanels, PanelCopy, RowCopy<kRowBytes>>;
 
   __device__ KvStages(const DecodeParams& params, Storage& storage, int lane)
       : storage_(storage),
@@ -61,8 +97,10 @@ class KvStages {
     map_ = &params.kv_maps[kIsKey ? 0 : 1];
     first_byte_ = kv_head * kRowBytes;
     const void* base = kIsKey ? params.k_cache : params.v_cache;
-    cache_ = static_cast<const char*>(base) + kv_head * Copy::kChunks * kChunkBytes;
-    if constexpr (Copy::kWholeRows) cache_ += copy_.chunk(0) * kChunkBytes;
+    cache_ = static_cast<const char*>(base) + first_byte_;
+    if constexpr (!kByPanels && RowCopy<kRowBytes>::kWholeRows) {
+      cache_ += copy_.chunk(0) * kChunkBytes;
+    }
   }
 
   // Set whether KV that is read once is copied as such.
@@ -101,7 +139,16 @@ class KvStages {
  private:
   template <StageCopy kKind>
   __device__ __forceinline__ void copy(uint32_t target, int32_t lane_slot, int num_tokens) const {
-    copy_stage<kRowBytes, kKind>(target, cache_, slot_bytes_, lane_slot, num_tokens, copy_);
+    if constexpr (kByPanels) {
+      const PanelSources sources(cache_, slot_bytes_, lane_slot, copy_);
+#pragma unroll
+      for (int panel = 0; panel < kRowBytes / kPanelRowBytes; ++panel) {
+        sources.copy_panel<kKind>(target + panel * kStageTokens * kPanelRowBytes, panel, num_tokens,
+                                  copy_);
+      }
+    } else {
+      copy_stage<kRowBytes, kKind>(target, cache_, slot_bytes_, lane_slot, num_tokens, copy_);
+    }
   }
 
   // Copies slots that follow one another: one instruction for each panel.
@@ -127,8 +174,11 @@ class KvStages {
   // Waits until the next stage may be filled, and leaves its record. Returns the barrier that it fills.
   __device__ __forceinline__ uint32_t begin(const StageRecord& record) {
     const int stage = ring_.stage;
-    const uint32_t full = ptx::shared_address(&storage_.kv_full[stage]);
-    ptx::barrier_wait(ptx::shared_address(&storage_.kv_empty[stage]), ring_.parity ^ 1);
+    constexpr bool kIsAlone = Dims::kIsWide && !kIsKey;
+    const uint64_t* barriers = kIsAlone ? storage_.values_full : storage_.kv_full;
+    const uint64_t* empty = kIsAlone ? storage_.values_empty : storage_.kv_empty;
+    const uint32_t full = ptx::shared_address(&barriers[stage]);
+    ptx::barrier_wait(ptx::shared_address(&empty[stage]), ring_.parity ^ 1);
     if constexpr (kIsKey) {
       ptx::store_and_arrive(ptx::shared_address(&storage_.stage_records[stage]), record.packed,
                             full, lane_ == 0);
@@ -144,7 +194,7 @@ class KvStages {
   bool has_map_ = false;
   const TensorMap* map_;
   int32_t first_byte_;  // of a slot's rows: the KV head's
-  const char* cache_;   // of the KV head and this lane's chunk, slot 0
+  const char* cache_;   // of the KV head and, without panels, this lane's chunk, slot 0
   RingPosition<Storage::kStages> ring_;
 };
 

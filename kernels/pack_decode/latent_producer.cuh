@@ -55,29 +55,13 @@ class KvStages<Dims, kIsKey> {
   __device__ __forceinline__ void copy(uint32_t target, int32_t lane_slot,
                                        const StageRecord& record) const {
     const int num_tokens = record.num_tokens() - kFirstToken;
-    const char* cache = static_cast<const char*>(params_.k_cache) + first_byte_ + copy_.source();
-    const char* sources[PanelCopy::kCopies];
-#pragma unroll
-    for (int i = 0; i < PanelCopy::kCopies; ++i) {
-      const uint32_t slot = __shfl_sync(kFullWarp, lane_slot, copy_.row(i));
-      sources[i] = cache + static_cast<uint64_t>(slot) * params_.k_slot_bytes;
-    }
+    const PanelSources sources(static_cast<const char*>(params_.k_cache) + first_byte_,
+                               params_.k_slot_bytes, lane_slot, copy_);
     uint32_t full;
 #pragma unroll
     for (int panel = 0; panel < Dims::kKeyPanels; ++panel) {
       if (panel % kPartPanels == 0) full = begin(panel / kPartPanels, record);
-#pragma unroll
-      for (int i = 0; i < PanelCopy::kCopies; ++i) {
-        const uint32_t to = target + panel * kPanelBytes + copy_.target(i);
-        const char* from = sources[i] + panel * kPanelRowBytes;
-        if constexpr (kKind == StageCopy::kWhole) {
-          ptx::copy_async_16(to, from);
-        } else if constexpr (kKind == StageCopy::kWholeOnce) {
-          ptx::copy_async_16(to, from, ptx::evict_first());
-        } else {
-          ptx::copy_async_16_or_zero(to, from, copy_.row(i) < num_tokens);
-        }
-      }
+      sources.copy_panel<kKind>(target + panel * kPanelBytes, panel, num_tokens, copy_);
       if (is_last_of_part(panel)) ptx::barrier_arrive_after_copies(full);
     }
   }

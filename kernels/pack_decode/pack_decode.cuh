@@ -32,18 +32,22 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
   // Each thread takes one barrier of every kind.
   const int i = threadIdx.x;
   if (i < Storage::kStages) {
-    ptx::barrier_init(ptx::shared_address(&storage.kv_full[i]),
-                      kProducerWarps * 32 + 1);  // copies, record
-    ptx::barrier_init(
-        ptx::shared_address(&storage.kv_empty[i]),
-        kConsumerWarps * kStageArrivals<Dims> + (kHasConverters<Dims> ? kConverterWarps * 32 : 0));
+    constexpr int kWarps = Dims::kIsWide ? 1 : kProducerWarps;
+    constexpr int kReaders = kAllConsumerWarps<Dims> * kStageArrivals<Dims>;
+    ptx::barrier_init(ptx::shared_address(&storage.kv_full[i]), kWarps * 32 + 1);  // copies, record
+    ptx::barrier_init(ptx::shared_address(&storage.kv_empty[i]),
+                      kReaders + (kHasConverters<Dims> ? kConverterWarps * 32 : 0));
+    if constexpr (Dims::kIsWide) {
+      ptx::barrier_init(ptx::shared_address(&storage.values_full[i]), 32);
+      ptx::barrier_init(ptx::shared_address(&storage.values_empty[i]), kReaders);
+    }
     if constexpr (kHasConverters<Dims>) {
       ptx::barrier_init(ptx::shared_address(&storage.kv_ready[i]), kConverterWarps);
     }
   }
   if (i < kQueryUnits) {
     ptx::barrier_init(ptx::shared_address(&storage.queries_full[i]), 32 + 1);  // copies, record
-    ptx::barrier_init(ptx::shared_address(&storage.queries_empty[i]), kConsumerWarps * 32);
+    ptx::barrier_init(ptx::shared_address(&storage.queries_empty[i]), kAllConsumerWarps<Dims> * 32);
   }
   if (i < kDrawsAhead) {
     ptx::barrier_init(ptx::shared_address(&storage.drawn_full[i]), 32);
@@ -52,8 +56,9 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
   if constexpr (kHasTma) ptx::fence_barrier_init();
   __syncthreads();
 
-  if (warp < kConsumerWarps) {
-    if constexpr (kMovesRegisters<Dims>) ptx::setmaxnreg_inc<kConsumerRegisters>();
+  if (warp < kAllConsumerWarps<Dims>) {
+    constexpr int kRegisters = Dims::kIsWide ? kLatentConsumerRegisters : kConsumerRegisters;
+    if constexpr (kMovesRegisters<Dims>) ptx::setmaxnreg_inc<kRegisters>();
     ptx::wait_for_dependencies();
     ptx::launch_dependents();
     if (blockIdx.x == 0 && threadIdx.x == 0) *params.partials_owner = params.launch_tag;
@@ -66,12 +71,12 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
     return;
   }
   if constexpr (kMovesRegisters<Dims>) ptx::setmaxnreg_dec<kOtherRegisters>();
-  if (warp == kConsumerWarps) {
+  if (warp == kAllConsumerWarps<Dims>) {
     Producer<Dims, true>(params, storage, lane).run();
-  } else if (warp == kConsumerWarps + 1) {
+  } else if (warp == kAllConsumerWarps<Dims> + 1) {
     Producer<Dims, false>(params, storage, lane).run();
   } else if constexpr (kHasConverters<Dims>) {
-    Converter<Dims>(storage, warp - kConsumerWarps - kProducerWarps, lane).run();
+    Converter<Dims>(storage, warp - kAllConsumerWarps<Dims> - kProducerWarps, lane).run();
   }
 }
 

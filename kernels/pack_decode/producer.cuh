@@ -332,8 +332,8 @@ class Producer {
       }
     }
     for (int unit = 0; unit < units; ++unit) {
-      copy_queries<Dims>(params_, storage_, query_copy_, first_unit, tile_rows, unit * kUnitRows,
-                         num_rows, unit < 2 ? query_chunks[0] : query_chunks[1]);
+      copy_queries<Dims>(params_, storage_, query_copy_, first_unit, query_rows<Dims>(units),
+                         unit * kUnitRows, num_rows, unit < 2 ? query_chunks[0] : query_chunks[1]);
     }
 
     release_record(storage_, queries_, lane_);

@@ -20,12 +20,13 @@ __device__ __forceinline__ uint32_t wait_for_unit(Storage& storage, int unit) {
 
 // From the next unit on. A unit before first_unit is skipped, and handed back at once, in the consumers' place: the
 // item's own last units may be the next lap of it.
-template <typename Storage>
-__device__ __forceinline__ void wait_for_units(Storage& storage, const QueryPosition& position,
-                                               int first_unit, int end_unit) {
+template <typename Dims>
+__device__ __forceinline__ void wait_for_units(SharedStorage<Dims>& storage,
+                                               const QueryPosition& position, int first_unit,
+                                               int end_unit) {
   for (int unit = position.next_unit; unit < end_unit; ++unit) {
     const uint32_t empty = wait_for_unit(storage, unit);
-    for (int warp = 0; unit < first_unit && warp < kConsumerWarps; ++warp) {
+    for (int warp = 0; unit < first_unit && warp < kAllConsumerWarps<Dims>; ++warp) {
       ptx::barrier_arrive(empty);
     }
   }
@@ -38,18 +39,35 @@ __device__ __forceinline__ void copy_queries(const DecodeParams& params,
                                              const QueryCopy<Dims>& copy, int first_unit,
                                              int tile_rows, int first_row, int num_rows,
                                              uint32_t lane_chunk) {
-  const uint32_t target = ptx::shared_address(storage.queries[first_unit % kQueryUnits]);
+  const uint32_t target = query_tile(storage, first_unit);
   const char* queries = static_cast<const char*>(params.q.data);
-  if constexpr (QueryCopy<Dims>::kWholeRows) queries += copy.chunk(0) * kChunkBytes;
+  if constexpr (Dims::kIsWide) {
+    const PanelCopy panels{copy.lane};
 #pragma unroll
-  for (int i = 0; i < QueryCopy<Dims>::copies(kUnitRows); ++i) {
-    const int row = first_row + copy.row(i);
-    const uint32_t chunk = __shfl_sync(kFullWarp, lane_chunk, row % 32);
-    const bool valid = row < num_rows;
-    const char* source = queries + uint64_t{valid ? chunk : 0} * kChunkBytes;
-    if constexpr (!QueryCopy<Dims>::kWholeRows) source += copy.chunk(i) * kChunkBytes;
-    ptx::copy_async_16_or_zero(target + swizzled_offset(tile_rows, row, copy.chunk(i)), source,
-                               valid);
+    for (int i = 0; i < PanelCopy::kCopies * kUnitRows / kStageTokens; ++i) {
+      const int row = first_row + panels.row(i);
+      const uint32_t chunk = __shfl_sync(kFullWarp, lane_chunk, row % 32);
+      const bool valid = row < num_rows;
+      const char* source = queries + uint64_t{valid ? chunk : 0} * kChunkBytes + panels.source();
+#pragma unroll
+      for (int panel = 0; panel < Dims::kQueryPanels; ++panel) {
+        ptx::copy_async_16_or_zero(
+            target + (panel * tile_rows + first_row) * kPanelRowBytes + panels.target(i),
+            source + panel * kPanelRowBytes, valid);
+      }
+    }
+  } else {
+    if constexpr (QueryCopy<Dims>::kWholeRows) queries += copy.chunk(0) * kChunkBytes;
+#pragma unroll
+    for (int i = 0; i < QueryCopy<Dims>::copies(kUnitRows); ++i) {
+      const int row = first_row + copy.row(i);
+      const uint32_t chunk = __shfl_sync(kFullWarp, lane_chunk, row % 32);
+      const bool valid = row < num_rows;
+      const char* source = queries + uint64_t{valid ? chunk : 0} * kChunkBytes;
+      if constexpr (!QueryCopy<Dims>::kWholeRows) source += copy.chunk(i) * kChunkBytes;
+      ptx::copy_async_16_or_zero(target + swizzled_offset(tile_rows, row, copy.chunk(i)), source,
+                                 valid);
+    }
   }
 }
 

@@ -139,18 +139,22 @@ __device__ __forceinline__ void store_row(const DecodeParams& params,
   constexpr float kHeadroom = WarpAttention<T, Dims, kSoftCap>::kHeadroom;
   const float logit = maximum * scales.template logit<kSoftCap>(params).outer;
   const auto [scale, log2_sum] = row_scale<Dims>(params, scales, row, logit - kHeadroom, total);
-  store_columns<T, Dims, kMayEnd>(params, row, first_column, values, scale, lane);
+  if constexpr (Dims::kIsWide) {
+    store_long_row<T, Dims>(params, row, first_column, values, scale, lane);
+  } else {
+    store_columns<T, Dims, kMayEnd>(params, row, first_column, values, scale, lane);
+  }
   if (first_column == 0 && lane % 4 == 0) store_lse(params, row, log2_sum);
 }
 
 // A tile whose KV one warp per row group has read whole: every warp stores its own rows, the first of which is row
-// first_row of the item.
+// first_row of the item, or its columns of them.
 template <typename T, typename Dims, bool kSoftCap>
 __device__ __forceinline__ void store_item(const WarpAttention<T, Dims, kSoftCap>& part,
                                            SharedStorage<Dims>& storage, const DecodeParams& params,
                                            const KvScales<Dims::kIsFp8>& scales, int first_row,
-                                           int warp, uint32_t lane) {
-  constexpr int kTiles = Dims::kValue / 8;
+                                           int warp, uint32_t lane, int first_column = 0) {
+  constexpr int kTiles = std::min(Dims::kValue, kOutColumns<Dims>) / 8;
   const RowTarget* targets = storage.row_targets[warp];
   const bool is_mixed = storage.mixed_items[warp] != kNotMixed;
   uint64_t rows_with_nan = 0;
@@ -162,12 +166,12 @@ __device__ __forceinline__ void store_item(const WarpAttention<T, Dims, kSoftCap
       values[tile] = make_float2(part.out[tile][2 * h], part.out[tile][2 * h + 1]);
     }
     if (is_mixed) rows_with_nan |= find_nan(values) << 32 * h;
-    store_row<T, Dims, kSoftCap, false>(params, scales, targets[lane / 4 + 8 * h], 0, values,
-                                        part.maximum[h], part.sum[h], lane);
+    store_row<T, Dims, kSoftCap, false>(params, scales, targets[lane / 4 + 8 * h], first_column,
+                                        values, part.maximum[h], part.sum[h], lane);
   }
   if (rows_with_nan != 0) {
     recompute_rows<T, Dims, kSoftCap>(params, targets, storage.mixed_items[warp], first_row,
-                                      rows_with_nan, 0, Dims::kValue);
+                                      rows_with_nan, first_column, first_column + kTiles * 8);
   }
 }
 

@@ -51,7 +51,10 @@ struct HeadDims {
   static_assert(kKey % 16 == 0 && kValue % 16 == 0, "steps of matrix instructions");
   // Latent attention (MLA): values are the first columns of the keys. One load, one stage for both.
   static constexpr bool kIsLatent = kKey == 576 && kValue == 512;
-  static_assert(kIsLatent || (kKey <= 256 && kValue <= 256), "registers");
+  // Two warpgroups have half of the values' columns each, and no registers for queries.
+  static constexpr bool kIsWide = kKey == 512 && kValue == 512;
+  static_assert(kIsLatent || kIsWide || (kKey <= 256 && kValue <= 256), "registers");
+  static_assert(!kIsWide || !kIsFp8, "no body");
 
   using Converted = HeadDims<kKey, kValue>;  // to numbers of the queries' size
 

@@ -57,24 +57,28 @@ __device__ __forceinline__ void execute_item_wgmma(const DecodeParams& params,
 
   const uint32_t lane = ptx::lane_id();
   const int units = tile_units(consumer.record().tile);
-  const int first_row = consumer.warp * kUnitRows;
+  const int first_row = consumer.unit() * kUnitRows;
   const bool has_rows = first_row < consumer.record().num_rows;
 
   Attention part;
   Queries<T, Dims, kSoftCap> queries;
-  if (has_rows) {
+  constexpr bool kStayShared = Queries<T, Dims, kSoftCap>::kStayShared;
+  if (kStayShared || has_rows) {
     queries.load(part, consumer, units, first_row, consumer.scales.template logit<kSoftCap>(params),
                  lane);
-  } else {
+  } else if constexpr (!kStayShared) {
     queries.clear(part);
   }
-  consumer.release_queries(units, first_row, lane);
+  if constexpr (!kStayShared) consumer.release_queries(units, first_row, lane);
 
   StageScores scores;
   StageWeights weights;
+  const uint32_t first_value =
+      Dims::kKeyBytes + consumer.first_column() / kPanelColumns * ValueOperand::kPanelBytes;
   const auto softmax_weights = [&](const StageRecord& record) {
+    if (kStayShared && record.is_last()) consumer.release_queries(units, first_row, lane);
     typename Attention::Rescaling rescaling{};
-    if (record.counts_for(consumer.warp)) {
+    if (record.counts_for(consumer.unit())) {
       rescaling = part.template softmax_weights<kStageTokens>(
           scores, record, first_row, 0, queries.scale(params.logit_scale), lane);
     } else {
@@ -88,16 +92,19 @@ __device__ __forceinline__ void execute_item_wgmma(const DecodeParams& params,
   queries.start_scores(scores, part, stage);
   wgmma::wait<0>();
   wgmma::tie(scores);
+  consumer.release_keys();
   softmax_weights(record);  // nothing to rescale yet
   pack_weights<Attention>(weights, scores);
   while (!record.is_last()) {
     const uint32_t before = stage;
     stage = consumer.wait_for_following_wgmma_stage();
     queries.start_scores(scores, part, stage);
-    start_output(part, weights, before + Dims::kKeyBytes);
+    consumer.wait_for_values();
+    start_output(part, weights, before + first_value);
     record = consumer.following_stage_record();
     wgmma::wait<1>();
     wgmma::tie(scores);
+    consumer.release_following_keys();
     const auto rescaling = softmax_weights(record);
     wgmma::wait<0>();
     wgmma::tie(part.out);
@@ -105,7 +112,8 @@ __device__ __forceinline__ void execute_item_wgmma(const DecodeParams& params,
     part.rescale(rescaling);
     pack_weights<Attention>(weights, scores);
   }
-  start_output(part, weights, stage + Dims::kKeyBytes);
+  consumer.wait_for_values();
+  start_output(part, weights, stage + first_value);
   wgmma::wait<0>();
   wgmma::tie(part.out);
   consumer.release_wgmma_stage();
@@ -113,7 +121,8 @@ __device__ __forceinline__ void execute_item_wgmma(const DecodeParams& params,
   if (has_rows) {
     queries.finish(part, consumer, lane);
     part.finish();
-    store_item(part, consumer.storage, params, consumer.scales, first_row, consumer.warp, lane);
+    store_item(part, consumer.storage, params, consumer.scales, first_row, consumer.warp, lane,
+               consumer.first_column());
   }
 }
 

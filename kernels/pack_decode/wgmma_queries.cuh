@@ -14,6 +14,7 @@ using StageScores = float[kStageTokens / 8][4];
 template <typename T, typename Dims, bool kSoftCap>
 struct Queries {
   using Attention = WarpAttention<T, Dims, kSoftCap>;
+  static constexpr bool kStayShared = false;
 
   __device__ __forceinline__ void load(Attention& part, const Consumer<Dims>& consumer, int units,
                                        int first_row, const LogitScale&, uint32_t lane) {
@@ -44,11 +45,49 @@ struct Queries {
   __device__ __forceinline__ void finish(Attention&, const Consumer<Dims>&, uint32_t) const {}
 };
 
+// Queries that stay in shared memory: the output takes the registers. The instruction reads 64 rows. Those that the tile
+// does not have are whatever lies there, and nobody's.
+template <typename T, typename Dims, bool kSoftCap>
+  requires(Dims::kIsWide)
+struct Queries<T, Dims, kSoftCap> {
+  using Attention = WarpAttention<T, Dims, kSoftCap>;
+  static constexpr bool kStayShared = true;
+
+  uint32_t tile;
+
+  __device__ __forceinline__ void load(Attention& part, const Consumer<Dims>& consumer, int units,
+                                       int, const LogitScale&, uint32_t) {
+    tile = consumer.queries(units);
+    part.begin_without_queries();
+  }
+
+  __device__ __forceinline__ void start_scores(StageScores& scores, const Attention&,
+                                               uint32_t stage) const {
+    const wgmma::Operand<0, KeyOperand::kGroupBytes> queries(wgmma::computed_again(tile));
+    const wgmma::Operand<0, KeyOperand::kGroupBytes> keys(stage);
+    ptx::fence_shared_memory();
+    wgmma::tie(scores);
+    wgmma::begin();
+#pragma unroll
+    for (int step = 0; step < Dims::kKey / 16; ++step) {
+      wgmma::multiply_shared_keys<T>(scores, queries.at(step_address(0, kMaxTileRows, step)),
+                                     keys.at(KeyOperand::address(0, step)), step > 0);
+    }
+    wgmma::commit();
+  }
+
+  __device__ __forceinline__ const LogitScale& scale(const LogitScale& scale) const {
+    return scale;
+  }
+  __device__ __forceinline__ void finish(Attention&, const Consumer<Dims>&, uint32_t) const {}
+};
+
 // Over one-byte keys, scores are sums of terms, and each row has a scale of its own.
 template <typename T, typename Dims, bool kSoftCap>
   requires(Dims::kIsFp8)
 struct Queries<T, Dims, kSoftCap> {
   using Attention = WarpAttention<T, Dims, kSoftCap>;
+  static constexpr bool kStayShared = false;
 
   QueryTerms<T, Dims> terms;
   LogitScale scales[2];

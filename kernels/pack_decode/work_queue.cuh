@@ -25,7 +25,7 @@
 namespace pat {
 
 inline constexpr unsigned kFullWarp = 0xffffffffu;
-inline constexpr int kConsumerWarps = 4;
+inline constexpr int kConsumerWarps = 4;  // of a warpgroup
 inline constexpr int kProducerWarps = 2;  // one loads K, one V
 inline constexpr int kQueryUnits = 4;
 inline constexpr int kMaxTileRows = kQueryUnits * kUnitRows;
@@ -52,6 +52,10 @@ inline constexpr int kFirstWgmmaTile = !kHasWgmma             ? kNumTiles
 template <typename Dims>
 inline constexpr bool kUsesWgmma = kFirstWgmmaTile<Dims> == 0;  // in all tiles
 
+template <typename Dims>
+inline constexpr int kConsumerGroups = Dims::kIsWide ? 2 : 1;
+template <typename Dims>
+inline constexpr int kAllConsumerWarps = kConsumerGroups<Dims> * kConsumerWarps;
 inline constexpr int kConverterWarps = ValueConversion<16>::kWarps;
 // Over latent attention.
 inline constexpr int kLatentConsumerWarps = 8, kLatentQueryWarps = 2;
@@ -70,13 +74,13 @@ template <typename Dims>
 inline constexpr bool kHasBothLatentBodies = kHasWgmma && Dims::kIsLatent && !Dims::kIsFp8;
 template <typename Dims>
 inline constexpr int kDecodeThreads =
-    32 * (Dims::kIsLatent
-              ? kLatentConsumerWarps + kProducerWarps +
-                    (kHasBothLatentBodies<Dims> ? kLatentQueryWarps : 0)
-              : kConsumerWarps + kProducerWarps + (kHasConverters<Dims> ? kConverterWarps : 0));
+    32 * (Dims::kIsLatent ? kLatentConsumerWarps + kProducerWarps +
+                                (kHasBothLatentBodies<Dims> ? kLatentQueryWarps : 0)
+                          : kAllConsumerWarps<Dims> + (Dims::kIsWide ? 4 : kProducerWarps) +
+                                (kHasConverters<Dims> ? kConverterWarps : 0));
 // Registers of a thread, beside converters where two CTAs share an SM: 128 on average.
 inline constexpr int kConsumerRegisters = 184, kOtherRegisters = 72;
-// The same of latent attention on Hopper: 168 on average. With more, some would wait for ever.
+// The same of latent attention on Hopper, and of wide rows: 168 on average. With more, some would wait for ever.
 inline constexpr int kLatentConsumerRegisters = 216, kLatentProducerRegisters = 72;
 
 // With which a consumer warp hands back a stage: of the lane that waited for wgmma, or of all that read it.
@@ -103,10 +107,11 @@ inline constexpr int kMaxSharedBytes = (kHas228Kb ? 227 : kHas164Kb ? 163 : 99) 
 // KV ring where two CTAs share an SM.
 inline constexpr int kRingBytes = (kHas228Kb ? 80 : 48) * 1024;
 
-// Columns of the accumulators. wgmma multiplies whole panels: a part of one is nothing that its swizzles describe.
+// Columns of a warp's accumulators. wgmma multiplies whole panels: a part of one is nothing that its swizzles describe.
 template <typename Dims>
 inline constexpr int kOutColumns =
-    kUsesWgmma<Dims> ? panels(Dims::kValue * 2) * kPanelColumns : Dims::kValue;
+    (kUsesWgmma<Dims> ? panels(Dims::kValue * 2) * kPanelColumns : Dims::kValue) /
+    kConsumerGroups<Dims>;
 
 // True if the tensor memory accelerator copies slots that follow one another, for rows of whole panels.
 inline constexpr bool kHasTma = PAT_TARGET_ARCH == 90;
@@ -234,14 +239,17 @@ struct SharedState {
                                          own_tiles<Dims>(kConsumerWarps) * 32];
   float2 row_states[kConsumerWarps][kUnitRows];                       // maximum and sum
   float query_factors[Dims::kIsFp8 ? kConsumerWarps : 1][kUnitRows];  // WarpAttention
-  RowTarget row_targets[kConsumerWarps][kUnitRows];                   // of the item a warp is at
-  int32_t mixed_items[kConsumerWarps];  // ItemRecord::mixed_item, of the same
+  RowTarget row_targets[kAllConsumerWarps<Dims>][kUnitRows];          // of the item a warp is at
+  int32_t mixed_items[kAllConsumerWarps<Dims>];  // ItemRecord::mixed_item, of the same
   ItemRecord records[kQueryUnits];
   StageRecord stage_records[kMaxStages];
   int32_t drawn[kDrawsAhead];  // from the K producer to the V producer
   alignas(8) uint64_t kv_full[kMaxStages];
   uint64_t kv_ready[kHasConverters<Dims> ? kMaxStages : 1];  // converted
   uint64_t kv_empty[kMaxStages];
+  // Of values that arrive and are handed back by themselves: the others above are the keys' then.
+  uint64_t values_full[Dims::kIsWide ? kMaxStages : 1];
+  uint64_t values_empty[Dims::kIsWide ? kMaxStages : 1];
   uint64_t queries_full[kQueryUnits];   // per item, modulo kQueryUnits
   uint64_t queries_empty[kQueryUnits];  // per unit
   uint64_t drawn_full[kDrawsAhead];
@@ -265,7 +273,8 @@ inline constexpr int kCtasPerSm = Dims::kKey + Dims::kValue <= (kUsesWgmma<Dims>
 
 // True if warpgroups give one another registers. One CTA per SM has as many as threads can have.
 template <typename Dims>
-inline constexpr bool kMovesRegisters = kHasConverters<Dims> && kCtasPerSm<Dims> == 2;
+inline constexpr bool kMovesRegisters =
+    Dims::kIsWide || kHasConverters<Dims> && kCtasPerSm<Dims> == 2;
 
 template <typename Dims>
 inline constexpr int kRoom = kMaxSharedBytes - static_cast<int>(sizeof(SharedState<Dims>));
@@ -285,6 +294,18 @@ struct SharedStorage : SharedState<Dims> {
 
   alignas(kSharedAlignment) uint8_t kv[kStages][kStageBytes<Dims>];
 };
+
+// Rows of the matrix in which the queries of a tile lie. Those of wide rows are always part of one of all units: then
+// wgmma, which reads them there, finds panels at one distance.
+template <typename Dims>
+__device__ __forceinline__ int query_rows(int units) {
+  return Dims::kIsWide ? kMaxTileRows : units * kUnitRows;
+}
+template <typename Dims>
+__device__ __forceinline__ uint32_t query_tile(SharedStorage<Dims>& storage, int first_unit) {
+  constexpr int kUnitBytes = Dims::kIsWide ? kUnitRows * kPanelRowBytes : Dims::kUnitBytes;
+  return ptx::shared_address(storage.queries[0]) + first_unit % kQueryUnits * kUnitBytes;
+}
 
 // A stage of the KV ring and how often the ring has been passed through.
 template <int kStages>

@@ -54,6 +54,12 @@ __device__ __forceinline__ void tie(float (&acc)[kTiles][4]) {
   }
 }
 
+// Hides what an address is: what follows from it is computed again, where registers are too few to keep it.
+__device__ __forceinline__ uint32_t computed_again(uint32_t address) {
+  asm volatile("" : "+r"(address));
+  return address;
+}
+
 // The registers of an accumulator as an asm operand list, and their placeholders: %0 to %15, to %31, to %63,
 // to %127.
 #define PAT_TILE(acc, i) "+f"(acc[i][0]), "+f"(acc[i][1]), "+f"(acc[i][2]), "+f"(acc[i][3])
@@ -106,26 +112,43 @@ __device__ __forceinline__ void multiply_keys(float (&acc)[4][4], const ptx::Fra
   }
 }
 
-// acc[64x64] (+)= a[64x16] * b[16x64] of T, b being 64 keys, both from shared memory.
-#define PAT_MULTIPLY_SHARED_KEYS(type)                                              \
-  asm volatile(                                                                     \
-      "{\n"                                                                         \
-      ".reg .pred accumulate;\n"                                                    \
-      "setp.ne.b32 accumulate, %34, 0;\n"                                           \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" PAT_PLACES_8 \
-      "}, %32, %33, accumulate, 1, 1, 0, 0;\n"                                      \
-      "}"                                                                           \
-      : PAT_ACCUMULATOR_8(acc)                                                      \
+// acc[64 x keys] (+)= a[64x16] * b[16 x keys] of T, both from shared memory. `a`, `b` and `predicate`: their placeholders.
+#define PAT_MULTIPLY_SHARED_KEYS(type, keys, tiles, left, right, predicate)                     \
+  asm volatile(                                                                                 \
+      "{\n"                                                                                     \
+      ".reg .pred accumulate;\n"                                                                \
+      "setp.ne.b32 accumulate, " predicate                                                      \
+      ", 0;\n"                                                                                  \
+      "wgmma.mma_async.sync.aligned.m64n" keys "k16.f32." type "." type " {" PAT_PLACES_##tiles \
+      "}, " left ", " right                                                                     \
+      ", accumulate, 1, 1, 0, 0;\n"                                                             \
+      "}"                                                                                       \
+      : PAT_ACCUMULATOR_##tiles(acc)                                                            \
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)))
+#define PAT_MULTIPLY_SHARED_KEYS_32(type) \
+  PAT_MULTIPLY_SHARED_KEYS(type, "32", 4, "%16", "%17", "%18")
+#define PAT_MULTIPLY_SHARED_KEYS_64(type) \
+  PAT_MULTIPLY_SHARED_KEYS(type, "64", 8, "%32", "%33", "%34")
+
+template <typename T>
+__device__ __forceinline__ void multiply_shared_keys(float (&acc)[4][4], uint64_t a, uint64_t b,
+                                                     bool accumulate) {
+  if constexpr (std::is_same_v<T, __half>) {
+    PAT_MULTIPLY_SHARED_KEYS_32("f16");
+  } else {
+    static_assert(std::is_same_v<T, __nv_bfloat16>);
+    PAT_MULTIPLY_SHARED_KEYS_32("bf16");
+  }
+}
 
 template <typename T>
 __device__ __forceinline__ void multiply_shared_keys(float (&acc)[8][4], uint64_t a, uint64_t b,
                                                      bool accumulate) {
   if constexpr (std::is_same_v<T, __half>) {
-    PAT_MULTIPLY_SHARED_KEYS("f16");
+    PAT_MULTIPLY_SHARED_KEYS_64("f16");
   } else {
     static_assert(std::is_same_v<T, __nv_bfloat16>);
-    PAT_MULTIPLY_SHARED_KEYS("bf16");
+    PAT_MULTIPLY_SHARED_KEYS_64("bf16");
   }
 }
 
@@ -216,6 +239,8 @@ __device__ __forceinline__ void multiply_shared_values(float (&acc)[32][4], uint
 #undef PAT_MULTIPLY_VALUES_128
 #undef PAT_MULTIPLY_VALUES_64
 #undef PAT_MULTIPLY_VALUES
+#undef PAT_MULTIPLY_SHARED_KEYS_64
+#undef PAT_MULTIPLY_SHARED_KEYS_32
 #undef PAT_MULTIPLY_SHARED_KEYS
 #undef PAT_MULTIPLY_KEYS
 #undef PAT_PLACES_32

@@ -121,6 +121,9 @@ def _build(arguments: argparse.Namespace, source: str, words: list[str]) -> int:
         if isinstance(needs, int):
             return needs
         dtypes, kv_dtypes, head_dims = [needs.dtype], needs.kv_dtypes, needs.head_dims
+    variants = list(product(archs, dtypes, kv_dtypes, head_dims))
+    if arguments.model is not None:  # layers without kernels run on SGLang's default backend
+        variants = [each for each in variants if _has_kernels(*each)] or variants
     try:
         configs = [
             jit.KernelConfig(
@@ -130,9 +133,7 @@ def _build(arguments: argparse.Namespace, source: str, words: list[str]) -> int:
                 v_head_dim,
                 None if kv_dtype is None else getattr(torch, kv_dtype),
             )
-            for arch, dtype, kv_dtype, (head_dim, v_head_dim) in product(
-                archs, dtypes, kv_dtypes, head_dims
-            )
+            for arch, dtype, kv_dtype, (head_dim, v_head_dim) in variants
         ]
     except ValueError as error:  # not all GPUs have kernels for each kind of layer
         return _fail(2, str(error))
@@ -144,6 +145,12 @@ def _build(arguments: argparse.Namespace, source: str, words: list[str]) -> int:
     except (jit.KernelBuildError, kernel_cache.KernelCacheError, OSError) as error:
         return _fail(1, _advised(error, arguments))
     return 0
+
+
+def _has_kernels(
+    arch: tuple[int, int], _: str, kv_dtype: str | None, head_dims: tuple[int, int]
+) -> bool:
+    return support.has_kernels(*head_dims, arch, one_byte=kv_dtype is not None)
 
 
 def _check_alone(arguments: argparse.Namespace) -> None:

@@ -491,7 +491,9 @@ def _compiled_kernels(gpus: Sequence[Gpu], cache: Path) -> list[str]:
         for dtype, kv_dtype, (head_dim, v_head_dim) in itertools.product(
             support.KERNEL_DTYPES, (None, *support.CONVERTED_KV_DTYPES), support.HEAD_DIMS
         ):
-            if not support.has_kernels(head_dim, v_head_dim, capability):
+            if not support.has_kernels(
+                head_dim, v_head_dim, capability, one_byte=kv_dtype is not None
+            ):
                 continue
             config = jit.KernelConfig(
                 getattr(torch, dtype),

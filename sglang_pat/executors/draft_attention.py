@@ -219,7 +219,10 @@ def merge_drafts(
             *given,
             **sizes,
             TILE_ROWS=tile,
-            TILE_KEYS=min(max(_LEAST, triton.next_power_of_2(keys)), _TILE_KEYS),
+            # By shared memory.
+            TILE_KEYS=min(
+                max(_LEAST, triton.next_power_of_2(keys)), _TILE_KEYS * 256 // max(v_padded, 256)
+            ),
             num_warps=4,
             num_stages=2,
         )

@@ -93,10 +93,16 @@ class KernelConfig:
                 "the CUDA kernels need compute capability 8.0 (Ampere) or newer; "
                 f"got {self.arch[0]}.{self.arch[1]}"
             )
-        if not support.has_kernels(self.head_dim, self.v_head_dim, self.arch):
+        one_byte = self.kv_dtype is not None
+        has_body = not (self.force_mma_sync and support.is_wide(self.head_dim, self.v_head_dim))
+        if not has_body or not support.has_kernels(
+            self.head_dim, self.v_head_dim, self.arch, one_byte=one_byte
+        ):
             raise ValueError(
                 f"there are no CUDA kernels for head_dim {self._head_dim_name} "
-                f"on compute capability {self.arch[0]}.{self.arch[1]}"
+                + f"over a KV cache of {self.kv_dtype} " * one_byte
+                + f"on compute capability {self.arch[0]}.{self.arch[1]}"
+                + " by mma.sync" * self.force_mma_sync
             )
 
     @classmethod

@@ -22,6 +22,7 @@ from sglang_pat.model_layers import has_float8_cache
 from sglang_pat.sglang import compat
 from sglang_pat.sglang.start.layer_rules import (
     is_converted,
+    kernels_reason,
     latent_reason,
     layer_window_reason,
     layers_of_model,
@@ -190,8 +191,8 @@ def _build(path: str, flags: Sequence[str]) -> tuple[torch.nn.Module, LayerSuppo
         reason = shape_reason(layer, chunk_size, one_byte=one_byte, default=default)
         reason = reason or layer_window_reason(layer, runner, default)
         if reason is None and shape_of(layer).is_latent:
-            return latent_reason(layer, runner, default)
-        return reason
+            reason = latent_reason(layer, runner, default)
+        return reason or kernels_reason(layer, runner)
 
     layer_support = layers_of_model(model, default, whole, reason_of)
     layer_support.prefill = prefill

@@ -28,7 +28,7 @@ from sglang_pat.model_layers import (
     quantisation_of,
     read_layers,
 )
-from sglang_pat.support import LATENT_HEAD_DIMS, MAX_LATENT_GROUP_SIZE, Unsupported, has_kernels
+from sglang_pat.support import MAX_LATENT_GROUP_SIZE, Unsupported, has_kernels, head_dim_name
 from sglang_pat.workload.models import GPUS, GpuModel, check_dtype
 from sglang_pat.workload.weights import (
     WHOLE_BYTES,
@@ -176,7 +176,8 @@ class StepTime:
         """
         check_dtype(config)
         layers = read_layers(config, max(1, tp)) if layers is None else layers
-        layers = [_on_gpu(layer, gpu) for layer in layers]
+        kv_bytes = 1.0 if has_float8_cache(config) else 2.0
+        layers = [_on_gpu(layer, gpu, one_byte=kv_bytes < 2) for layer in layers]
         check_ranks(layers, tp)
         return cls(
             layers=layers,
@@ -185,7 +186,7 @@ class StepTime:
             gpu=gpu,
             tp=tp,
             bytes_of_weights=weight_bytes(config),
-            kv_bytes=1.0 if has_float8_cache(config) else 2.0,
+            kv_bytes=kv_bytes,
             quantisation=str(quantisation_of(config).get("quant_method", "")),
         )
 
@@ -369,9 +370,17 @@ class StepTime:
         return 2 * (_ALL_REDUCE_SECONDS + moved / _ALL_REDUCE_BYTES_PER_SECOND)
 
 
-def _on_gpu(layer: Layer, gpu: GpuModel) -> Layer:
-    """Return the layer with a refusal, if pat has no kernels for it on this type of GPU."""
-    has_body = layer.kind != LATENT or has_kernels(*LATENT_HEAD_DIMS, gpu.capability)
-    if not layer.is_accelerated or has_body:
+def _on_gpu(layer: Layer, gpu: GpuModel, *, one_byte: bool) -> Layer:
+    """Return the layer with a refusal, if pat has no kernels for it on this type of GPU.
+
+    one_byte: the KV cache is fp8.
+    """
+    head_dims = layer.head_dim, layer.v_head_dim
+    if not layer.is_accelerated or has_kernels(*head_dims, gpu.capability, one_byte=one_byte):
         return layer
-    return replace(layer, refusal=Unsupported("attention", f"latent attention on a {gpu.name}"))
+    if layer.kind == LATENT:
+        refusal = Unsupported("attention", f"latent attention on a {gpu.name}")
+    else:
+        over = " over an fp8 KV cache" * one_byte
+        refusal = Unsupported("head_dim", f"{head_dim_name(*head_dims)}{over} on a {gpu.name}")
+    return replace(layer, refusal=refusal)

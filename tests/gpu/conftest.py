@@ -46,8 +46,9 @@ def compiled_variants(request: pytest.FixtureRequest) -> None:
             for dtype in (torch.bfloat16, torch.float16)
             for kv_dtype in (None, torch.float8_e4m3fn, torch.float8_e5m2)
             if kv_dtype != torch.float8_e5m2 or head_dim == 128
-            if support.has_kernels(head_dim, v_head_dim, arch)
+            if support.has_kernels(head_dim, v_head_dim, arch, one_byte=kv_dtype is not None)
             for force_mma_sync in bodies
+            if not (force_mma_sync and support.is_wide(head_dim, v_head_dim))
         ]
     )
 

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("kernel_body")
         Heads(16, 16, 64, FP16),
         Heads(8, 2, 128, FP16),
         Heads(16, 1, 256, BF16),
+        Heads(16, 2, 512),
         Heads(8, 2, kv_dtype=torch.float8_e4m3fn),
         Heads(5, 1, 64, FP16, kv_dtype=torch.float8_e5m2),
     ],

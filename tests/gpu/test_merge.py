@@ -95,9 +95,10 @@ def cut(counts: np.ndarray, seq_lens: np.ndarray, group_size: int) -> HandPlan:
         Heads(32, 2, 80, FP16),
         Heads(32, 2, 128),
         Heads(32, 2, 256),
+        Heads(32, 2, 512),
         Heads(32, 2, 128, kv_dtype=torch.float8_e4m3fn),
     ],
-    ids=["64", "80", "128", "256", "fp8"],
+    ids=["64", "80", "128", "256", "512", "fp8"],
 )
 @pytest.mark.parametrize("name", COUNTS)
 def test_many_rows_have_the_bits_of_few(name: str, heads: Heads, sinks: bool) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pack_decode_cases import (
     BF16,
@@ -20,6 +20,7 @@ from pack_decode_cases import (
     check,
     check_case,
     group_sizes,
+    has_body,
     make_sinks,
     planned,
     planned_step,
@@ -188,5 +189,6 @@ def test_random_forests(
     num_workers: int,
 ) -> None:
     heads = Heads(*geometry, pair[0], BF16, pair[1])
+    assume(has_body(heads))
     sinks = make_sinks(heads) if with_sinks else None
     check_case(case, heads, sinks=sinks, num_workers=num_workers)

@@ -58,13 +58,13 @@ def test_more_tickets_than_ctas(case: ForestCase, num_workers: int) -> None:
     [MIXED, make_case([], [(-1, 90)] * 5), make_case([], [(-1, 500)] * 132)],
     ids=["with merges", "without", "without, on all SMs"],
 )
-def test_a_layer_reads_what_the_layer_before_has_written(case: ForestCase) -> None:
+@pytest.mark.parametrize("heads", [Heads(8, 2), Heads(8, 2, 512)], ids=["128", "512"])
+def test_a_layer_reads_what_the_layer_before_has_written(case: ForestCase, heads: Heads) -> None:
     """Layers have the bits of layers that waited for the device.
 
     A kernel starts before the last one ends. The queries of each layer are the last layer's output,
     with nothing in between.
     """
-    heads = Heads(8, 2)
     tensors, step = planned(case, heads)
     outputs = tensors.q.new_empty((21, *tensors.q.shape))
 
@@ -89,9 +89,9 @@ def test_a_layer_reads_what_the_layer_before_has_written(case: ForestCase) -> No
         assert torch.equal(outputs, expected)
 
 
-def test_graph_replay_follows_plans_and_lengths() -> None:
+@pytest.mark.parametrize("heads", [Heads(8, 2), Heads(8, 2, 512)], ids=["128", "512"])
+def test_graph_replay_follows_plans_and_lengths(heads: Heads) -> None:
     """Capture once; then replay with other forests, other lengths and grown tails."""
-    heads = Heads(8, 2)
     num_requests, grown_by = 24, 40
     cases = [
         make_case([(-1, 200)], [(0, 17)] * num_requests, spare_tokens=grown_by),
@@ -118,8 +118,8 @@ def test_graph_replay_follows_plans_and_lengths() -> None:
     slots = max(len(t.k_cache) for t in tensors)
     static = Tensors(
         torch.empty_like(tensors[0].q),
-        torch.empty(slots, 2, 128, device="cuda", dtype=BF16),
-        torch.empty(slots, 2, 128, device="cuda", dtype=BF16),
+        torch.empty(slots, 2, heads.head_dim, device="cuda", dtype=BF16),
+        torch.empty(slots, 2, heads.head_dim, device="cuda", dtype=BF16),
         torch.zeros(rows, width, device="cuda", dtype=torch.int32),
         torch.empty_like(tensors[0].req_pool_indices),
         torch.empty_like(tensors[0].seq_lens),

@@ -45,7 +45,7 @@ def test_random_plans(heads: Heads) -> None:
         check_plan(case, random_plan(case, heads.group_size, seed), heads)
 
 
-@pytest.mark.parametrize("head_dims", [(64, 64), (192, 128), (256, 256)])
+@pytest.mark.parametrize("head_dims", [(64, 64), (192, 128), (256, 256), (512, 512)])
 def test_head_dims(head_dims: tuple[int, int]) -> None:
     for seed in range(4):
         case = random_case(seed, 16)
@@ -197,15 +197,15 @@ def check_isolation(
         assert torch.equal(first.nan_to_num(7.0), second.nan_to_num(7.0)), "same bits"
 
 
-@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 7, 8, 12, 16])
-def test_broken_kv_stays_with_its_requests(group_size: int) -> None:
+@group_sizes([1, 2, 3, 4, 5, 7, 8, 12, 16], [])
+def test_broken_kv_stays_with_its_requests(heads: Heads) -> None:
     """In random plans: partials and direct stores, sinks, values and keys, NaN and infinity."""
+    group_size = heads.group_size
     for seed in range(6):
         case = random_case(100 * group_size + seed)
         found = broken_token(case, seed)
         if found is None:
             continue
-        heads = Heads(2 * group_size, 2)
         options = {"sinks": make_sinks(heads)} if seed % 2 else {}
         check_isolation(
             case,
@@ -219,11 +219,10 @@ def test_broken_kv_stays_with_its_requests(group_size: int) -> None:
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("group_size", [1, 3, 4, 16])
-def test_every_request_of_an_item_may_be_the_broken_one(group_size: int, *, reverse: bool) -> None:
-    lengths = lengths_of_tails(group_size)
-    plan, case = tails(lengths, group_size, reverse=reverse), tails_case(lengths)
-    heads = Heads(2 * group_size, 2)
+@group_sizes([1, 3, 4, 16], [])
+def test_every_request_of_an_item_may_be_the_broken_one(heads: Heads, *, reverse: bool) -> None:
+    lengths = lengths_of_tails(heads.group_size)
+    plan, case = tails(lengths, heads.group_size, reverse=reverse), tails_case(lengths)
     for request, length in enumerate(lengths):
         holders = np.arange(len(lengths)) == request
         check_isolation(case, plan, heads, [(request, 99 + length, holders)])
@@ -232,19 +231,21 @@ def test_every_request_of_an_item_may_be_the_broken_one(group_size: int, *, reve
     check_isolation(case, plan, heads, tokens)
 
 
-@pytest.mark.parametrize("columns", [slice(0, 1), slice(37, 38), slice(63, 64)])
-def test_one_broken_column(columns: slice) -> None:
+@pytest.mark.parametrize("columns", [slice(0, 1), slice(37, 38), slice(63, 64), slice(-1, None)])
+@pytest.mark.parametrize(
+    "heads", [Heads(8, 2), Heads(8, 2, 64, FP16), Heads(8, 2, 512)], ids=["128", "64", "512"]
+)
+def test_one_broken_column(heads: Heads, columns: slice) -> None:
     """The others of the broken request keep their results: they are its own."""
     lengths = [40, 3, 70, 9]
     holders = np.arange(4) == 1
-    for heads in (Heads(8, 2), Heads(8, 2, 64, FP16)):
-        check_isolation(
-            tails_case(lengths), tails(lengths, 4), heads, [(1, 101, holders)], columns=columns
-        )
+    check_isolation(
+        tails_case(lengths), tails(lengths, 4), heads, [(1, 101, holders)], columns=columns
+    )
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128)])
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (512, 512)])
 def test_isolation_in_other_variants(
     head_dims: tuple[int, int], kv_dtype: torch.dtype | None
 ) -> None:

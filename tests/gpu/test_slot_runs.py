@@ -135,6 +135,7 @@ def check_same(found: dict[str, Result]) -> None:
         Heads(32, 2, 128),
         Heads(8, 2, 192, v_head_dim=128),
         Heads(8, 1, 256),
+        Heads(16, 2, 512),
         Heads(8, 2, 64, kv_dtype=E4M3),
         Heads(4, 4, 128, kv_dtype=E4M3),
         Heads(32, 2, 128, FP16, kv_dtype=E4M3),
@@ -161,7 +162,7 @@ def test_random_forests(seed: int) -> None:
 
 @pytest.mark.parametrize(
     "heads",
-    [Heads(8, 2), Heads(8, 2, 80), Heads(4, 1, 256), Heads(8, 2, kv_dtype=E4M3)],
+    [Heads(8, 2), Heads(8, 2, 80), Heads(4, 1, 256), Heads(8, 1, 512), Heads(8, 2, kv_dtype=E4M3)],
     ids=lambda h: f"{h.head_dim}-{h.kv_dtype}",
 )
 def test_hints_for_the_l2_do_not_change_the_bits(heads: Heads) -> None:

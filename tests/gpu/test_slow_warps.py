@@ -22,6 +22,7 @@ def is_hopper() -> bool:
 
 CONVERTERS = ["converters", "one converter"]
 OTHERS = ["one consumer", "producer of keys", "producer of values"]
+WIDE = ["first half at the end", "second half", "a warp of both halves"]
 LATENT = [
     *("first warpgroup", "second warpgroup"),
     *("first warpgroup at the end", "second warpgroup at the end", "one warp"),
@@ -38,12 +39,13 @@ LATENT_MMA = [
     [
         *((who, "e4m3") for who in CONVERTERS + OTHERS),
         *(pytest.param(who, "as queries", marks=pytest.mark.nightly) for who in OTHERS),
+        *((who, "wide") for who in WIDE + OTHERS),
         *((who, "latent") for who in LATENT),
         *((who, "latent mma") for who in LATENT_MMA),
     ],
 )
 def test_slow_warps(who: str, kv_dtype: str, tmp_path: Path) -> None:
-    if who in CONVERTERS + LATENT and not is_hopper():
+    if (who in CONVERTERS + LATENT or kv_dtype == "wide") and not is_hopper():
         pytest.skip("these warps are Hopper's")
     # Apart: where a barrier is missing, the kernel may not end.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

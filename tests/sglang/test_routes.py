@@ -97,7 +97,10 @@ OF_A_LAYER: dict[tuple[str, str], Callable[[], Any]] = {
     ("attention", "a soft-cap by other"): lambda: runner(
         model=layers(logit_cap=30.0, logit_capping_method="other")
     ),
-    ("head_dim", "512"): lambda: runner(model=layers(qk_head_dim=512, v_head_dim=512)),
+    ("head_dim", "288/256"): lambda: runner(model=layers(qk_head_dim=288, v_head_dim=256)),
+    ("head_dim", "512 over an fp8 KV cache"): lambda: fp8_runner(
+        model=scaled_layers(qk_head_dim=512, v_head_dim=512)
+    ),
     ("query heads per KV head", "5/2"): lambda: runner(model=layers(tp_q_head_num=5)),
     ("query heads per KV head", "32"): lambda: runner(model=layers(tp_q_head_num=64)),
     ("KV pool", "scaled by 2 numbers of torch.float32"): lambda: fp8_runner(
@@ -280,6 +283,32 @@ def test_gpus_without_kernels(
     layer_support = layers_of_runner(model_runner, "triton")
     assert {str(each) for each in layer_support.fallback.values()} == (
         {reason} if reason else set()
+    )
+
+
+@pytest.mark.parametrize(
+    ("capability", "reason"),
+    [((9, 0), None), ((8, 0), "head_dim 512 on compute capability 8.0")],
+)
+def test_head_dim_512_is_pats_on_hopper(
+    capability: tuple[int, int], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    dtype = torch.bfloat16
+    pool = KVPool(dtype)
+    pool.keys[1], pool.values[1] = (torch.zeros(SLOTS, KV_HEADS, 512, dtype=dtype) for _ in "kv")
+    layer_support = layers_of_runner(
+        runner(
+            device="cuda",
+            dtype=dtype,
+            kv_cache_dtype=dtype,
+            token_to_kv_pool=pool,
+            model=layers(qk_head_dim=512, v_head_dim=512),
+        ),
+        "triton",
+    )
+    assert {layer: str(why) for layer, why in layer_support.fallback.items()} == (
+        {} if reason is None else {1: reason}
     )
 
 

@@ -38,6 +38,8 @@ CASES = [
     TreeCase(12, 4, 192, 128, 7, logit_cap=0.5),
     TreeCase(14, 2, 128, 128, 6, kv_dtype=torch.float8_e4m3fn),
     TreeCase(16, 1, 256, 256, 16, kv_dtype=torch.float8_e5m2),
+    TreeCase(16, 2, 512, 512, 4),
+    TreeCase(16, 2, 512, 512, 12),
     # Branches of a draft model: each row has keys of its own.
     TreeCase(8, 2, 64, 64, 1, keys=3),
     TreeCase(14, 2, 128, 128, 4, keys=7),

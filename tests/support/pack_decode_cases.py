@@ -51,8 +51,12 @@ def latent(num_heads: int, dtype: torch.dtype = BF16, kv_dtype: torch.dtype | No
 
 
 def group_sizes(of_gqa: list[int], of_latent: list[int]) -> pytest.MarkDecorator:
-    """Parametrise a test by `heads`: two KV heads and latent ones, with groups of these sizes."""
+    """Parametrise a test by `heads`, with groups of these sizes.
+
+    Two KV heads, of 128 columns and of 512, and latent ones.
+    """
     heads = [pytest.param(Heads(2 * size, 2), id=str(size)) for size in of_gqa]
+    heads += [pytest.param(Heads(2 * size, 2, 512), id=f"wide-{size}") for size in of_gqa]
     heads += [
         pytest.param(latent(size), id=f"latent-{size}", marks=needs_latent_kernels)
         for size in of_latent
@@ -137,9 +141,22 @@ class Tensors:
         )
 
 
+def has_body(heads: Heads) -> bool:
+    """True if the GPU has kernels of these heads with the body that is tested."""
+    from sglang_pat.executors.jit import KernelConfig
+
+    tested = KernelConfig.for_device(heads.dtype, 128, torch.device("cuda"))
+    pair = heads.head_dim, heads.v_head_dim or heads.head_dim
+    if tested.force_mma_sync and support.is_wide(*pair):
+        return False
+    return support.has_kernels(*pair, tested.arch, one_byte=heads.kv_dtype is not None)
+
+
 def config_of(heads: Heads):
     from sglang_pat.executors.jit import KernelConfig
 
+    if not has_body(heads):
+        pytest.skip(f"has no such kernels: {heads}")
     device = torch.device("cuda")
     return KernelConfig.for_device(
         heads.dtype, heads.head_dim, device, heads.v_head_dim, heads.kv_dtype
@@ -218,6 +235,8 @@ def check(
     if finite.any():
         # tanh.approx of the soft-cap is good to 2^-11 of the cap.
         bound = 2e-5 + 1e-3 * logit_cap
+        if tensors.q.shape[-1] == 512:  # wgmma cuts off a sum's last bits in each of 32 steps
+            bound += 6e-5
         error = (lse.double() - exact_lse)[finite].abs().max().item()
         assert error <= bound, f"LSE error {error:.3g}"
 

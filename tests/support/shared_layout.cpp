@@ -326,6 +326,76 @@ void check() {
   std::printf("%d/%d\n", kKey, kValue);
 }
 
+// Keys of wide and other rows, as wgmma has them: K-major, n is the token.
+template <int kKey>
+void check_wgmma_keys(const std::map<uint32_t, int>& keys, uint32_t base) {
+  for (int step = 0; step < kKey / 16; ++step) {
+    for (int n = 0; n < kStageTokens; ++n) {
+      for (int k = 0; k < 16; ++k) {
+        const uint32_t address = KeyOperand::address(base, step) + n / 8 * KeyOperand::kGroupBytes +
+                                 n % 8 * kPanelRowBytes + k * 2;
+        expect(at(keys, swizzled(address)) == n * 1024 + step * 16 + k, "wgmma of keys", kKey);
+      }
+    }
+  }
+}
+
+// Wide rows: copied by panels; queries are read by wgmma, wherever in the ring of 64 rows their tile begins.
+template <int kKey, int kValue>
+  requires(HeadDims<kKey, kValue>::kIsWide)
+void check() {
+  using Dims = HeadDims<kKey, kValue>;
+  constexpr uint32_t kBase = 3 * 1024;
+  constexpr int kRingRows = 4 * kUnitRows;
+  const uint32_t value_base = kBase + Dims::kKeyBytes, end = value_base + Dims::kValueBytes;
+  const auto keys = copied_by_panels(kKey, kBase, kStageTokens);
+  const auto values = copied_by_panels(kValue, value_base, kStageTokens);
+  expect(keys.rbegin()->first < value_base, "keys reach into the values", kKey);
+  expect(values.rbegin()->first < end, "values leave the stage", kValue);
+  check_boxes<kKey, 2>(keys, kBase);
+  check_boxes<kValue, 2>(values, value_base);
+  check_wgmma_keys<kKey>(keys, kBase);
+  check_wgmma_values<Dims>(values, value_base, end, [](int n) { return n; }, "wgmma of values");
+
+  for (int units = 1; units <= 4; units *= 2) {
+    for (int first_unit = 0; first_unit < 4; first_unit += units) {
+      const uint32_t tile = kBase + first_unit * kUnitRows * kPanelRowBytes;
+      std::map<uint32_t, int> queries;
+      for (int unit = 0; unit < units; ++unit) {  // as copy_queries has it
+        for (int lane = 0; lane < 32; ++lane) {
+          const PanelCopy copy{lane};
+          for (int i = 0; i < PanelCopy::kCopies * kUnitRows / kStageTokens; ++i) {
+            const int row = unit * kUnitRows + copy.row(i);
+            for (int panel = 0; panel < Dims::kQueryPanels; ++panel) {
+              for (int byte = 0; byte < kChunkBytes; byte += 2) {
+                const uint32_t target =
+                    tile + (panel * kRingRows + unit * kUnitRows) * kPanelRowBytes + copy.target(i);
+                const int column = panel * kPanelColumns + (copy.source() + byte) / 2;
+                queries[target + byte] = row * 1024 + column;
+              }
+            }
+          }
+        }
+      }
+      const int rows = units * kUnitRows;
+      expect(queries.size() == static_cast<size_t>(rows) * kKey, "queries overlap", kKey);
+      expect(queries.rbegin()->first < kBase + 4 * Dims::kUnitBytes, "queries leave", kKey);
+      for (int step = 0; step < kKey / 16; ++step) {
+        for (int row = 0; row < rows; ++row) {
+          for (int k = 0; k < 16; ++k) {
+            const uint32_t address = tile + step_address(0, kRingRows, step) +
+                                     row / 8 * KeyOperand::kGroupBytes + row % 8 * kPanelRowBytes +
+                                     k * 2;
+            expect(at(queries, swizzled(address)) == row * 1024 + step * 16 + k, "wgmma of queries",
+                   kKey);
+          }
+        }
+      }
+    }
+  }
+  std::printf("%d/%d\n", kKey, kValue);
+}
+
 template <int kKey, int kValue>
 void check() {
   using Dims = HeadDims<kKey, kValue>;
@@ -358,15 +428,7 @@ void check() {
     }
   }
 
-  for (int step = 0; step < kKey / 16; ++step) {  // K-major: n is the token
-    for (int n = 0; n < kStageTokens; ++n) {
-      for (int k = 0; k < 16; ++k) {
-        const uint32_t address = KeyOperand::address(kBase, step) +
-                                 n / 8 * KeyOperand::kGroupBytes + n % 8 * kPanelRowBytes + k * 2;
-        expect(at(keys, swizzled(address)) == n * 1024 + step * 16 + k, "wgmma of keys", kKey);
-      }
-    }
-  }
+  check_wgmma_keys<kKey>(keys, kBase);
   check_wgmma_values<Dims>(
       values, value_base, end, [](int n) { return n < kValue ? n : -1; }, "wgmma of values");
 

@@ -1,8 +1,8 @@
 """Runs pack_decode twice: as it is, and with warps that sleep where others may wait for them.
 
-Usage: slow_warps.py WHO KV_DTYPE FOLDER: KV_DTYPE is e4m3, `as queries`, `latent` for latent
-attention, or `latent mma` for its body on mma.sync; the folder is for changed sources of the
-kernels.
+Usage: slow_warps.py WHO KV_DTYPE FOLDER: KV_DTYPE is e4m3, `as queries`, `wide` for head_dim 512,
+`latent` for latent attention, or `latent mma` for its body on mma.sync; the folder is for changed
+sources of the kernels.
 """
 
 from __future__ import annotations
@@ -42,6 +42,24 @@ DELAYS = {
         "kv_stages.cuh",
         "int stage = ring_.stage;",
         "if (!kIsKey) __nanosleep(9000);",
+    ),
+}
+# Rows that two warpgroups share.
+WIDE_DELAYS = {
+    "first half at the end": (
+        "consumer.cuh",
+        "position.advance(units);",
+        "if (warp < 4) __nanosleep(40000);",
+    ),
+    "second half": (
+        "wgmma_body.cuh",
+        "consumer.release_following_keys();",
+        "if (consumer.warp >= 4) __nanosleep(9000);",
+    ),
+    "a warp of both halves": (
+        "wgmma_body.cuh",
+        "consumer.release_following_keys();",
+        "if (consumer.unit() == 1) __nanosleep(9000);",
     ),
 }
 # Latent attention.
@@ -121,7 +139,7 @@ LATENT_MMA_DELAYS = {
         "if (!kIsKey) __nanosleep(3000);",
     ),
 }
-DELAYS |= LATENT_DELAYS | LATENT_MMA_DELAYS
+DELAYS |= WIDE_DELAYS | LATENT_DELAYS | LATENT_MMA_DELAYS
 HEAD_DIMS = (128, 64)
 # Large and small tiles in turns in each CTA, and some of more stages than a ring has.
 CASE = make_case(
@@ -134,6 +152,8 @@ def results(case: ForestCase, kv_name: str) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     kv_dtype = torch.float8_e4m3fn if kv_name == "e4m3" else None
     kinds = [Heads(8, 2, head_dim, kv_dtype=kv_dtype) for head_dim in HEAD_DIMS]
+    if kv_name == "wide":
+        kinds = [Heads(8, 2, 512)]
     if kv_name.startswith("latent"):
         kinds = [Heads(16, 1, LATENT_HEAD_DIMS[0], v_head_dim=LATENT_HEAD_DIMS[1])]
     jit.build_all([config_of(heads) for heads in kinds])

@@ -109,6 +109,28 @@ def test_what_is_wrong_with_a_cache_is_told_with_the_option_that_names_it(
         assert capsys.readouterr().err.endswith(f"run chmod go-w {tmp_path}, {advice}")
 
 
+def test_build_leaves_out_kernels_that_a_gpu_does_not_have(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of the layers that a server decodes by pat on another GPU, or over another cache."""
+    needs = SimpleNamespace(
+        dtype="bfloat16", kv_dtypes=(None, "float8_e4m3fn"), head_dims=((256, 256), (512, 512))
+    )
+    asked: list[jit.KernelConfig] = []
+    monkeypatch.setattr(build, "loadable", lambda *_: "model")
+    monkeypatch.setattr(build, "_needs_of", lambda *_: needs)
+    monkeypatch.setattr(jit, "build_all", lambda configs, **_: asked.extend(configs) or ())
+    words = ["--model", "gemma-4", "--arch", "8.0", "--arch", "9.0", "--cache", str(tmp_path)]
+    assert main.main(["build", *words]) == 0
+    assert {each.name for each in asked} == {
+        "bf16_d256_sm80",
+        "bf16_e4m3_d256_sm80",
+        "bf16_d256_sm90",
+        "bf16_e4m3_d256_sm90",
+        "bf16_d512_sm90",
+    }
+
+
 def test_a_bad_variable_is_wrong_input(monkeypatch: pytest.MonkeyPatch, cli: Any) -> None:
     monkeypatch.setenv("SGLANG_PAT_KERNEL_CACHE", "kernels")
     message = "SGLANG_PAT_KERNEL_CACHE='kernels'; allowed: an abs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -27,7 +28,7 @@ from sglang_pat.executors.jit import (
     source_folder,
 )
 from sglang_pat.executors.kernel_cache import KernelCacheError
-from sglang_pat.support import GQA_HEAD_DIMS
+from sglang_pat.support import GQA_HEAD_DIMS, has_kernels
 
 CONFIG = KernelConfig(torch.bfloat16, 128, (9, 0))
 
@@ -160,9 +161,10 @@ def test_the_key_holds_what_an_image_depends_on(monkeypatch: pytest.MonkeyPatch)
         for dtype in (torch.float16, torch.bfloat16)
         for head_dim, v_head_dim in GQA_HEAD_DIMS
         for arch in ((8, 0), (9, 0))
+        if has_kernels(head_dim, v_head_dim, arch)
     }
-    assert len({key.rpartition("-")[2] for key in keys}) == 4 * len(GQA_HEAD_DIMS)
-    assert len({key.rpartition("-")[0] for key in keys}) == 4 * len(GQA_HEAD_DIMS)
+    assert len({key.rpartition("-")[2] for key in keys}) == 4 * len(GQA_HEAD_DIMS) - 2
+    assert len({key.rpartition("-")[0] for key in keys}) == 4 * len(GQA_HEAD_DIMS) - 2
     options = CONFIG.options
     monkeypatch.setattr(KernelConfig, "options", property(lambda config: [*options, "-g"]))
     assert cache_key(CONFIG) not in keys
@@ -336,3 +338,18 @@ def test_a_cache_of_one_byte_has_variants_of_its_own() -> None:
     assert KernelConfig(torch.bfloat16, 128, (9, 0), kv_dtype=torch.bfloat16) == CONFIG
     with pytest.raises(ValueError, match=r"KV cache of torch\.float16, .*; got torch\.int8"):
         KernelConfig(torch.float16, 128, (9, 0), kv_dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"arch": (8, 0)}, "on compute capability 8.0"),
+        ({"arch": (10, 0)}, "on compute capability 10.0"),
+        ({"kv_dtype": torch.float8_e4m3fn}, "over a KV cache of torch.float8_e4m3fn on compute"),
+        ({"force_mma_sync": True}, "on compute capability 9.0 by mma.sync"),
+    ],
+)
+def test_head_dim_512_is_hoppers(change: dict[str, object], where: str) -> None:
+    wide = KernelConfig(torch.bfloat16, 512, (9, 0))
+    with pytest.raises(ValueError, match=f"no CUDA kernels for head_dim 512 {where}"):
+        dataclasses.replace(wide, **change)

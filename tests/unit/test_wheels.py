@@ -70,9 +70,10 @@ def test_wheels_hold_every_shipped_variant(monkeypatch: pytest.MonkeyPatch, tmp_
         (each.arch, each.dtype, each.cache_dtype, each.head_dim, each.v_head_dim) for each in asked
     }
     num_dtypes = len(support.KERNEL_DTYPES) + 1  # bfloat16 over an fp8 cache
-    count = len(namespace["ARCHITECTURES"]) * num_dtypes * len(support.GQA_HEAD_DIMS)
-    latent = {*support.LATENT_CAPABILITIES} & {*namespace["ARCHITECTURES"]}
-    count += len(latent) * num_dtypes
+    archs = {*namespace["ARCHITECTURES"]}
+    count = len(archs) * num_dtypes * (len(support.GQA_HEAD_DIMS) - 1)
+    count += len(archs & {*support.LATENT_CAPABILITIES}) * num_dtypes
+    count += len(archs & {*support.WIDE_CAPABILITIES}) * len(support.KERNEL_DTYPES)
     assert len(variants) == len(asked) == count
     assert {path.name for path in shipped.iterdir()} == {jit.cache_key(each) for each in asked}
 

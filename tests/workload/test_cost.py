@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from published_shapes import read_shapes
 
 from sglang_pat import support
 from sglang_pat.batch import PrefixPaths
@@ -281,6 +282,24 @@ def test_gpus_without_a_body_for_latent_attention(monkeypatch: pytest.MonkeyPatc
     refused = StepTime.of_model({**config, **MLA}, GPUS["B200"]).layers[0].refusal
     assert refused is not None
     assert str(refused) == "latent attention on a B200"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "quantisation", "refusal"),
+    [
+        ("H100", {}, None),
+        ("A100", {}, "head_dim 512 on a A100"),
+        ("H100", {"kv_cache_scheme": {"type": "float", "num_bits": 8}}, "over an fp8 KV cache on"),
+    ],
+)
+def test_gpus_without_a_body_for_head_dim_512(
+    gpu: str, quantisation: dict[str, object], refusal: str | None
+) -> None:
+    config = read_shapes()["google/gemma-4-26B-A4B"].config["text_config"]
+    time = StepTime.of_model({**config, "quantization_config": quantisation}, GPUS[gpu])
+    assert {layer.refusal for layer in time.layers if layer.window} == {None}
+    (found,) = {layer.refusal for layer in time.layers if not layer.window}
+    assert found is None if refusal is None else refusal in str(found)
 
 
 def test_windows_of_a_recorded_server_are_predicted() -> None:

@@ -249,7 +249,19 @@ def layer_reason(
         reason = reason or _latent_pool_reason(layer, model_runner, default)
     elif reason is None:
         reason = _pool_reason(layer, model_runner) or _window_pool_reason(layer, model_runner)
+    reason = reason or kernels_reason(layer, model_runner)
     return reason or scales_reason(layer, model_runner, default)
+
+
+def kernels_reason(layer: RadixAttention, model_runner: Any) -> Unsupported | None:
+    """Return why the GPU has no kernels for a layer that pat decodes on others.
+
+    Of the model runner, only `device` is read.
+    """
+    if model_runner.device == "cpu":
+        return None
+    head_dims = layer.qk_head_dim, layer.v_head_dim
+    return support.device_reason(*head_dims, torch.cuda.get_device_capability())
 
 
 def latent_reason(layer: RadixAttention, model_runner: Any, default: str) -> Unsupported | None:
@@ -268,11 +280,6 @@ def latent_reason(layer: RadixAttention, model_runner: Any, default: str) -> Uns
         return Unsupported("attention", "latent attention with LoRA on kv_b_proj")
     if str(model_runner.dtype).removeprefix("torch.") not in support.DTYPES:
         return Unsupported("dtype of queries and KV cache", model_runner.dtype)
-    if model_runner.device != "cpu":
-        capability = torch.cuda.get_device_capability()
-        if not support.has_kernels(*support.LATENT_HEAD_DIMS, capability):
-            name = "{}.{}".format(*capability)
-            return Unsupported("attention", f"latent attention on compute capability {name}")
     return None
 
 
