@@ -26,7 +26,8 @@ from sglang_pat.sglang.start.server_options import batch_invariant
 
 def test_registration_makes_pat_a_choice_and_imports_nothing_heavy() -> None:
     code = """
-import argparse, sys
+import argparse, gc, sys
+gc.disable()  # imports make objects that stay
 import sglang.srt.server_args as server_args
 from sglang_pat.sglang.plugin import register
 before = set(sys.modules)

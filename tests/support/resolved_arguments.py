@@ -10,6 +10,7 @@ computed, so a GPU is faked by what torch and the packages for GPUs say of it.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib.abc
 import importlib.machinery
 import json
@@ -125,6 +126,7 @@ def compare(model: Path) -> list[dict[str, Any]]:
 
 
 def main(platform: str, folder: str, *families: str) -> None:
+    gc.disable()  # imports make objects that stay
     enable_cpu_engine()
     if platform in CAPABILITIES:
         fake_gpu(CAPABILITIES[platform])
