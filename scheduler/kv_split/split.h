@@ -60,7 +60,7 @@ struct Split {
 struct SplitTask {
   int32_t num_requests;
   int64_t num_unique;  // KV tokens, each counted once
-  // Time of another split of the batch. If no split can take less, none is made: it has no tickets.
+  // Expected time of another split of the batch. If no split can take less, the result has no tickets.
   int64_t time_to_beat = std::numeric_limits<int64_t>::max();
   // KvSplitter sets both.
   int64_t num_read = 0;         // KV tokens, counted once per tile that reads them

@@ -38,7 +38,7 @@ Made split(const Batch& batch, const SchedulerConfig& config) {
   return made;
 }
 
-// True if a segment of a item is one of the packing that no cut has shortened.
+// True if an item has a segment of the packing as it is: no cut has shortened it.
 bool is_whole(const Packing& packing, const Segment& segment) {
   return std::ranges::any_of(packing.segments, [&](const Segment& other) {
     return other.span == segment.span && other.kv_begin == segment.kv_begin &&

@@ -154,7 +154,7 @@ def _has_kernels(
 
 
 def _check_alone(arguments: argparse.Namespace) -> None:
-    """ValueError for an option that a model decides."""
+    """Raise ValueError for an option that must not be given with --model, which decides it."""
     for name in ("dtype", "kv_dtype", "head_dim"):
         if getattr(arguments, name):
             raise ValueError(f"--{name.replace('_', '-')}: allowed: without --model, which says it")
