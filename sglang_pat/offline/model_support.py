@@ -38,10 +38,7 @@ from sglang_pat.support import BACKEND, DEFAULT_BACKENDS, Unsupported
 
 # By the values of --kv-cache-dtype.
 _KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-# Where there is no GPU to ask, the answer is for an H100: its compute capability, and what SGLang
-# decodes with there in place of its backends for CPUs.
-_CAPABILITY = (9, 0)
-_OF_CPUS, _OF_H100 = ("torch_native", "intel_amx"), "fa3"
+_CAPABILITY = (9, 0)  # of an H100, for which the answer is where there is no GPU to ask
 
 
 def layers_of_config(path: str, flags: Sequence[str] = ()) -> LayerSupport:
@@ -165,11 +162,7 @@ def _build(path: str, flags: Sequence[str]) -> tuple[torch.nn.Module, LayerSuppo
     load_plugins()
     arguments = _server_arguments(path, flags)
     config = ModelConfig.from_server_args(arguments)
-    has_gpu = torch.cuda.is_available()
-    prefill, default = (
-        _OF_H100 if name in _OF_CPUS and not has_gpu else name
-        for name in attention_backends(arguments)
-    )
+    prefill, default = map(_on_gpu, attention_backends(arguments))
     whole = early_reason(arguments) or model_reason(config)
     if whole is None and default not in DEFAULT_BACKENDS:
         whole = Unsupported("default backend", default)
@@ -207,17 +200,18 @@ def _server_arguments(path: str, flags: Sequence[str]) -> Any:
     words = ["--model-path", path, "--attention-backend", BACKEND, "--load-format", "dummy"]
     words += ["--skip-tokenizer-init"]
     words += ["--disable-radix-cache"]  # some of its kinds want a GPU
-    words += [*flags, "--pp-size", "1"]
     told, handlers = io.StringIO(), logging.root.handlers[:]
-    try:
-        with contextlib.redirect_stderr(told):
-            arguments = prepare_server_args(words)
-    except SystemExit as error:  # raised by argparse
-        *_, last = told.getvalue().strip().splitlines() or [str(error)]
-        raise ValueError(last) from None
-    finally:
-        logging.root.handlers[:] = handlers
-    _resolve(arguments)
+    with _platform_with_gpu() as device:
+        words += [*device, *flags, "--pp-size", "1"]
+        try:
+            with contextlib.redirect_stderr(told):
+                arguments = prepare_server_args(words)
+        except SystemExit as error:  # raised by argparse
+            *_, last = told.getvalue().strip().splitlines() or [str(error)]
+            raise ValueError(last) from None
+        finally:
+            logging.root.handlers[:] = handlers
+        _resolve(arguments)
     return arguments
 
 
@@ -309,6 +303,31 @@ def _forget_cpu(config: Any) -> None:
 
 
 # --- differences between versions of SGLang ---
+
+
+@contextlib.contextmanager
+def _platform_with_gpu() -> Iterator[Sequence[str]]:
+    """Let SGLang resolve its arguments as on an H100, and yield those for its device.
+
+    Some classes of models have a default backend of their own, or refuse those of CPUs. 0.5.17
+    resolves for the machine that it runs on: see `_on_gpu`. A machine with a GPU is left as it is.
+    """
+    from sglang.srt import runtime_context
+
+    if torch.cuda.is_available() or not hasattr(runtime_context, "override_platform"):
+        yield ()
+        return
+    facts = dict.fromkeys(("is_cuda", "is_sm90", "is_hopper_with_cuda_12_3"), True)
+    with runtime_context.override_platform(
+        **facts, has_amx=False, device_sm=90, device_capability=_CAPABILITY
+    ):
+        yield ("--device", "cuda")
+
+
+def _on_gpu(backend: str) -> str:
+    """Return the default backend on an H100 where 0.5.17 has chosen one for this CPU."""
+    is_of_cpu = backend in ("torch_native", "intel_amx") and not torch.cuda.is_available()
+    return "fa3" if is_of_cpu else backend
 
 
 def _resolve(arguments: Any) -> None:

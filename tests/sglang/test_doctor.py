@@ -9,10 +9,11 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from model_families import FAMILIES
-from sglang.srt import server_args
+from sglang.srt import runtime_context, server_args
 from sglang.srt.layers.attention import attention_registry
 
 from sglang_pat import support
@@ -63,6 +64,40 @@ def test_routes_of_a_model_without_its_weights(tmp_path: Path) -> None:
     assert head == ("pat decodes 4 of 4 layers, 2 of them with sliding windows; prefill on fa3")
     assert [row.split(maxsplit=2) for row in rows] == [["0-3", "pat"]]
     assert json.loads(report.read_text())["default_layers"] == {}
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(
+    not hasattr(runtime_context, "override_platform"), reason="0.5.17 resolves for this machine"
+)
+@pytest.mark.parametrize(
+    ("architecture", "more", "backend"),
+    [
+        ("Gemma4ForCausalLM", FAMILIES["gemma-4"].config, "triton"),
+        (
+            "Exaone4ForCausalLM",
+            {
+                "model_type": "exaone4",
+                "layer_types": 3 * ["sliding_attention"] + ["full_attention"],
+                "sliding_window": 32,
+                "sliding_window_pattern": 4,
+            },
+            "fa3",
+        ),
+    ],
+)
+def test_classes_with_backends_of_their_own_as_on_a_gpu(
+    architecture: str, more: dict[str, Any], backend: str, tmp_path: Path
+) -> None:
+    """SGLang chooses one for Gemma 4, and refuses those of CPUs for EXAONE 4."""
+    model = FAMILIES["llama"].write(tmp_path / "model") / "config.json"
+    config = json.loads(model.read_text()) | {"architectures": [architecture]} | more
+    model.write_text(json.dumps(config))
+    child = run_doctor(model.parent)
+    assert child.returncode == 0, child.stderr
+    head = child.stdout.splitlines()[0]
+    assert head.startswith("pat decodes 4 of 4 layers"), head
+    assert head.endswith(f"; prefill on {backend}")
 
 
 @pytest.mark.parametrize(
