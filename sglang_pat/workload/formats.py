@@ -203,6 +203,9 @@ class _Source:
                 failure = None
             if last.strip() in _NO_RECORD:
                 continue
+            if b"{" not in last and _TEXT_LINE.match(last):
+                errors.leave_out("lines of text, as a server logs them")
+                continue
             try:
                 requests = parse(last)
             except NotReplayed as what:
@@ -360,6 +363,7 @@ _PREFIX_TIME = re.compile(
     rb"|\d\d/[A-Z][a-z]{2}/\d{4}:\d\d:\d\d:\d\d [+-]\d{4}"
 )
 _LONGEST_PREFIX = 300
+_TEXT_LINE = re.compile(rb"\[?(?:\d{4}-\d\d-\d\d[T ]|(?:DEBUG|INFO|WARN|WARNING|ERROR)\b)")
 
 
 def _json_part(line: bytes) -> tuple[bytes, bytes]:

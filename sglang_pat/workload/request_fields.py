@@ -151,6 +151,15 @@ GENERATES_NOTHING = re.compile(
     r"|metrics|count_tokens|/encode|batches|/files\b",
     re.IGNORECASE,
 )
+# Tracers keep the steps around a call of a model, which may hold its prompt again: LangSmith by
+# `run_type`, of which only "llm" is a call; OpenInference and Datadog by `span_kind`; Langfuse by
+# `type`, in capitals.
+STEPS = frozenset(
+    _words(
+        "span event trace chain agent tool retriever retrieval workflow task evaluator guardrail "
+        "prompt parser reranker embedding"
+    )
+)
 STATUSES = _words("statuscode httpstatus responsestatus responsecode status")
 # Not searched for a request or an answer: a prompt, a text, or no part of either.
 OPAQUE = frozenset(

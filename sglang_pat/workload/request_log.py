@@ -79,6 +79,9 @@ def read_record(
     if isinstance(event, str) and event.startswith("request.") and event != "request.finished":
         raise NotReplayed(f"lines of the event {event[:40]}")
     objects = [*_objects(record)]
+    step = _step(objects)
+    if step is not None:
+        raise NotReplayed(f"steps of the kind {step}, which call no model")
     asked = _asked(objects)
     path = _path(objects)
     if path is not None and (asked is None or fields.GENERATES_NOTHING.search(path)):
@@ -261,6 +264,22 @@ def is_request(record: Json) -> bool:
     return _asked([*_objects(record)]) is not None or str(record.get("event")).startswith(
         "request."
     )
+
+
+def _step(objects: Sequence[_Placed]) -> str | None:
+    """Return the kind of a tracer's record that is no call of a model: see `fields.STEPS`."""
+    kind = objects[0][1].get("type")
+    if isinstance(kind, str) and kind.isupper() and kind.lower() in fields.STEPS:
+        return kind if _answer(objects).output_tokens is None else None  # a name of a log's own
+    for path, found in objects:
+        for key, value in found.items():
+            name = fields.plain(key)
+            if not isinstance(value, str) or not fields.ANSWERS.isdisjoint(path):
+                continue
+            is_step = name == "runtype" or value.lower() in fields.STEPS
+            if name in ("runtype", "spankind", "openinferencespankind") and is_step:
+                return None if value.lower() == "llm" else value[:40]
+    return None
 
 
 def _path(objects: Iterable[_Placed]) -> str | None:

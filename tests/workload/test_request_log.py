@@ -478,6 +478,59 @@ def test_what_generates_nothing_is_left_out_and_named(tmp_path: Path) -> None:
     }
 
 
+STEPS: dict[str, tuple[Record, Record]] = {  # around a call of a model, and the call
+    "langfuse": ({"type": "SPAN"}, {"type": "GENERATION"}),
+    "langsmith": ({"run_type": "chain", "completion_tokens": 120}, {"run_type": "llm"}),
+    "openinference": (
+        {"attributes": {"openinference.span.kind": "AGENT"}},
+        {"attributes": {"openinference.span.kind": "LLM"}},
+    ),
+    "datadog": ({"span_kind": "workflow"}, {"span_kind": "llm"}),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_prompt_that_a_tracer_repeats_is_asked_once(tmp_path: Path, name: str) -> None:
+    step, call = STEPS[name]
+    records = []
+    for i in range(REQUESTS):
+        asked = {"start_time": iso(i), "input": messages(i)}
+        records += [asked | step, asked | {"output": ANSWER} | call]
+    records.append({"start_time": iso(REQUESTS), "input": {"question": "x"}} | step)
+    requests, trace = read(written(tmp_path / "log", records))
+    assert len(requests) == REQUESTS
+    assert {each.output_length for each in requests} == {OUTPUT_TOKENS}
+    assert trace.errors.count == 0
+    ((reason, count),) = trace.errors.left_out.items()
+    assert reason.startswith("steps of the kind ")
+    assert count == REQUESTS + 1
+
+
+@pytest.mark.parametrize("kind", [{"type": "EVENT"}, {"span_kind": "SPAN_KIND_CLIENT"}])
+def test_other_kinds_of_records_are_requests(tmp_path: Path, kind: Record) -> None:
+    requests, _ = read_shape(tmp_path, lambda i: shape_of("plain", i) | kind)
+    assert len(requests) == REQUESTS
+
+
+def test_lines_of_text_between_requests_are_left_out(tmp_path: Path) -> None:
+    lines = (
+        "[2026-05-01 12:00:00] Decode batch, #running-req: 8",
+        'INFO:     127.0.0.1:80 - "POST /v1/chat/completions HTTP/1.1" 200 OK',
+        "2026-05-01 12:00:00,123 - WARNING - slow",
+    )
+    path = tmp_path / "log"
+    path.write_text(
+        "".join(
+            f"{lines[i % len(lines)]}\n{json.dumps(shape_of('plain', i))}\n"
+            for i in range(REQUESTS)
+        )
+    )
+    requests, trace = read(path)
+    assert len(requests) == REQUESTS
+    assert trace.errors.count == 0
+    assert trace.errors.left_out == {"lines of text, as a server logs them": REQUESTS}
+
+
 def test_text_that_the_log_has_cut_is_refused(tmp_path: Path) -> None:
     """SGLang's level 2 keeps 1,024 characters of both ends of a text."""
     cut = SYSTEM[:1024] + "..." + SYSTEM[-1024:]
