@@ -78,9 +78,10 @@ def test_routes_of_a_model_without_its_weights(tmp_path: Path) -> None:
             "Exaone4ForCausalLM",
             {
                 "model_type": "exaone4",
+                "hidden_size": 256,
                 "layer_types": 3 * ["sliding_attention"] + ["full_attention"],
                 "sliding_window": 32,
-                "sliding_window_pattern": 4,
+                "sliding_window_pattern": "LLLG",
             },
             "fa3",
         ),
