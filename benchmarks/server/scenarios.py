@@ -241,6 +241,9 @@ SCENARIOS = {
         (shared(40, 32_768, 2048, 1.5), *_HYBRID, alone(1, 500, 0.98)),
     ),
     "gemma-3": Scenario("gemma-3-12b", ("pat", "default"), (shared(128, 8192, 256, 1.5), *_HYBRID)),
+    "gemma-4": Scenario(
+        "gemma-4-26b", ("pat", "default"), (shared(64, 16_384, 300, 2.0), alone(64, 1024, 1.0))
+    ),
     "olmo-3": Scenario("olmo-3-32b", ("pat", "default"), (shared(128, 8192, 960, 1.3), *_HYBRID)),
     "k2-rank": Scenario(
         "k2-rank",
