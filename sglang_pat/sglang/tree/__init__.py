@@ -1,1 +1,1 @@
-"""Input from SGLang, its steps and its radix tree, as host data for the planner."""
+"""Reads the steps and the radix tree of SGLang into host data for the planner."""

@@ -1,7 +1,7 @@
 """Builds the DecodeBatch of the step that SGLang runs.
 
 `StepInputs` has the fields of the step. `DecodeBatchBuilder` reads the paths of requests that are
-new, or whose path may have changed (`radix_paths.py`). A forest keeps those of the others.
+new, or whose path may have changed (`radix_paths.py`). A `PrefixForest` keeps all other paths.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from sglang_pat.sglang.tree.row_groups import RowPaths
 
 logger = logging.getLogger(__name__)
 
-# In the order of PrefixForest.update()'s counts.
+# In the order of the counts that PrefixForest.update() returns.
 _CHANGES = ("join", "leave", "last_node_changed", "split")
-MISMATCH = "mismatch"  # counted with them
+MISMATCH = "mismatch"  # counted in `changes` too
 
-# With more requests to read again, all are read again.
+# If the paths of more requests than this have to be read again, all paths are.
 _MOST_MOVED = 10_000
 
 
@@ -65,16 +65,16 @@ class DecodeBatchBuilder:
         ("last_node_changed"), that were read again because the tree had split their nodes
         ("split"), and that share nothing because their path does not match them ("mismatch").
     events
-        The events of the last cache seen.
+        The monitor of the last prefix cache seen.
     lens
-        The lengths of the last step's requests, as SGLang gives them.
+        The lengths of the last step's requests in tokens, as SGLang gives them.
     """
 
     def __init__(self, tracker: RequestTracker = REQUEST_TRACKER, *, strict: bool = False) -> None:
         """Make a builder.
 
         tracker: reports requests whose paths may have changed. strict: raise PathMismatchError
-        where a path does not match its request, which otherwise shares nothing.
+        if a path does not match its request. Otherwise such a request shares nothing.
         """
         self._tracker = tracker
         self._strict = strict
@@ -85,8 +85,8 @@ class DecodeBatchBuilder:
         self._source: PathReader | None = None
         self._reqs: list[Request] = []  # whose paths the forest keeps
         self._forest = PrefixForest()
-        self._version = 0  # of the requests and their paths
-        self._moved: set[int] = set()  # id() of those that moved since the last step that may share
+        self._version = 0  # counts changes of the requests and their paths
+        self._moved: set[int] = set()  # id() of requests to read again in the next shared step
         self.lens: IntArray = np.zeros(0, dtype=np.int32)
         self._shares = False
         tracker.subscribe(self)
@@ -105,8 +105,8 @@ class DecodeBatchBuilder:
     def read(self, view: StepInputs) -> DecodeBatch:
         """Return a step as host data. Its paths are valid until this is called again.
 
-        Rows after the requests are padding of length 0. In strict mode, PathMismatchError if a path
-        does not end where its request's shared KV ends.
+        Rows after the requests are padding of length 0. In strict mode, raises PathMismatchError
+        if a path does not end where its request's shared KV ends.
         """
         begun_ns = time.perf_counter_ns()
         step = view.requests
@@ -125,17 +125,17 @@ class DecodeBatchBuilder:
         self._shares = True
         return DecodeBatch(lens, self._forest, self._version, begun_ns)
 
-    # --- how requests become rows: one row each, where nothing speculates ---
+    # --- how requests become rows: here one row each; overridden for speculative decoding ---
 
     def _request_lengths(self, view: StepInputs, reason: str | None) -> IntArray:
         """Return the lengths of the requests on the host, 0 for padding.
 
-        reason: why nothing is shared.
+        reason: why the step shares nothing, or None.
         """
         return view.lengths()
 
     def _row_lengths(self, view: StepInputs, lens: IntArray) -> IntArray:
-        """Return the lengths of the rows, for requests of these lengths."""
+        """Return the lengths of the rows, given those of the requests."""
         return lens
 
     def _rows(self, view: StepInputs, reqs: list[Request]) -> list[Request]:
@@ -143,7 +143,7 @@ class DecodeBatchBuilder:
         return reqs
 
     def _source_of_rows(self) -> PathReader:
-        """Return the source of the paths of the last step's rows."""
+        """Return the reader of the paths of the last step's rows."""
         assert self._source is not None
         return self._source
 
@@ -156,9 +156,9 @@ class DecodeBatchBuilder:
         return DecodeBatch(batch.seq_lens, paths, begun_ns=batch.begun_ns)
 
     def invalidate(self, ids: Iterable[int]) -> None:
-        """Read the paths of these requests, given by id(), again."""
+        """Read the paths of requests again in the next step that may share. ids: their id()."""
         self._moved.update(ids)
-        if len(self._moved) > _MOST_MOVED:  # many prompts, and nothing decoded in between
+        if len(self._moved) > _MOST_MOVED:  # many prefills without a decode step in between
             self.invalidate_all()
 
     def _private_reason(self, step: StepRequests | None, num_rows: int) -> str | None:
@@ -172,7 +172,7 @@ class DecodeBatchBuilder:
         if self._source is None:
             is_off = ", which is disabled" if getattr(step.tree, "disable", False) else ""
             return f"no shared paths are known to {type(step.tree).__name__}{is_off}"
-        if step.has_beams and not isinstance(self._source, RowPaths):  # the first one
+        if step.has_beams and not isinstance(self._source, RowPaths):  # its first step with beams
             self._source = RowPaths(self._source, step.tree.req_to_token_pool)
         return None
 
@@ -180,7 +180,7 @@ class DecodeBatchBuilder:
         self.invalidate_all()
         self._source = path_reader(tree, self._on_mismatch)
         if self._source is not None:
-            tracker = self._tracker  # the cache keeps the functions, but not this builder
+            tracker = self._tracker  # so that the callbacks do not keep this builder alive
             self.events = CacheEventMonitor.watching(
                 tree, lambda req: tracker.invalidate([req]), tracker.invalidate_all
             )
@@ -192,7 +192,7 @@ class DecodeBatchBuilder:
         self._moved.clear()
 
     def _update(self, reqs: list[Request]) -> None:
-        """Bring the forest from the requests of the last step to these."""
+        """Update the forest from the requests of the last step to these."""
         if reqs is self._reqs and not self._moved:
             return
         assert self._source is not None
@@ -223,13 +223,13 @@ class DecodeBatchBuilder:
 class StepInputs:
     """The fields of a step that pat reads.
 
-    SGLang shows a step as a batch, as a namespace before a replay, or as a batch whose buffers
-    belong to the largest graph.
+    SGLang passes a step as a ForwardBatch, as a namespace before a replay, or as a ForwardBatch
+    whose buffers belong to the largest graph.
     """
 
     requests: StepRequests | None  # in row order; None: not known (warm-up, capture)
-    size: int  # requests of the batch, with padding of a graph or of data parallelism
-    num_known: int  # requests without padding, which follows them
+    size: int  # requests in the batch, with the padding of graphs or of data parallelism
+    num_known: int  # requests in the batch without the padding, which comes last
     is_idle: bool  # the batch only keeps a rank of data parallelism in step with the others
     req_pool_indices: torch.Tensor  # on the device: [size]
     seq_lens: torch.Tensor  # on the device: [size]
@@ -251,9 +251,10 @@ class StepInputs:
         )
 
     def lengths(self, given: npt.NDArray[np.int64] | None = None) -> IntArray:
-        """Return a copy of these lengths, with 0 for padding. SGLang may write to its own.
+        """Return a copy of the lengths, with 0 for padding. SGLang may overwrite its own array.
 
-        By default they are SGLang's. Where it gives none on the host, this waits for the device.
+        given: lengths to use in place of SGLang's. If SGLang has none on the host, this waits for
+        the device.
         """
         if given is None:
             on_host = self.seq_lens.cpu() if self.seq_lens_cpu is None else self.seq_lens_cpu
@@ -265,8 +266,8 @@ class StepInputs:
 def num_known(forward_batch: Any, requests: StepRequests | None) -> int:
     """Count the requests of a batch without padding.
 
-    SGLang announces the padding of a graph, and not that of MLP synchronisation. Where the requests
-    are not known, as in a capture, what is not announced counts as requests.
+    SGLang reports the padding of a graph, but not that of MLP synchronisation. If the requests are
+    not known, as in a capture, padding that is not reported counts as requests.
     """
     most: int = forward_batch.batch_size - compat.num_padding(forward_batch)
     return most if requests is None else min(len(requests.reqs), most)

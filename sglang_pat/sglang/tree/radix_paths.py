@@ -31,23 +31,23 @@ from sglang_pat.sglang.compat import (
 
 Request = Any  # sglang.srt.managers.schedule_batch.Req
 
-# Matched exactly: a subclass from elsewhere may keep other nodes, or other rules for them.
+# Matched exactly: a third-party subclass may hold other nodes, or treat nodes by other rules.
 _NODE_OBJECT_TREES = (
     "sglang.srt.mem_cache.radix_cache.RadixCache",
     "sglang.srt.mem_cache.hiradix_cache.HiRadixCache",
 )
 _NODE_ID_TREES = ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache",)
 _FULL_COMPONENT = 0  # ComponentType.FULL
-# Components that the nodes of a NodeIdPaths tree may have. pat reads only FULL: the slots of layers
-# that see all tokens.
+# Components that the nodes of a NodeIdPaths tree may have. pat reads only FULL: the slots of
+# full-attention layers.
 _COMPONENTS = frozenset({"FULL", "SWA", "MAMBA"})
 
 # A node as the Rust core returns it: its id, its parent's id, the begin and the end of its span,
 # the length of its KV, and the number of its children.
 _Node = tuple[int, int, int, int, int, int]
 _ID, _BEGIN, _END, _NODE_FIELDS = 0, 2, 3, 6
-# Stands for the number of children where a core does not return it. The forest then reads more
-# than it must (docs/design/decisions.md#kept-paths).
+# Stands for the number of children if a core does not return it. The forest then reads more paths
+# than it would have to (docs/design/decisions.md#kept-paths).
 _ANY_CHILDREN = 2
 Path = Sequence[_Node]
 
@@ -70,8 +70,9 @@ class PathReader(ABC):
     def read(self, reqs: Sequence[Request]) -> list[Path]:
         """Return the path of each request.
 
-        The path is empty if the last node is not one of the tree (streaming sessions), or if the
-        path does not end where the request's shared KV ends and `on_mismatch` returns.
+        A path is empty if the request's last node is not in the tree (streaming sessions). It is
+        also empty if it does not end where the request's shared KV ends, and `on_mismatch` did not
+        raise.
         """
 
     @abstractmethod
@@ -79,7 +80,7 @@ class PathReader(ABC):
         """Return the KV slots along the path of a request, as the tree holds them. For checks."""
 
     def paths(self, reqs: Sequence[Request], num_rows: int) -> PrefixPaths:
-        """Return the paths of read() as arrays, and empty paths up to `num_rows`."""
+        """Return the paths of read() as arrays, padded with empty paths to `num_rows`."""
         spans = [
             [(node[_ID], node[_BEGIN], node[_END]) for node in path] for path in self.read(reqs)
         ]
@@ -103,8 +104,8 @@ def path_reader(tree: Any, on_mismatch: OnMismatch = raise_mismatch) -> PathRead
 def _is_readable(tree: Any) -> bool:
     """Return True if the nodes hold the slots of full attention, by rules that pat knows.
 
-    Trees of hybrid models also hold window slots or states, which come and go by other rules. A
-    lock on the full slots reaches from a request's last node up to the root.
+    Trees of hybrid models also hold window slots or Mamba states, which have other rules for locks
+    and eviction. A lock on the full slots covers all nodes from a request's last node to the root.
     """
     components = {kind.name: component for kind, component in tree.components.items()}
     return (
@@ -174,11 +175,11 @@ class NodeIdPaths(PathReader):
                 [(*_OF_SPAN(node), getattr(node, "num_children", _ANY_CHILDREN)) for node in path]
                 for path in self._core.collect_path_info(ids)
             ]
-        # The Rust core answers with tuples. Its adapter makes an object of each, which takes longer
-        # than the rest of reading, so pat asks the core itself.
+        # The Rust core returns tuples. Its Python adapter makes an object of each, which takes
+        # longer than all other work here, so pat calls the core directly.
         collected: Any = binding.collect_path_info(ids)
         first = next(filter(None, collected), None)
-        if first is not None and len(first[0]) < _NODE_FIELDS:  # 0.5.22 does not return children
+        if first is not None and len(first[0]) < _NODE_FIELDS:  # 0.5.22 has no child counts
             return [[(*node, _ANY_CHILDREN) for node in path] for path in collected]
         paths: list[Path] = collected
         return paths
@@ -191,12 +192,12 @@ _LAST_NODE = attrgetter("last_node")
 
 
 def _is_node(last_node: object) -> bool:
-    """Return True for a node of a tree. The last node of a streaming session is none."""
+    """Return True for a node of a tree. The last node of a streaming session is not."""
     return hasattr(last_node, "parent")
 
 
 def _nodes_to(node: Any, root: Any) -> list[Any]:
-    """Return the nodes below the root down to `node`. A node that is None has none."""
+    """Return the nodes from below the root down to `node`. Empty if `node` is None."""
     path = []
     while node is not None and node is not root:
         path.append(node)
@@ -217,7 +218,7 @@ def _walked_path(last_node: Any, root: Any) -> Path:
 def _climbed_path(core: Any, last_node: int) -> Path:
     """Return the path to a node of a Rust core that describes one node at a time.
 
-    The path is empty if a node holds no KV on the device. Nodes of running requests hold some.
+    The path is empty if a node holds no KV on the device. Nodes of running requests always do.
     """
     climbed: list[tuple[int, int, int]] = []
     node = last_node
@@ -238,9 +239,9 @@ def _climbed_path(core: Any, last_node: int) -> Path:
 def _checked(
     reqs: Sequence[Request], paths: Sequence[Path | None], on_mismatch: OnMismatch
 ) -> list[Path]:
-    """Return each path that ends where its request's shared KV ends; else an empty one.
+    """Replace each path that does not end where its request's shared KV ends by an empty path.
 
-    None: the path is not known.
+    A path of None is not known. It becomes empty too, without a call of `on_mismatch`.
     """
     lengths = [path[-1][_END] if path else 0 for path in paths]
     checked = [path or () for path in paths]
@@ -259,17 +260,17 @@ def _checked(
     return checked
 
 
-NODE_IDS = count(1 << 62)  # of nodes that are in no tree: a tree counts its own from 0
+NODE_IDS = count(1 << 62)  # of nodes outside any tree: trees number their nodes from 0
 
 
 def extended_path(path: Path, node_id: int, end: int) -> Path:
-    """Return the path and one more node, which is in no tree and ends at position `end`."""
+    """Return the path with one more node, which is in no tree and ends at position `end`."""
     begin = path[-1][_END] if path else 0
     parent = path[-1][_ID] if path else -1
     node = (node_id, parent, begin, end, end - begin, 0)
     if not path:
         return [node]
-    # The tree does not count this child of the last node.
+    # Count the new node as a child of the last node: the tree does not know it.
     last = path[-1]
     return [*path[:-1], (*last[:-1], last[-1] + 1), node]
 
@@ -281,8 +282,8 @@ def _joined(slots: Iterable[torch.Tensor]) -> torch.Tensor:
 
 _EVENTS = "_sglang_pat_events"  # attribute of a watched cache
 
-# The methods in which each kind of event happens. The first one that the cache has counts. A cache
-# calls these methods through itself, so one wrapper sees every call.
+# The possible names of the method in which each kind of event happens. The first name that a cache
+# has is wrapped. A cache calls the method through `self`, so the wrapper sees every call.
 _METHODS = {
     "insert": ("insert",),
     "evict": ("_evict", "evict"),
@@ -313,7 +314,7 @@ class CacheEventMonitor:
         self.unobservable: tuple[str, ...] = ()
         self._callbacks = callbacks  # by kind
         inner = unwrapped(cache)
-        # A cache that is wrapped for sessions gets its checkpoints through the wrapper.
+        # A cache that is wrapped for sessions is checkpointed through the wrapper.
         owners = {"checkpoint": cache, "split": node_splitter(inner, *_METHODS["split"])}
         for kind in _METHODS:
             owner = owners.get(kind, inner)
@@ -329,7 +330,7 @@ class CacheEventMonitor:
         """Return the monitor of a cache. The first call makes it, with its callbacks.
 
         on_checkpoint is called with the request after each checkpoint, on_reset after each reset.
-        RuntimeError names the method in which an event happens if the cache lacks it.
+        Raises RuntimeError if the cache lacks the method of an event.
         """
         events: CacheEventMonitor | None = vars(cache).get(_EVENTS)
         if events is None:
@@ -351,8 +352,8 @@ class CacheEventMonitor:
                 f"{', '.join(support.SGLANG_VERSIONS)}"
             )
         self.counts[kind] = 0
-        # Set on the instance: subclasses that override the method are watched too, other caches in
-        # the process are not.
+        # Set on the instance, so that a subclass's override is watched too, and other caches in the
+        # process are not.
         setattr(owner, method, self._watched(getattr(owner, method), kind))
 
     def _watched(self, method: Callable[..., Any], kind: str) -> Callable[..., Any]:

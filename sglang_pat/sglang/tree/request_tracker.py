@@ -25,7 +25,7 @@ _NOTE = "_sglang_pat_requests"  # attribute of ForwardBatch
 class StepRequests(NamedTuple):
     """The requests of a batch in row order, and the prefix cache that they are in."""
 
-    reqs: list[Request]  # never written to: equal lists of successive steps are one object
+    reqs: list[Request]  # never modified; equal lists of successive steps are one object
     tree: Any
     has_beams: bool  # whether rows of beams are among them (`row_groups.VirtualRequest`)
 
@@ -41,20 +41,20 @@ class PathCache(Protocol):
 class RequestTracker:
     """Knows which batch SGLang runs now in this process, whose scheduler is a single thread.
 
-    A batch is noted when it is made. `running()` encloses its forward, in which the backend that
-    decodes it calls `claim_step()`. If no backend of pat claims a batch, another backend decoded
-    it. The next batch with the same requests is then treated as new.
+    The tracker notes a batch when SGLang makes it. `running()` encloses its forward pass, in which
+    the backend that decodes it calls `claim_step()`. If no backend of pat claims a batch, another
+    backend decoded it. The next batch with the same requests is then treated as new.
     """
 
     # Called with the batches of a draft model, which SGLang makes and runs by the same methods.
     on_draft_batch: Callable[[Any, Any], None] | None = None
 
     def __init__(self) -> None:
-        self.modes = {ForwardMode.DECODE}  # types of steps that pat plans
+        self.modes = {ForwardMode.DECODE}  # forward modes of the steps that pat plans
         self._step: StepRequests | None = None  # None in a warm-up or a capture
         self._is_claimed = False
-        self._claimed: StepRequests | None = None  # the last one
-        # Requests of the last batch, if pat decoded it: equal lists of later steps become this one.
+        self._claimed: StepRequests | None = None  # the last step that was claimed
+        # Requests of the last batch, if pat decoded it. Later steps with an equal list reuse it.
         self.last_reqs: list[Request] = []
         self._caches: WeakSet[PathCache] = WeakSet()
 
@@ -76,35 +76,35 @@ class RequestTracker:
             reqs, beam_tail = batch.reqs, compat.beam_tail(batch)
             if beam_tail is not None:
                 reqs = batch_with_beams(reqs, beam_tail, self.invalidate)
-            # One list for all microbatches: where they take turns no step repeats, as it must not
-            # while another one's plan is in the buffers of the graphs.
+            # All microbatches share this list. If they alternate, no step repeats the last one,
+            # and none may: the buffers of the graphs hold another microbatch's plan.
             if not same_objects(self.last_reqs, reqs):
                 self.last_reqs = list(reqs)
             step = StepRequests(self.last_reqs, batch.tree_cache, beam_tail is not None)
             note_requests(forward_batch, step)
         elif mode.is_extend():
-            # Rows that decode in a mixed batch stay where they are.
+            # Requests that decode in a mixed batch keep their rows.
             decoding = set(map(id, compat.decoding_requests(batch)))
             self.invalidate(req for req in batch.reqs if id(req) not in decoding)
 
     @contextmanager
     def running(self, forward_batch: Any) -> Iterator[None]:
-        """Enclose what SGLang does for a batch: its forward, or what it prepares of it.
+        """Enclose SGLang's work on a batch: its preparation or its forward pass.
 
-        No batch runs within another one.
+        Batches do not nest.
         """
         self._step = requests_of(forward_batch)
-        # One call may plan the batch, and a later one may run it.
+        # SGLang may plan a batch in one call and run it in a later one.
         self._is_claimed = self._step is not None and self._step is self._claimed
         try:
             yield
         finally:
             self._step = None
-            if not self._is_claimed:  # requests that decode may have grown all the same
+            if not self._is_claimed:  # another backend may have decoded these requests
                 self.last_reqs = []
 
     def claim_step(self, forward_batch: Any = None) -> StepRequests | None:
-        """Return the step that is running, to the backend that decodes it.
+        """Return the step that is running, and note that pat decodes it.
 
         forward_batch: the batch as it was made, if it is planned before it runs.
         """

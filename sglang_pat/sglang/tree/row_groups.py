@@ -4,10 +4,10 @@ Such rows belong to a request. They share its path in the tree, and one more nod
 
 In a beam search the request is the leader, and the node ends where the prompt does. The other rows
 have no Req and follow the batch's requests. SGLang copies the leader's slots of the prompt into
-them, and deals out the slots beyond the prompt again after each step. Plans stay right: slots of
-the prompt never change, and those beyond it are read in each step.
+them, and reassigns the slots beyond the prompt after each step. Plans stay valid: slots of the
+prompt never change, and the slots beyond it are read in each step.
 
-Draft tokens: `speculative/rows.py`.
+For draft tokens, see `speculative/rows.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _GROUP = "_sglang_pat_rows"  # attribute of a BeamGroup
 
 
 class VirtualRequest:
-    """Stands in for a Req: one row of a request, from which unknown attributes are read."""
+    """Stands in for a Req as one row of a request. Attributes not set here are the request's."""
 
     __slots__ = ("group", "kv", "rid")
 
@@ -69,13 +69,13 @@ class RequestRows:
         # A leader of beams is not among the rows, but shares the node.
         self.rows = [VirtualRequest(self) for _ in range(count)]
         self.ids = tuple(map(id, self.rows))
-        self.end = end  # of the node; -1: not known yet
+        self.end = end  # where the node ends, in tokens; -1: not known yet
         self._node_id = -1
         self._span = (-1, -1)
 
     @classmethod
     def of_beams(cls, leader: Request, rows: Sequence[int]) -> RequestRows:
-        """Return the rows of a beam search, given their rows in SGLang's table of slots."""
+        """Return the rows of a beam search. rows: their indices in SGLang's `req_to_token`."""
         group = cls(leader, len(rows), leader.beam_group.prompt_len)
         for number, (beam, row) in enumerate(zip(group.rows, rows, strict=True), start=2):
             beam.kv = _BeamKv(leader, row)
@@ -93,7 +93,7 @@ class RequestRows:
 
 
 def _with_group(req: Request | VirtualRequest) -> tuple[Request, RequestRows | None]:
-    """Return the request that a row belongs to, or the request itself, and its group if any."""
+    """Return the request of a row, or the request itself, and its group of rows if any."""
     if isinstance(req, VirtualRequest):
         return req.group.req, req.group
     return req, getattr(getattr(req, "beam_group", None), _GROUP, None)
@@ -103,7 +103,7 @@ class RowPaths(PathReader):
     """Reads the paths of rows, and of requests among them."""
 
     def __init__(self, source: PathReader, req_to_token_pool: Any) -> None:
-        """Make a reader over `source`, which reads the tree, and SGLang's table of slots."""
+        """Make a reader from `source`, which reads the tree, and SGLang's table of slots."""
         self._source = source
         self._pool = req_to_token_pool
 

@@ -1,7 +1,7 @@
 """Self-test for versions of SGLang that pat was not tested with.
 
-Requests of SGLang find their prompts in a small tree of SGLang's cache, and pat reads their paths.
-It takes milliseconds on the CPU.
+The test builds a small tree in SGLang's cache, lets requests find their prompts in it, and reads
+their paths. It takes milliseconds on the CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sglang_pat.sglang.tree.radix_paths import CacheEventMonitor, path_reader
 
 logger = logging.getLogger(__name__)
 
-# The caches of models whose layers all see all tokens. A version may lack one.
+# The caches of models with full attention in all layers. A version may lack one.
 _CACHES = (
     "sglang.srt.mem_cache.radix_cache:RadixCache",
     "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache",
@@ -85,7 +85,7 @@ def _failed(where: str, what: str) -> str:
 
 
 def _test(kind: type[Any]) -> None:
-    """Raise an exception that says what is wrong with a class of prefix caches."""
+    """Raise an exception that says what is wrong if pat misreads this class of caches."""
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -120,7 +120,7 @@ def _new_cache(kind: type[Any]) -> Any:
 
     allocator = SimpleNamespace(
         device=torch.device("cpu"),
-        # For slots of the second prompt, whose first tokens the tree already has.
+        # The tree frees slots of the second prompt, because it already has the first tokens.
         free=lambda *args, **kwargs: None,
         free_segment=lambda *args, **kwargs: None,
     )
