@@ -1,24 +1,24 @@
-"""The plug-in, and the map of it.
+"""The SGLang plug-in, and a map of its modules.
 
 A decode step:
 
-1. SGLang makes a batch and runs it. Hooks note its requests (`tree/request_tracker.py`): the batch
-   that a backend sees has lost them.
+1. SGLang makes a batch and runs it. Hooks record its requests
+   (`tree/request_tracker.py`), because the batch that a backend sees no longer has them.
 2. SGLang asks its backend for metadata. Methods that pat overrides (`backend.py`) pass the step to
    the planner (`step/planner.py`).
 3. If the step repeats the last one, the planner counts it and is done (`step/plan_reuse.py`).
 4. Otherwise it reads the step's inputs and the radix-tree paths of requests that joined or moved
-   (`tree/batch_builder.py`, `tree/radix_paths.py`). Together they are a `DecodeBatch`.
+   (`tree/batch_builder.py`, `tree/radix_paths.py`). Both together form a `DecodeBatch`.
 5. `PackAttention.plan()` reuses the last plan or makes a new one (`layer/step_plans.py`). Layers
    with sliding windows have another plan (`sglang_pat/window.py`).
 6. For each layer, the KV of the new tokens is stored (`layer/kv_writes.py`), and
    `PackAttention.run()` attends (`layer/attention.py`).
-7. Counters go to the log, metrics and a stats file (`report/`). They change nothing.
+7. Counters go to the log, metrics and a stats file (`report/`). Reports do not affect decode.
 
 What happens once, when SGLang starts: `plugin.py` registers the backend, `start/` decides which
 layers pat decodes, and `attach.py` gives a backend of SGLang the methods of `backend.py`.
 
-Skip `speculative/` (verify steps and draft models): no plain decode step passes it.
+Skip `speculative/` (verify steps and draft models) at first: plain decode steps do not use it.
 
 `touchpoints.txt` lists every place where pat changes what SGLang does.
 """

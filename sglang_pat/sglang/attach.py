@@ -1,4 +1,4 @@
-"""Gives SGLang's default backend of a served model the decode attention of pat.
+"""Gives the default SGLang backend of a served model the decode attention of pat.
 
 When SGLang has built the backend, this module decides which layers pat decodes, who plans the
 steps, and what is reported. The backend stays as it is if pat decodes nothing.
@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> AttentionBackend:
-    """Return the backend `default`, which from now on decodes through pat where it can.
+    """Let the backend `default` decode through pat where pat can, and return it.
 
-    SGLang has built it under this name. ValueError names a reason if strict mode is on and pat does
-    not decode all layers. RuntimeError if SGLang cannot be hooked.
+    name: the backend's name in SGLang. Raises ValueError with a reason if strict mode is on and pat
+    does not decode all layers, and RuntimeError if SGLang cannot be hooked.
     """
     environment = Environment.read()
     arguments = model_runner.server_args
@@ -57,7 +57,7 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
         parts = [(default, PatMixin, new_state)]
         attach(parts, layer_support, is_strict=environment.strict)
         if layer_support.shapes:
-            default.needs_cpu_seq_lens = True  # on the object, as some classes do
+            default.needs_cpu_seq_lens = True  # an instance attribute, as in some backends
         await_draft_model(None, model_runner)  # forget a model that was served before
     report_layer_support(layer_support, model_runner)
     if layer_support.shapes and resolved(arguments, "rl_on_policy_target") is not None:

@@ -1,7 +1,8 @@
 """The mixin that gives a default backend of SGLang the decode attention of pat.
 
 A backend that SGLang has built becomes an instance of a subclass of its own class, with the mixin
-first in the method resolution order. Prefill and whatever else the mixin does not override stay.
+first in the method resolution order. Whatever the mixin does not override, such as prefill, stays
+as it was.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from sglang_pat.support import Unsupported
 
 
 class BackendState:
-    """The state that pat keeps on a backend of SGLang, in its only field `_pat`."""
+    """The state that pat keeps on an SGLang backend, in one attribute: `_pat`."""
 
     def __init__(
         self,
@@ -41,23 +42,23 @@ class BackendState:
         self.kinds = {kind.mode: kind for kind in kinds}  # the steps that pat plans
         self.report = report  # called with `layer_support` when a layer falls back
         self.is_strict = is_strict  # whether a layer that falls back is an error instead
-        # The plans and the type of the last step, and whether it was prepared for a CUDA graph.
+        # The plans and the type of the last step, and whether that step runs in a CUDA graph.
         self.plans: StepPlans | None = None
         self.kind: Any = kinds[0]
         self.is_captured = False
-        # Whether pat has layers in captured graphs, and whether the default backend has, by mode
-        # and size. A graph keeps the layers of its capture when more layers fall back.
+        # By mode and batch size: whether pat has layers in the captured graph, and whether the
+        # default backend has. A layer that falls back later stays with pat in this graph.
         self.graphs: dict[tuple[ForwardMode, int], tuple[bool, bool]] = {}
-        # The same for earlier captures of this size: SGLang captures with and without LoRA.
+        # The same for earlier captures of one size: SGLang captures it with and without LoRA.
         self.earlier = (False, False)
-        # Whether the default backend is preparing an eager step. It may call overridden methods.
+        # Whether the default backend is preparing an eager step. It may call methods of the mixin.
         self.in_default = False
-        # Arguments of init_cuda_graph_state() that the default backend has not been given.
+        # Arguments of init_cuda_graph_state() that the default backend has not received yet.
         self.graph_sizes: tuple[int, int] | None = None
 
 
-class DecodeMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
-    """Attends in decode steps, through pat or the default backend."""
+class DecodeMixin(AttentionBackend):  # type: ignore[misc]  # SGLang is untyped
+    """Computes decode attention, through pat or through the default backend."""
 
     def forward_decode(
         self,
@@ -71,8 +72,8 @@ class DecodeMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no type
     ) -> Any:
         """Attend to the KV of each row.
 
-        pat understands three extra arguments: `sinks`, `q_rope`, `k_rope`. With any other one the
-        layer falls back.
+        pat understands three extra arguments: `sinks`, `q_rope`, `k_rope`. A layer that gets any
+        other one falls back.
         """
         if not self._attends(layer, forward_batch, kwargs):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
@@ -81,7 +82,7 @@ class DecodeMixin(AttentionBackend):  # type: ignore[misc]  # SGLang has no type
     def _attends(
         self, layer: RadixAttention, forward_batch: Any, arguments: dict[str, Any]
     ) -> bool:
-        """Return True if pat attends in a layer of this step. Otherwise the layer falls back."""
+        """Return True if pat decodes this layer. Otherwise the layer falls back."""
         raise NotImplementedError
 
     def _attend(
@@ -102,7 +103,7 @@ class PatMixin(DecodeMixin):
 
     @property
     def needs_default(self) -> bool:
-        """Whether the default backend has layers in steps that pat plans."""
+        """Whether the default backend decodes some layers in steps that pat plans."""
         return bool(self._pat.layer_support.fallback)
 
     # --- once per step ---
@@ -140,7 +141,7 @@ class PatMixin(DecodeMixin):
         if in_capture:
             pat.earlier = pat.graphs.get(_graph(forward_batch), (False, False))
             self._note_graph(forward_batch)
-        elif pat.layer_support.fallback:  # perhaps since the capture
+        elif pat.layer_support.fallback:  # perhaps only after the capture
             routes = pat.graphs.get(_graph(forward_batch), routes)
         has_pat, has_default = routes
         if has_default:
@@ -149,7 +150,7 @@ class PatMixin(DecodeMixin):
             pat.plans = pat.planner.plan_captured(kind, forward_batch, in_capture)
 
     def _note_graph(self, forward_batch: Any) -> None:
-        """Note who has layers in the graph that is being captured, or in an earlier one."""
+        """Record which backends have layers in this graph or in an earlier capture of its size."""
         pat, (had_pat, had_default) = self._pat, self._pat.earlier
         pat.graphs[_graph(forward_batch)] = (
             had_pat or bool(pat.layer_support.shapes),
@@ -157,7 +158,7 @@ class PatMixin(DecodeMixin):
         )
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Record what a CUDA graph does before its layers. pat plans before the replay."""
+        """Capture the work that a CUDA graph does before its layers. Planning is not part of it."""
         pat = self._pat
         is_pats = forward_batch.forward_mode in pat.kinds and not pat.in_default
         if not is_pats or pat.layer_support.fallback:
@@ -167,9 +168,10 @@ class PatMixin(DecodeMixin):
             pat.layers.begin_step()
 
     def shared_read_ends(self, mode: ForwardMode) -> Any:
-        """Return when a step has read what the scheduler may write next. 0.5.17 does not ask.
+        """Return the point after which the scheduler may overwrite a step's inputs.
 
-        Later reads of pat do not matter (docs/design/decisions.md#gathered-shared-slots).
+        0.5.17 never calls this. Reads of pat after that point do no harm
+        (docs/design/decisions.md#gathered-shared-slots).
         """
         ends = super().shared_read_ends(mode)
         return type(ends).max_of((ends, type(ends).IN_REPLAY)) if mode in self._pat.kinds else ends
@@ -177,7 +179,7 @@ class PatMixin(DecodeMixin):
     # --- CUDA graphs ---
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocate what graphs capture: before the first one, and before all are captured again."""
+        """Allocate the buffers of graphs. SGLang calls this before it captures all graphs."""
         self._pat.graphs.clear()
         if self._pat.layer_support.fallback:
             super().init_cuda_graph_state(max_bs, max_num_tokens)
@@ -188,9 +190,10 @@ class PatMixin(DecodeMixin):
     # --- once per layer ---
 
     def get_fused_kv_write_buffers(self, layer: RadixAttention, forward_batch: Any) -> Any:
-        """Return where a model may store a layer's KV itself. None: nowhere. 0.5.17 does not ask.
+        """Return the buffers to which a model may write a layer's KV itself. None: it may not.
 
-        The default backend looks it up in metadata that is not prepared if no layer falls back.
+        The default backend needs its metadata for this, which is not prepared if no layer falls
+        back. 0.5.17 never calls this.
         """
         if forward_batch.forward_mode in self._pat.kinds and not self._pat.layer_support.fallback:
             return None
@@ -211,7 +214,7 @@ class PatMixin(DecodeMixin):
         return layer_id in layer_support.shapes
 
     def _fall_back(self, layer_id: int, reason: Unsupported, forward_batch: Any) -> None:
-        """Let a layer fall back for a reason that only a step shows. The first one is a warm-up."""
+        """Let a layer fall back for a reason that only shows in a step. The first is a warm-up."""
         pat = self._pat
         if pat.is_strict:
             raise reason.refusal(f" (layer {layer_id})")
@@ -223,7 +226,7 @@ class PatMixin(DecodeMixin):
         pat.report(pat.layer_support)
 
     def _catch_up(self, forward_batch: Any) -> None:
-        """Prepare the default backend for a step for which pat is prepared."""
+        """Prepare the default backend for a step that was prepared for pat alone."""
         pat = self._pat
         if pat.graph_sizes is not None:
             super().init_cuda_graph_state(*pat.graph_sizes)
@@ -251,8 +254,8 @@ def attach(
     Parameters
     ----------
     parts
-        Each object, the mixin whose methods it gets, and what makes the object's `_pat`, which is
-        called only if something changes.
+        Triples: an object, the mixin whose methods it gets, and a function that makes its `_pat`.
+        The function is called only if the object changes.
     layer_support
         Which layers pat decodes. If there are none, nothing changes.
     reason
@@ -275,15 +278,15 @@ def attach(
 
 
 def _class_with(mixin: type, part: Any) -> type | None:
-    """Return the class of an object with the methods of a mixin before its own.
+    """Return a subclass of an object's class in which the mixin's methods come first.
 
-    None: Python does not let the object change to it.
+    None: Python does not let the object change its class.
     """
     before = type(part)
     kind = type(f"Pat{before.__name__}", (mixin, before), {})
     try:
         part.__class__ = kind
-    except TypeError:  # the layouts of the objects differ
+    except TypeError:  # the instance layouts of the classes differ
         return None
     part.__class__ = before
     return kind

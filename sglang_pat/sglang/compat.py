@@ -1,6 +1,6 @@
-"""All differences between the versions of SGLang that pat supports, one in each function.
+"""All differences between the versions of SGLang that pat supports, one per function.
 
-Nothing else in the adapter asks whether SGLang has something. SGLang is imported inside functions,
+No other module of the adapter tests which features SGLang has. SGLang is imported inside functions,
 because the command line imports this module.
 """
 
@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 
 def resolution_method(server_args_class: type) -> str:
-    """Return the method of ServerArgs that resolves arguments. 0.5.17: its constructor."""
+    """Return the name of the ServerArgs method that resolves arguments (varies by version)."""
     return "resolve_once" if hasattr(server_args_class, "resolve_once") else "__post_init__"
 
 
 def resolved(arguments: Any, name: str) -> Any:
-    """Return the resolved value of an argument, None if SGLang lacks it. 0.5.17: the field."""
+    """Return the resolved value of an argument, or None if SGLang has no such argument."""
     try:
         from sglang.srt.arg_groups.overrides import resolution_result
     except ImportError:
@@ -31,7 +31,7 @@ def resolved(arguments: Any, name: str) -> Any:
 
 
 def unset_arguments(arguments: Any, names: Iterable[str], source: str) -> None:
-    """Set arguments to None before they are resolved. 0.5.17: by assignment."""
+    """Set arguments to None before they are resolved. 0.5.17 takes plain assignments."""
     try:
         from sglang.srt.arg_groups.overrides import declare_resolution
     except ImportError:
@@ -51,8 +51,8 @@ def environment_is_set(name: str) -> bool:
 def plan_stream_waits(*, has_draft_layers: bool) -> bool:
     """Return True if SGLang's plan stream waits for the forward stream before each use.
 
-    In 0.5.17 it does not, and pat would write to buffers of graphs that are running. The modules
-    are read and not imported, which would take seconds.
+    In 0.5.17 it does not, and pat would write to buffers of graphs that are running. This searches
+    the source text of the modules, because importing them would take seconds.
     """
     worker = "multi_layer_eagle_worker_v2" if has_draft_layers else "eagle_worker_v2"
     for module in ("eagle_worker_common", worker):
@@ -68,7 +68,7 @@ def plan_stream_waits(*, has_draft_layers: bool) -> bool:
 
 
 def decode_backend(model_runner: Any) -> str:
-    """Return the name of the backend that decodes. 0.5.17: only the arguments have it."""
+    """Return the name of the backend that decodes. 0.5.17 has it only in ServerArgs."""
     arguments = model_runner.server_args
     if hasattr(arguments, "get_attention_backends"):
         return str(arguments.get_attention_backends()[1])
@@ -76,13 +76,13 @@ def decode_backend(model_runner: Any) -> str:
 
 
 def draft_backend(model_runner: Any) -> str | None:
-    """Return the name of a draft model's own backend. 0.5.17: only the arguments have it."""
+    """Return the name of a draft model's own backend. 0.5.17 has it only in ServerArgs."""
     name: str | None = getattr(model_runner, "draft_attention_backend", None)
     return name or resolved(model_runner.server_args, "speculative_draft_attention_backend")
 
 
 def translates_slots(model_runner: Any) -> bool:
-    """Return True if slots of the KV pool are virtual. 0.5.17: they never are."""
+    """Return True if slots of the KV pool are virtual. In 0.5.17 they never are."""
     translator = getattr(model_runner, "kv_index_translator", None)
     return translator is not None and bool(translator.is_translating)
 
@@ -97,13 +97,13 @@ def is_qwen_sparse(hf_config: Any) -> bool:
 
 
 def dp_rank(model_runner: Any, parallel: Any) -> int | None:
-    """Return the replica of a rank. 0.5.17: the model runner has it, and not `parallel`."""
+    """Return the data-parallel rank of this process. 0.5.17 keeps it on the model runner."""
     rank: int | None = model_runner.ps.dp_rank if hasattr(model_runner, "ps") else parallel.dp_rank
     return rank
 
 
 def switches_roles(disaggregation: Any) -> bool:
-    """Return True if a prefill server may become a decode server. 0.5.17: it may not."""
+    """Return True if a prefill server may become a decode server. In 0.5.17 it may not."""
     return bool(getattr(disaggregation, "enable_pd_role_switch", False))
 
 
@@ -116,12 +116,12 @@ def beam_tail(batch: Any) -> Any | None:
 
 
 def decoding_requests(batch: Any) -> Sequence[Any]:
-    """Return the requests of a prefill batch that decode. Some versions lack the field."""
+    """Return the requests that decode in a mixed batch. Some versions have no such field."""
     return getattr(batch, "decoding_reqs", None) or ()
 
 
 def num_padding(forward_batch: Any) -> int:
-    """Return the rows of padding of a graph. Only the batch of a replay has the field."""
+    """Return the number of padding rows of a graph. Only a replay's batch has the field."""
     count: int = getattr(forward_batch, "num_padding", 0)
     return count
 
@@ -129,8 +129,8 @@ def num_padding(forward_batch: Any) -> int:
 def is_idle(forward_batch: Any) -> bool:
     """Return True if a batch has no requests and only keeps a rank of data parallelism in step.
 
-    The batch of a replay has the mode of the capture, and its own beside it. A batch of padding
-    that SGLang turned into a verify step of a hybrid model has both, too.
+    The batch of a replay has the mode of the capture, and its own mode in another field. So has a
+    padding batch that SGLang turned into a verify step of a hybrid model.
     """
     kinds = ("", "actual_", "_original_")
     modes = (getattr(forward_batch, f"{kind}forward_mode", None) for kind in kinds)
@@ -141,8 +141,8 @@ def is_idle(forward_batch: Any) -> bool:
 def kv_write_location() -> Callable[..., Any]:
     """Return a function that returns where a pool writes the new tokens of a batch.
 
-    It takes the batch, and `swa_loc`, the slots in a pool of layers with windows. After 0.5.17 it
-    marks the slots as physical, which the pool asks for.
+    The function takes the batch and `swa_loc`, the slots in the pool of sliding-window layers.
+    After 0.5.17, the pool requires slots that are marked as physical, and the function marks them.
     """
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
@@ -154,7 +154,7 @@ def kv_write_location() -> Callable[..., Any]:
 
 @cache
 def latent_write_location() -> Callable[[Any], Any]:
-    """Return the same for a pool of latent attention. In 0.5.17 it takes the slots alone."""
+    """Return the same for a pool of latent attention, which in 0.5.17 takes only the slots."""
     import inspect
 
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
@@ -208,8 +208,8 @@ def path_access(core: Any) -> str | None:
     """Return how the core of a UnifiedRadixCache shows the path to a node.
 
     "paths": it collects whole paths (0.5.22, 0.5.23). "climbs": a core in Rust describes one node
-    at a time (0.5.21). "objects": ids resolve to Python nodes (0.5.17). None: the first cores in
-    Rust show nothing.
+    at a time (0.5.21). "objects": ids resolve to Python nodes (0.5.17). None: the earliest
+    Rust cores show no paths.
     """
     if hasattr(core, "collect_path_info"):
         return "paths"
@@ -225,6 +225,6 @@ def rust_binding(core: Any) -> Any | None:
 
 
 def node_splitter(cache: Any, method: str) -> Any | None:
-    """Return the object that splits nodes: a prefix cache or its core. None: a core in Rust."""
+    """Return the object that splits nodes: a prefix cache or its core. None: it is in Rust."""
     owners = (cache, getattr(cache, "tree_core", None))
     return next((each for each in owners if callable(getattr(each, method, None))), None)

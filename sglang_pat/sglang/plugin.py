@@ -37,14 +37,14 @@ def register() -> None:
 
 
 def around_resolution(resolve: Callable[[Any], None], arguments: Any) -> None:
-    """AROUND the method of ServerArgs that resolves the arguments."""
+    """Hook AROUND the method of ServerArgs that resolves the arguments."""
     from sglang_pat.sglang.start import argument_rewrite
 
     argument_rewrite.around_resolution(resolve, arguments)
 
 
 def create_backend(model_runner: Any) -> Any:
-    """Raise RuntimeError: SGLang asks for `pat` only if `pat` was not substituted."""
+    """Raise RuntimeError: SGLang builds `pat` only if the argument rewrite did not replace it."""
     from sglang_pat.sglang.start.argument_rewrite import not_substituted
 
     raise RuntimeError(not_substituted(f"it asks for a backend of the name {BACKEND!r}"))
