@@ -47,6 +47,7 @@ struct Argument {
 };
 
 using GatherArgument = Argument<pat::GatherParams>;
+using FillArgument = Argument<pat::FillParams>;
 using DecodeArgument = Argument<pat::DecodeParams>;
 using WriteArgument = Argument<pat::WriteParams>;
 
@@ -58,6 +59,23 @@ void set_gather(GatherArgument& self, uintptr_t plan, const std::vector<int64_t>
                  .req_to_token_stride = req_to_token_stride,
                  .req_pool_indices = {pointer<const void>(req_pool_indices), rows_are_int64},
                  .shared_slots = pointer<int32_t>(shared_slots)};
+}
+
+// slot_map: 0: none.
+void set_fill(FillArgument& self, uintptr_t cuts, uintptr_t req_to_token,
+              int64_t req_to_token_stride, uintptr_t req_pool_indices, bool rows_are_int64,
+              uintptr_t seq_lens, bool lengths_are_int64, uintptr_t slot_map, bool map_is_int64,
+              int32_t num_requests, int32_t window, uintptr_t rows, uintptr_t row_lens) {
+  self.params = {.cuts = pointer<const int32_t>(cuts),
+                 .req_to_token = pointer<const int32_t>(req_to_token),
+                 .req_to_token_stride = req_to_token_stride,
+                 .req_pool_indices = {pointer<const void>(req_pool_indices), rows_are_int64},
+                 .seq_lens = {pointer<const void>(seq_lens), lengths_are_int64},
+                 .slot_map = {pointer<const void>(slot_map), map_is_int64},
+                 .num_requests = num_requests,
+                 .window = window,
+                 .rows = pointer<int32_t>(rows),
+                 .row_lens = pointer<int32_t>(row_lens)};
 }
 
 void set_buffers(DecodeArgument& self, uintptr_t plan, const std::vector<int64_t>& capacity,
@@ -172,6 +190,10 @@ PYBIND11_MODULE(_launch_params, module) {
       .def(py::init<>())
       .def_property_readonly("address", &GatherArgument::address)
       .def("set", &set_gather);
+  py::class_<FillArgument>(module, "FillArgument", "The argument of fill_rows_kernel.")
+      .def(py::init<>())
+      .def_property_readonly("address", &FillArgument::address)
+      .def("set", &set_fill);
   py::class_<DecodeArgument>(module, "DecodeArgument",
                              "The argument of pack_decode_kernel and merge_partials_kernel.")
       .def(py::init<>())

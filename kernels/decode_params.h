@@ -60,6 +60,19 @@ struct GatherParams {
   int32_t* shared_slots;        // [num_shared_slots], written
 };
 
+struct FillParams {
+  const int32_t* cuts;          // [num_requests], the position at which a row begins, if that is within its window
+  const int32_t* req_to_token;  // [num_rows, req_to_token_stride]
+  int64_t req_to_token_stride;  // in elements
+  IndexArray req_pool_indices;  // [num_requests]
+  IndexArray seq_lens;          // [num_requests]
+  IndexArray slot_map;          // the layers' slots, by those of req_to_token; nullptr: the same
+  int32_t num_requests;
+  int32_t window;     // the most tokens of a row
+  int32_t* rows;      // [num_requests, window], written
+  int32_t* row_lens;  // [num_requests], written
+};
+
 // Scaling of keys or values before they are rounded to one byte, as torch does it in their type: nothing, a
 // multiplication (torch's division by a number of the host), or a division (torch's by a tensor of the device).
 enum class ScaleUse : int32_t { kNone, kMultiply, kDivide };

@@ -7,6 +7,7 @@
 #include <cuda_fp16.h>
 
 #include "contract/launch_facts.h"
+#include "fill_rows.cuh"
 #include "gather_slots.cuh"
 #include "merge_partials.cuh"
 #include "pack_decode/pack_decode.cuh"
@@ -43,6 +44,7 @@ __constant__ LaunchFacts launch_facts = {.decode_threads = kDecodeThreads<Dims>,
                                          .merge_ctas_per_sm = kMergeCtasPerSm,
                                          .merge_slices = kMergeSlices<Dims::kValue>,
                                          .gather_threads = kGatherThreads,
+                                         .fill_threads = kFillThreads,
                                          .write_threads = kWriteThreads};
 
 __global__ void __launch_bounds__(kDecodeThreads<Dims>, kCtasPerSm<Dims>)
@@ -73,6 +75,11 @@ __global__ void __launch_bounds__(kMergeWarps * 32, kMergeCtasPerSm)
 __global__ void __launch_bounds__(kGatherThreads)
     gather_slots_kernel(const __grid_constant__ GatherParams params) {
   gather_slots(params);
+}
+
+__global__ void __launch_bounds__(kFillThreads)
+    fill_rows_kernel(const __grid_constant__ FillParams params) {
+  fill_rows(params);
 }
 
 __global__ void __launch_bounds__(kWriteThreads)

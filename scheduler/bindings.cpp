@@ -452,17 +452,27 @@ PYBIND11_MODULE(_scheduler, m) {
       .def(
           "write",
           [](const pat::PackScheduler& self, const pat::PlanCapacity& capacity,
-             int64_t num_partials, int64_t num_shared_slots, Array<int32_t> out) -> py::object {
+             int64_t num_partials, int64_t num_shared_slots, int64_t num_cuts,
+             Array<int32_t> out) -> py::object {
             view(out, "out");
             const pat::DecodePlan& plan = self.last_plan();
+            const std::span<const int32_t> cuts = self.last_cuts();
+            if (std::cmp_greater(cuts.size(), num_cuts)) return py::none();
             const std::span buffer(out.mutable_data(), static_cast<size_t>(out.size()));
+            const int64_t plan_size = pat::PlanLayout::of(capacity).size;
+            if (std::cmp_greater(plan_size + num_cuts, buffer.size())) {
+              throw std::length_error("plan buffer too small: plan and cuts need " +
+                                      std::to_string(plan_size + num_cuts) +
+                                      " int32, the buffer has " + std::to_string(buffer.size()));
+            }
             if (!plan.write(capacity, num_partials, num_shared_slots, buffer)) return py::none();
+            std::ranges::copy(cuts, buffer.begin() + plan_size);
             return kv_tokens_tuple(plan.kv_tokens());
           },
           py::arg("capacity"), py::arg("num_partials"), py::arg("num_shared_slots"),
-          py::arg("out").noconvert())
+          py::arg("num_cuts"), py::arg("out").noconvert())
       .def_property_readonly(
-          "cuts", [](const pat::PackScheduler& self) { return array_of(self.last_cuts()); })
+          "num_cuts", [](const pat::PackScheduler& self) { return self.last_cuts().size(); })
       .def_property_readonly(
           "num_partials",
           [](const pat::PackScheduler& self) { return self.last_plan().header().num_partials; })

@@ -74,7 +74,7 @@ class PackScheduler {
 
   const DecodePlan& last_plan() const { return last_.plan; }
   // WindowCut::cuts() of the last plan; empty without a window.
-  const std::vector<int64_t>& last_cuts() const { return last_.cuts; }
+  std::span<const int32_t> last_cuts() const { return last_.cuts; }
   const StageTimes& stage_times() const { return times_; }
   const TileTable& tile_table() const { return tiles_.table(); }
   // Split::time of the last plan, for tests.
@@ -115,7 +115,7 @@ class PackScheduler {
   struct Planned {
     DecodePlan plan;
     std::vector<LengthRange> lengths;  // per request
-    std::vector<int64_t> cuts;
+    std::vector<int32_t> cuts;
     int64_t expected_time = 0;
   };
   Planned last_;

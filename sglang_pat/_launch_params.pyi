@@ -29,6 +29,30 @@ class GatherArgument:
         /,
     ) -> None: ...
 
+class FillArgument:
+    """The argument of fill_rows_kernel."""
+
+    def __init__(self) -> None: ...
+    @property
+    def address(self) -> int: ...
+    def set(
+        self,
+        cuts: int,
+        req_to_token: int,
+        req_to_token_stride: int,
+        req_pool_indices: int,
+        rows_are_int64: bool,
+        seq_lens: int,
+        lengths_are_int64: bool,
+        slot_map: int,
+        map_is_int64: bool,
+        num_requests: int,
+        window: int,
+        rows: int,
+        row_lens: int,
+        /,
+    ) -> None: ...
+
 class DecodeArgument:
     """The argument of pack_decode_kernel and merge_partials_kernel."""
 

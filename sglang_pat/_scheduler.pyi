@@ -208,20 +208,26 @@ class PackScheduler:
         """
     def required_capacity(self) -> PlanCapacity: ...
     def write(
-        self, capacity: PlanCapacity, num_partials: int, num_shared_slots: int, out: _Int32
+        self,
+        capacity: PlanCapacity,
+        num_partials: int,
+        num_shared_slots: int,
+        num_cuts: int,
+        out: _Int32,
     ) -> tuple[int, int, int] | None:
         """Write the last plan into `out`, laid out for `capacity`, and return kv_tokens.
 
-        Returns None, and writes nothing, if the plan needs more than the capacity, more partials or
-        a longer slot buffer than given. ValueError if `out` is shorter than the layout.
+        With a window, the cut of each request follows the layout. Returns None, and writes nothing,
+        if the plan needs more than the capacity, more partials, a longer slot buffer or more cuts
+        than given. ValueError if `out` is shorter than the layout and `num_cuts`.
         """
     @property
     def num_partials(self) -> int: ...
     @property
     def num_shared_slots(self) -> int: ...
     @property
-    def cuts(self) -> _Int64:
-        """A copy of the cuts of the last plan's rows, one per request; empty without a window."""
+    def num_cuts(self) -> int:
+        """Requests of the last plan, or 0 without a window."""
     @property
     def tile_table(self) -> tuple[tuple[int, int, int], ...]:
         """TILE_TABLE, or LATENT_TILE_TABLE if latent."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from functools import partial
 from numbers import Real
-from types import MappingProxyType
 from typing import Literal, NoReturn, Protocol, overload
 
 import numpy as np
@@ -32,6 +31,7 @@ from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.layer import LayerInputs, Scale
 from sglang_pat.executors.loaded_kernels import LoadedKernels, load_kernels
 from sglang_pat.executors.reference import PlanExecution, ReferenceExecutor
+from sglang_pat.executors.window_rows import Window, WindowRows
 from sglang_pat.plan import (
     BufferSizes,
     DecodePlan,
@@ -61,14 +61,19 @@ class Executor(Protocol):
 
     A step begins with load_plan(), which takes the scheduler's last plan, or with reuse_plan().
     Then follows one run() per layer. gather: the slots of shared KV may have changed since the last
-    step.
+    step. rows, refill(): of layers with a window, see `WindowAttention`.
     """
 
     name: str
 
+    @property
+    def rows(self) -> WindowRows | None: ...
+
     def load_plan(self, scheduler: PackScheduler, step: Step) -> DecodePlan: ...
 
     def reuse_plan(self, step: Step, *, gather: bool = False) -> None: ...
+
+    def refill(self) -> None: ...
 
     def sharing_buffers(self) -> Executor: ...
 
@@ -86,7 +91,7 @@ class PackAttention:
     pickled.
     """
 
-    _window_rule: Mapping[str, int] = MappingProxyType({})  # arguments of the scheduler
+    _window: Window | None = None
 
     def __init__(
         self,
@@ -198,7 +203,7 @@ class PackAttention:
             else costs_of(
                 self.device, latent=shape.is_latent, one_byte=self.kv_dtype.itemsize == 1
             ),
-            **self._window_rule,
+            **({} if self._window is None else self._window.rule()),
         )
         sizes = None
         if max_shared_slots < 0:
@@ -215,6 +220,8 @@ class PackAttention:
                     latent=shape.is_latent,
                     one_byte=self.kv_dtype.itemsize == 1,
                 )
+                if self._window is not None:
+                    sizes = sizes._replace(num_cuts=max_requests)
             elif max_seq_len is None:
                 raise ValueError("batch_invariant with max_requests needs max_seq_len")
             else:
@@ -222,9 +229,9 @@ class PackAttention:
         self._executor: Executor
         if kernels is None:
             execution = InvariantExecution if batch_invariant else PlanExecution
-            self._executor = ReferenceExecutor(self.device, execution)
+            self._executor = ReferenceExecutor(self.device, execution, self._window)
         else:
-            self._executor = CudaExecutor(kernels, num_qo_heads, self.device, sizes)
+            self._executor = CudaExecutor(kernels, num_qo_heads, self.device, sizes, self._window)
         self._begin()
 
     def _begin(self) -> None:
@@ -305,8 +312,7 @@ class PackAttention:
         kind: PlanningClass = "unchanged"
         stats = self.stats
         if cause is None:
-            rows = self._rows_of(step, is_planned_anew=False)
-            self._executor.reuse_plan(rows, gather=paths is not None)
+            self._executor.reuse_plan(step, gather=paths is not None)
             stats.plans_reused += 1
         else:
             kind = self._build(batch, paths, key, step)
@@ -592,15 +598,10 @@ class PackAttention:
                 paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end, batch.seq_lens
             )
         self._plan = None  # the scheduler holds another plan now, even if the executor refuses it
-        rows = self._rows_of(step, is_planned_anew=True)
-        self._plan = self._executor.load_plan(self._scheduler, rows)
+        self._plan = self._executor.load_plan(self._scheduler, step)
         self._num_requests = len(batch.seq_lens)
         self._key = key
         return kind
-
-    def _rows_of(self, step: Step, *, is_planned_anew: bool) -> Step:
-        """Return the step as the executor reads it."""
-        return step
 
     def _check_step(
         self,

@@ -231,6 +231,11 @@ class DecodePlan:
         live: IntArray = segments[segments[:, 2] == OPEN_END, 0]
         return live
 
+    def cuts(self, num_requests: int) -> IntArray:
+        """Where the rows of a window begin, if that is within it (scheduler/window_cut.h)."""
+        begin = self.capacity.layout()["size"]
+        return self.buffer[begin : begin + num_requests]
+
     def describe(self) -> str:
         """The plan as text, a line per work item: its ticket, tile, KV segments and requests."""
         return "\n".join(self._describe_lines())
@@ -292,7 +297,7 @@ def write_plan(scheduler: PackScheduler, sizes: BufferSizes, buffer: IntArray) -
     sizes
         What the buffer, the partials and the slot buffer can hold.
     buffer
-        int32, C-contiguous, at least as long as the layout of `sizes.plan`. It is written.
+        int32, C-contiguous, at least as long as `sizes.buffer_size`. It is written.
 
     Returns
     -------
@@ -302,7 +307,7 @@ def write_plan(scheduler: PackScheduler, sizes: BufferSizes, buffer: IntArray) -
     Raises
     ------
     ValueError
-        The buffer is shorter than the layout.
+        The buffer is shorter than that.
     """
     kv_tokens = scheduler.write(*sizes, buffer)
     if kv_tokens is None:
@@ -313,7 +318,7 @@ def write_plan(scheduler: PackScheduler, sizes: BufferSizes, buffer: IntArray) -
 def copy_plan(scheduler: PackScheduler) -> DecodePlan:
     """The scheduler's last plan in a buffer of its own."""
     sizes = BufferSizes.needed_by(scheduler)
-    plan = write_plan(scheduler, sizes, np.zeros(sizes.plan.layout()["size"], dtype=np.int32))
+    plan = write_plan(scheduler, sizes, np.zeros(sizes.buffer_size, dtype=np.int32))
     assert plan is not None
     return plan
 
@@ -335,12 +340,19 @@ class BufferSizes(NamedTuple):
     """Capacity of the buffers of a plan.
 
     plan: entries of each section. num_partials: partial slots of 2 * num_qo_heads * (v_head_dim +
-    2) bytes. num_shared_slots: KV tokens of all shared ranges, 4 bytes each.
+    2) bytes. num_shared_slots: KV tokens of all shared ranges, 4 bytes each. num_cuts: requests, if
+    the layers have a window; their cuts follow the plan in its buffer, 4 bytes each.
     """
 
     plan: PlanCapacity = PlanCapacity()
     num_partials: int = 0
     num_shared_slots: int = 0
+    num_cuts: int = 0
+
+    @property
+    def buffer_size(self) -> int:
+        """The length of the plan's buffer, in int32."""
+        return self.plan.layout()["size"] + self.num_cuts
 
     @classmethod
     def for_requests(
@@ -394,7 +406,10 @@ class BufferSizes(NamedTuple):
     def needed_by(cls, scheduler: PackScheduler) -> BufferSizes:
         """Capacity that the scheduler's last plan needs."""
         return cls(
-            scheduler.required_capacity(), scheduler.num_partials, scheduler.num_shared_slots
+            scheduler.required_capacity(),
+            scheduler.num_partials,
+            scheduler.num_shared_slots,
+            scheduler.num_cuts,
         )
 
     def grown(self, needed: BufferSizes) -> BufferSizes:
@@ -407,11 +422,14 @@ class BufferSizes(NamedTuple):
             PlanCapacity(**{name: _grown(entries[name], needed_entries[name]) for name in entries}),
             _grown(self.num_partials, needed.num_partials),
             _grown(self.num_shared_slots, needed.num_shared_slots),
+            _grown(self.num_cuts, needed.num_cuts),
         )
 
     def __str__(self) -> str:
         sizes = self.plan.entries()
         sizes |= {"num_partials": self.num_partials, "num_shared_slots": self.num_shared_slots}
+        if self.num_cuts:
+            sizes["num_cuts"] = self.num_cuts
         return ", ".join(f"{size} {name.removeprefix('num_')}" for name, size in sizes.items())
 
 

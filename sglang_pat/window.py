@@ -15,12 +15,11 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from sglang_pat.attention import INTS, PackAttention
-from sglang_pat.batch import Step, check_integers
+from sglang_pat.batch import check_integers
+from sglang_pat.executors.window_rows import Window
 
 # Tokens by which requests may grow under one cut: a row reads as many more of its own. Small
 # windows have a part of them.
@@ -79,11 +78,8 @@ class WindowAttention(PackAttention):
             # There are fewer shared ranges than rows, and each lies within a row. The pool does not
             # bound them: each class of rows reads the same slots again.
             options["max_shared_slots"] = min(max_requests * window, _MAX_INT32)
-        self._window_rule = {
-            "window": int(window),
-            "slack": min(SLACK, int(window) // SLACK_PART),
-            "ahead": int(ahead),
-        }
+        slack = min(SLACK, int(window) // SLACK_PART)
+        self._window = Window(int(window), slack, int(ahead), slot_map)
         super().__init__(num_qo_heads, num_kv_heads, head_dim, **options)
         if slot_map is not None:
             self._check_ids("slot_map", slot_map, 1, INTS)
@@ -91,43 +87,13 @@ class WindowAttention(PackAttention):
                 raise ValueError(f"slot_map must be dense, got strides {slot_map.stride()}")
         self.window = int(window)
         self.slot_map = slot_map
-        self._table = _Table(options.get("max_requests") or 0, self.window, self.device)
-
-    def _begin(self) -> None:
-        super()._begin()
-        self._cuts: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # of the plan's rows
-        self._tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-
-    def _rows_of(self, step: Step, *, is_planned_anew: bool) -> Step:
-        """Write the step's rows, and return the step of the table."""
-        size = len(step.host_seq_lens)
-        table = self._table = self._table.of_size(size, is_fixed=self.is_reserved)
-        if is_planned_anew:
-            self._cuts = self._scheduler.cuts
-            table.owner = None
-        self._tensors = step.req_to_token, step.req_pool_indices, step.seq_lens
-        self._write_table()
-        return Step(*table.rows_of(size), np.minimum(step.host_seq_lens, self.window))
-
-    def run(self, *tensors: Any, **options: Any) -> Any:
-        """Attention of one layer under the last plan: see `PackAttention.run`."""
-        if self._plan is not None and self._table.owner is not self:  # a sibling wrote it
-            self._write_table()
-        return super().run(*tensors, **options)
-
-    def _write_table(self) -> None:
-        if self._table.owner is not self:
-            self._table.set_cuts(self._cuts)
-            self._table.owner = self
-        self.refill()
 
     def refill(self) -> None:
-        """Write the table again, by the present contents of the tensors of the last plan().
+        """Read the tensors of the last plan() again, as they are now.
 
         A captured graph does so before its layers.
         """
-        assert self._tensors is not None
-        self._table.fill(*self._tensors, self.slot_map)
+        self._executor.refill()
 
     def advance(self, seq_lens: torch.Tensor, tokens: int) -> NoReturn:
         """Raise ValueError: the host must know the lengths of each step."""
@@ -135,77 +101,7 @@ class WindowAttention(PackAttention):
 
     def slots(self) -> list[torch.Tensor]:
         """Return the slots that each request reads now. For checks, on the CPU."""
-        lens = self._table.seq_lens[: len(self.seq_lens)].tolist()
-        return [row[:n].cpu() for row, n in zip(self._table.slots, lens, strict=False)]
-
-
-class _Table:
-    """The table of the windows' rows, which are rotated so that they begin at their cuts."""
-
-    def __init__(self, size: int, window: int, device: torch.device) -> None:
-        self.window = int(window)
-        self.slots = torch.zeros((size, window), dtype=torch.int32, device=device)
-        self.seq_lens = torch.zeros(size, dtype=torch.int32, device=device)
-        self.rows = torch.arange(size, dtype=torch.int32, device=device)
-        self._first_rows = self.slots, self.rows, self.seq_lens
-        self.owner: object = None  # whose cuts these are
-        self.cuts = torch.zeros(size, dtype=torch.int64, device=device)
-
-    def of_size(self, size: int, *, is_fixed: bool) -> _Table:
-        """Return a table of `size` rows or more: this one, or a new one. ValueError if fixed."""
-        have = len(self.rows)
-        if size <= have:
-            return self
-        if is_fixed:
-            raise ValueError(f"a batch must have at most {have} (max_requests), got {size}")
-        return _Table(2 * size, self.window, self.slots.device)
-
-    def rows_of(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the table, and the numbers and lengths of its first rows."""
-        if size != len(self._first_rows[1]):
-            self._first_rows = self.slots, self.rows[:size], self.seq_lens[:size]
-        return self._first_rows
-
-    def set_cuts(self, cuts: npt.NDArray[np.int64]) -> None:
-        """Copy the cuts of a batch to the device. The host does not wait."""
-        on_host = torch.from_numpy(cuts)
-        if self.cuts.is_cuda:
-            on_host = on_host.pin_memory()
-        self.cuts[: len(cuts)].copy_(on_host, non_blocking=True)
-
-    def fill(self, *tensors: Any) -> None:
-        """Write the rows. tensors: the last four arguments of `fill_rows`."""
-        rows = self.slots[: len(tensors[2])]
-        if not rows.is_cuda:
-            fill_rows(rows, self.seq_lens, self.cuts, *tensors)
-            return
-        from sglang_pat.executors.window_rows import fill_rows as fill_on_gpu  # needs Triton
-
-        with torch.cuda.device(rows.device):
-            fill_on_gpu(rows, self.seq_lens, self.cuts, *tensors)
-
-
-def fill_rows(
-    rows: torch.Tensor,
-    row_lens: torch.Tensor,
-    cuts: torch.Tensor,
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    seq_lens: torch.Tensor,
-    slot_map: torch.Tensor | None,
-) -> None:
-    """Write the slots of each request's window, from its cut on and around.
-
-    What `executors/window_rows.py` does, in plain torch. Columns after a row's length hold slots of
-    the row.
-    """
-    size, window = rows.shape
-    lens = seq_lens.long()[:, None]
-    in_window = lens.clamp(max=window)
-    first = torch.maximum(cuts[:size, None], lens - in_window)
-    positions = first + torch.arange(window, device=rows.device)
-    positions -= in_window * (positions >= lens)
-    positions = torch.minimum(positions, lens - 1).clamp_(min=0)
-    slots = req_to_token[req_pool_indices.long()[:, None], positions]
-    rows.copy_(slots if slot_map is None else slot_map[slots.long()])
-    row_lens[:size] = in_window[:, 0]
+        rows = self._executor.rows
+        assert rows is not None
+        lens = rows.seq_lens[: len(self.seq_lens)].tolist()
+        return [row[:n].cpu() for row, n in zip(rows.slots, lens, strict=False)]

@@ -39,7 +39,7 @@ from sglang_pat.cli.arguments import folder_path
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 PLANTED = ("memcheck", "initcheck")  # tools that a fault is planted for
-KERNELS = ("pack_decode", "merge_partials", "gather_slots", "write_kv")
+KERNELS = ("pack_decode", "merge_partials", "fill_rows", "gather_slots", "write_kv")
 # Flags of one tool. torch's calls of CUDA are not ours: memcheck reports accesses, no failed calls.
 # Without padding, the next allocation may follow directly.
 _FLAGS = {"memcheck": ("--report-api-errors", "no", "--padding", "4096")}

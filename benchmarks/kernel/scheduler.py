@@ -96,7 +96,7 @@ def measure(num_requests: int) -> dict[str, float]:
     result = {"requests": num_requests, "cold_plan_us": microseconds(cold, repeats)}
     result |= {f"{stage}_us": ns / 1000 for stage, ns in scheduler.stage_times_ns.items()}
     sizes = BufferSizes.needed_by(scheduler)
-    buffer = np.zeros(sizes.plan.layout()["size"], dtype=np.int32)
+    buffer = np.zeros(sizes.buffer_size, dtype=np.int32)
     result["write_us"] = microseconds(lambda: scheduler.write(*sizes, buffer), repeats)
     result["per_request_us"] = result["cold_plan_us"] / num_requests
     return result

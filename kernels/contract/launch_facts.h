@@ -12,6 +12,7 @@ struct LaunchFacts {
   int32_t merge_ctas_per_sm;
   int32_t merge_slices;  // rows of merge_partials that a query head of a request has
   int32_t gather_threads;
+  int32_t fill_threads;
   int32_t write_threads;
 };
 

@@ -16,12 +16,13 @@ from itertools import cycle
 
 import torch
 
-from sglang_pat._launch_params import DecodeArgument, GatherArgument, SinkType
+from sglang_pat._launch_params import DecodeArgument, FillArgument, GatherArgument, SinkType
 from sglang_pat._scheduler import PackScheduler
 from sglang_pat.batch import IntArray, Step
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.layer import LayerInputs, Scale
 from sglang_pat.executors.loaded_kernels import LoadedKernels, capture_id, kv_map
+from sglang_pat.executors.window_rows import Window, WindowRows
 from sglang_pat.plan import BufferSizes, DecodePlan, PlanHeader, write_plan
 
 # Two more than the graphs that have a counter each; a server captures some 50. Graphs that share a
@@ -34,6 +35,7 @@ _RING = 3
 
 _ALIGNMENT = 16  # bytes of an asynchronous copy
 _GATHER_CHUNKS = 8  # CTAs that share a span
+_FILL_COLUMNS = 512  # of a row, written by one CTA
 _SINK_TYPES = {
     torch.float32: SinkType.FLOAT32,
     torch.bfloat16: SinkType.BFLOAT16,
@@ -90,7 +92,9 @@ class PlanBuffers:
     ----------
     sizes : BufferSizes
     plan : torch.Tensor
-        int32, laid out for `sizes.plan` (plan_format.h).
+        int32, laid out for `sizes.plan` (plan_format.h). The cuts of windows follow.
+    rows : WindowRows or None
+        What the layers read in place of `req_to_token`, if they have a window.
     shared_slots : torch.Tensor
         int32, the KV slots of all shared ranges.
     partial_out : torch.Tensor
@@ -109,13 +113,18 @@ class PlanBuffers:
     """
 
     def __init__(
-        self, sizes: BufferSizes, num_qo_heads: int, config: KernelConfig, device: torch.device
+        self,
+        sizes: BufferSizes,
+        num_qo_heads: int,
+        config: KernelConfig,
+        device: torch.device,
+        window: Window | None = None,
     ) -> None:
         integers = partial(torch.zeros, dtype=torch.int32, device=device)
         empty = partial(torch.empty, device=device)
         rows = (sizes.num_partials, num_qo_heads)
         self.sizes = sizes
-        self.plan = integers(sizes.plan.layout()["size"])
+        self.plan = integers(sizes.buffer_size)
         self.shared_slots = integers(sizes.num_shared_slots)
         self.partial_out = empty((*rows, config.v_head_dim), dtype=config.partial_dtype)
         self.partial_lse = empty(rows, dtype=torch.float32)
@@ -124,7 +133,8 @@ class PlanBuffers:
         self.loaded = _NO_PLAN
         self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self.entries = [*sizes.plan.entries().values()]
-        self.gather, self.decode = GatherArgument(), DecodeArgument()
+        self.rows = None if window is None else WindowRows(sizes.num_cuts, window, device)
+        self.fill, self.gather, self.decode = FillArgument(), GatherArgument(), DecodeArgument()
         self.decode.set_buffers(
             self.plan.data_ptr(),
             self.entries,
@@ -132,10 +142,10 @@ class PlanBuffers:
             self.partial_out.data_ptr(),
             self.partial_lse.data_ptr(),
         )
-        self._step: Step | None = None  # to which the argument of pack_decode was last set
+        self._step: Step | None = None  # to which the arguments were last set
 
     def bind(self, step: Step) -> None:
-        """Set the argument of pack_decode to a step. ValueError if the kernels cannot read it."""
+        """Set the arguments to a step. ValueError if the kernels cannot read it."""
         if step is self._step:
             return
         table, rows, lens = step.req_to_token, step.req_pool_indices, step.seq_lens
@@ -143,6 +153,18 @@ class PlanBuffers:
             raise ValueError(f"req_to_token must have dense rows, got strides {table.stride()}")
         _check_contiguous(rows, "req_pool_indices")
         _check_contiguous(lens, "seq_lens")
+        if self.rows is not None:
+            self._bind_fill(self.rows, step)
+            table, rows, lens, _ = self.rows.step(step)
+        self.gather.set(
+            self.plan.data_ptr(),
+            self.entries,
+            self.shared_slots.data_ptr(),
+            table.data_ptr(),
+            table.stride(0),
+            rows.data_ptr(),
+            rows.dtype == torch.int64,
+        )
         self.decode.set_step(
             table.data_ptr(),
             table.stride(0),
@@ -154,6 +176,25 @@ class PlanBuffers:
         )
         self._step = step
 
+    def _bind_fill(self, rows: WindowRows, step: Step) -> None:
+        table, indices, lens, _ = step
+        slot_map = rows.window.slot_map
+        self.fill.set(
+            self.plan[len(self.plan) - self.sizes.num_cuts :].data_ptr(),
+            table.data_ptr(),
+            table.stride(0),
+            indices.data_ptr(),
+            indices.dtype == torch.int64,
+            lens.data_ptr(),
+            lens.dtype == torch.int64,
+            0 if slot_map is None else slot_map.data_ptr(),
+            slot_map is not None and slot_map.dtype == torch.int64,
+            len(lens),
+            rows.window.tokens,
+            rows.slots.data_ptr(),
+            rows.seq_lens.data_ptr(),
+        )
+
     def take_over(self, stream: torch.cuda.Stream) -> None:
         """Let `stream` wait for what the last stream has done with the buffers so far."""
         if self.stream == stream:
@@ -161,13 +202,11 @@ class PlanBuffers:
         if self.stream is not None:
             stream.wait_stream(self.stream)
             # Should the memory be freed, it is handed out again only when this stream is done.
-            for tensor in (
-                self.plan,
-                self.shared_slots,
-                self.partial_out,
-                self.partial_lse,
-                self.counters,
-            ):
+            tensors = [self.plan, self.shared_slots, self.partial_out, self.partial_lse]
+            tensors.append(self.counters)
+            if self.rows is not None:
+                tensors += [self.rows.slots, self.rows.seq_lens, self.rows.indices]
+            for tensor in tensors:
                 tensor.record_stream(stream)
         self.stream = stream
 
@@ -190,8 +229,10 @@ class CudaExecutor:
         num_qo_heads: int,
         device: torch.device,
         reservation: BufferSizes | None,
+        window: Window | None = None,
     ) -> None:
         self.kernels = kernels
+        self._window = window
         self._num_qo_heads = num_qo_heads
         self._device = device
         self._reserved = reservation is not None
@@ -220,10 +261,34 @@ class CudaExecutor:
         """
         assert self._sent is not None
         gather = gather and self._sent.header.num_gather_spans > 0
-        if self.buffers.staging is self._sent and not gather:
-            self.step = step
-        else:
+        if self.buffers.staging is not self._sent or gather:
             self._send(self._sent, step)
+            return
+        if self.rows is not None:
+            self.buffers.bind(step)
+            with torch.cuda.device(self._device):
+                stream = torch.cuda.current_stream()
+                self.buffers.take_over(stream)
+                self._fill(step, stream)
+        self.step = step
+
+    @property
+    def rows(self) -> WindowRows | None:
+        """What layers with a window read in place of `req_to_token`."""
+        return self.buffers.rows
+
+    def refill(self) -> None:
+        """Write the rows of windows again. In a capture, the graph will do so in each replay."""
+        assert self.step is not None
+        self.buffers.bind(self.step)
+        with torch.cuda.device(self._device):
+            self._fill(self.step, torch.cuda.current_stream())
+
+    def _fill(self, step: Step, stream: torch.cuda.Stream) -> None:
+        assert self.rows is not None
+        grid = len(step.seq_lens), -(-self.rows.window.tokens // _FILL_COLUMNS)
+        if grid[0] > 0:
+            self.kernels.fill_rows(self.buffers.fill.address, stream.cuda_stream, grid)
 
     def sharing_buffers(self) -> CudaExecutor:
         """One for other plans, executed in the same buffers. ValueError without a reservation."""
@@ -342,17 +407,9 @@ class CudaExecutor:
             stream = torch.cuda.current_stream()
             buffers.take_over(stream)
             staging.copy_to(buffers.plan, stream)
+            if self.rows is not None:
+                self._fill(step, stream)
             if header.num_gather_spans > 0:
-                table, rows = step.req_to_token, step.req_pool_indices
-                buffers.gather.set(
-                    buffers.plan.data_ptr(),
-                    buffers.entries,
-                    buffers.shared_slots.data_ptr(),
-                    table.data_ptr(),
-                    table.stride(0),
-                    rows.data_ptr(),
-                    rows.dtype == torch.int64,
-                )
                 grid = kernels.num_sms, _GATHER_CHUNKS
                 kernels.gather_slots(buffers.gather.address, stream.cuda_stream, grid)
         buffers.staging, buffers.loaded = staging, header
@@ -370,7 +427,9 @@ class CudaExecutor:
         self._allocate(sizes.grown(needed))
 
     def _allocate(self, sizes: BufferSizes) -> None:
-        self.buffers = PlanBuffers(sizes, self._num_qo_heads, self.kernels.config, self._device)
+        self.buffers = PlanBuffers(
+            sizes, self._num_qo_heads, self.kernels.config, self._device, self._window
+        )
         # Earlier ones may be dropped while they are being copied: copy_to() keeps their memory.
         self._ring = self._new_ring()
 

@@ -29,6 +29,7 @@ class LaunchFacts(NamedTuple):
     merge_ctas_per_sm: int
     merge_slices: int
     gather_threads: int
+    fill_threads: int
     write_threads: int
 
 
@@ -111,6 +112,7 @@ class LoadedKernels:
     merge_partials : tuple of Launcher
         Without sinks and with them.
     gather_slots : Launcher
+    fill_rows : Launcher
     write_kv : Launcher
     """
 
@@ -152,6 +154,9 @@ class LoadedKernels:
         )
         self.gather_slots = Launcher(
             _function(library, "gather_slots_kernel"), facts.gather_threads, overlap=False
+        )
+        self.fill_rows = Launcher(
+            _function(library, "fill_rows_kernel"), facts.fill_threads, overlap=False
         )
         self.write_kv = Launcher(
             _function(library, "write_kv_kernel"), facts.write_threads, overlap=overlap

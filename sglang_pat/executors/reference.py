@@ -19,6 +19,7 @@ import torch
 from sglang_pat._scheduler import DIRECT_STORE, OPEN_END, SHARED_KV, PackScheduler
 from sglang_pat.batch import Step
 from sglang_pat.executors.layer import LayerInputs, Scale
+from sglang_pat.executors.window_rows import Window, WindowRows
 from sglang_pat.plan import DecodePlan, copy_plan, segment_interval
 
 # KV elements that one batched product gathers at most, so that memory stays bounded for long
@@ -220,14 +221,21 @@ class ReferenceExecutor:
     name = "reference"
 
     def __init__(
-        self, device: torch.device, execution: Callable[..., Execution] = PlanExecution
+        self,
+        device: torch.device,
+        execution: Callable[..., Execution] = PlanExecution,
+        window: Window | None = None,
     ) -> None:
         """execution: what a step's plan is executed by. Called with plan, slots and step."""
         self._device = device
         self._new_execution = execution
+        self._window = window
+        self.rows: WindowRows | None = None  # that layers with a window read
+        self._cuts = torch.empty(0, dtype=torch.int32, device=device)
         self._plan: DecodePlan | None = None
         self._shared_slots = torch.empty(0, dtype=torch.int64, device=device)
         self._step: Step | None = None
+        self._row_step: Step | None = None  # the same, or as layers with a window see it
         self._execution: Execution | None = None  # of this step, made by its first run()
 
     def load_plan(self, scheduler: PackScheduler, step: Step) -> DecodePlan:
@@ -236,12 +244,15 @@ class ReferenceExecutor:
         The following run()s read the tensors of the step.
         """
         self._plan = copy_plan(scheduler)
+        if self._window is not None:
+            self._cuts = torch.from_numpy(self._plan.cuts(scheduler.num_cuts)).to(self._device)
+            self.rows = WindowRows(scheduler.num_cuts, self._window, self._device)
         self.reuse_plan(step, gather=True)
         return self._plan
 
     def sharing_buffers(self) -> ReferenceExecutor:
         """One for other plans. They share nothing."""
-        return ReferenceExecutor(self._device, self._new_execution)
+        return ReferenceExecutor(self._device, self._new_execution, self._window)
 
     def reuse_plan(self, step: Step, *, gather: bool = False) -> None:
         """Let the last plan serve this step too; its tensors are read from now on.
@@ -250,18 +261,29 @@ class ReferenceExecutor:
         """
         assert self._plan is not None
         _check_rows(step)
+        self._step = self._row_step = step
+        if self.rows is not None:
+            self._row_step = self.rows.step(step)
+            self.refill()
         if gather:
-            self._shared_slots = gather_slots(self._plan, step.req_to_token, step.req_pool_indices)
-        self._step = step
+            table, rows, *_ = self._row_step
+            self._shared_slots = gather_slots(self._plan, table, rows)
+        self._execution = None
+
+    def refill(self) -> None:
+        """Write the rows of windows again."""
+        assert self.rows is not None
+        assert self._step is not None
+        self.rows.fill(self._step, self._cuts)
         self._execution = None
 
     def run(self, layer: LayerInputs) -> None:
         """One layer; writes its `out`, and `lse` if given."""
         assert self._plan is not None
-        assert self._step is not None
+        assert self._row_step is not None
         if self._execution is None:
-            _check_lengths(self._step, self._plan)
-            self._execution = self._new_execution(self._plan, self._shared_slots, self._step)
+            _check_lengths(self._row_step, self._plan)
+            self._execution = self._new_execution(self._plan, self._shared_slots, self._row_step)
         # Like the kernels, this gives no gradients, and autocast changes no arithmetic.
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             out, lse = self._execution.run(layer)

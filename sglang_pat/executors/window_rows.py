@@ -1,65 +1,71 @@
-"""Writes the rows of windows on a GPU: one Triton kernel, where torch launches a dozen."""
-
-# mypy: disable-error-code="no-untyped-def,misc,import-untyped"
+"""The rows of layers with a sliding window: which tokens they read, and where their slots lie."""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
-import triton
-import triton.language as tl
 
-_COLUMNS = 512  # of a row, written by one program
+from sglang_pat.batch import Step
 
 
-@triton.jit
-def _fill(
-    rows, row_lens, cuts, req_to_token, req_pool_indices, seq_lens, slot_map, row_stride, stride,
-    WINDOW: tl.constexpr, HAS_MAP: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    request, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    length = tl.load(seq_lens + request).to(tl.int64)
-    in_window = tl.minimum(length, WINDOW)
-    first = tl.maximum(tl.load(cuts + request), length - in_window)
-    column = part * COLUMNS + tl.arange(0, COLUMNS)
-    position = first + column
-    position = tl.where(position >= length, position - in_window, position)
-    written = column < in_window
-    row = req_to_token + tl.load(req_pool_indices + request).to(tl.int64) * row_stride
-    slot = tl.load(row + position * stride, mask=written, other=0)
-    if HAS_MAP:
-        slot = tl.load(slot_map + slot, mask=written, other=0)
-    tl.store(rows + request * WINDOW + column, slot.to(tl.int32), mask=written)
-    if part == 0:
-        tl.store(row_lens + request, in_window.to(tl.int32))
+class Window(NamedTuple):
+    """A sliding window, and how its plans are made (scheduler/window_cut.h).
 
-
-def fill_rows(
-    rows: torch.Tensor,
-    row_lens: torch.Tensor,
-    cuts: torch.Tensor,
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    seq_lens: torch.Tensor,
-    slot_map: torch.Tensor | None,
-) -> None:
-    """Write the slots of each request's window, from its cut on and around.
-
-    Parameters
+    Attributes
     ----------
-    rows, row_lens, cuts
-        int32 `[requests, window]`, int32 and int64 `[at least requests]`, dense. The first two are
-        written; columns after a row's length stay as they are.
-    req_to_token, req_pool_indices, seq_lens
-        As in `PackAttention.plan`.
-    slot_map
-        See `WindowAttention`.
+    tokens : tokens that a request attends to, its new one included.
+    slack : tokens by which requests may grow under one cut.
+    ahead : tokens by which a request may be longer on the device than on the host.
+    slot_map : int64 or int32 `[num_slots]`, the slot in the layers' caches, by the slot in
+        `req_to_token`. It is borrowed, and read in each step. None: they are the same.
     """
-    count, window = rows.shape
-    if count:
-        grid = count, triton.cdiv(window, _COLUMNS)
-        _fill[grid](
-            rows, row_lens, cuts, req_to_token, req_pool_indices.contiguous(),
-            seq_lens.contiguous(), row_lens if slot_map is None else slot_map,
-            req_to_token.stride(0), req_to_token.stride(1),
-            WINDOW=window, HAS_MAP=slot_map is not None, COLUMNS=_COLUMNS,
-        )  # fmt: skip
+
+    tokens: int
+    slack: int
+    ahead: int
+    slot_map: torch.Tensor | None
+
+    def rule(self) -> dict[str, Any]:
+        """Return the arguments of the scheduler."""
+        return {"window": self.tokens, "slack": self.slack, "ahead": self.ahead}
+
+
+class WindowRows:
+    """The table of the rows, which takes the place of `req_to_token` under their plans.
+
+    Attributes
+    ----------
+    slots : int32 `[num_rows, tokens]`. Columns after a row's length are not read.
+    seq_lens : int32 `[num_rows]`, the lengths of the rows.
+    indices : int32 `[num_rows]`, the numbers of the rows.
+    """
+
+    def __init__(self, num_rows: int, window: Window, device: torch.device) -> None:
+        self.window = window
+        self.slots = torch.zeros((num_rows, window.tokens), dtype=torch.int32, device=device)
+        self.seq_lens = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.indices = torch.arange(num_rows, dtype=torch.int32, device=device)
+
+    def step(self, step: Step) -> Step:
+        """Return the step as layers with the window see it. The rows are still to be written."""
+        size = len(step.seq_lens)
+        lens = np.minimum(step.host_seq_lens, self.window.tokens)
+        return Step(self.slots, self.indices[:size], self.seq_lens[:size], lens)
+
+    def fill(self, step: Step, cuts: torch.Tensor) -> None:
+        """Write the rows of a step in plain torch, as `kernels/fill_rows.cuh` does.
+
+        cuts: the position at which each row begins, if that is within its window.
+        """
+        size, slot_map = len(step.seq_lens), self.window.slot_map
+        lens = step.seq_lens.long()[:, None]
+        in_window = lens.clamp(max=self.window.tokens)
+        first = torch.maximum(cuts.long()[:size, None], lens - in_window)
+        positions = first + torch.arange(self.window.tokens, device=lens.device)
+        positions -= in_window * (positions >= lens)
+        positions = torch.minimum(positions, lens - 1).clamp_(min=0)
+        slots = step.req_to_token[step.req_pool_indices.long()[:, None], positions]
+        self.slots[:size] = slots if slot_map is None else slot_map[slots.long()]
+        self.seq_lens[:size] = in_window[:, 0]

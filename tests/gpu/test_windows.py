@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -54,6 +55,8 @@ def test_windows_move_on_in_a_graph(window: int, seed: int) -> None:
     for grown in range(60):
         batch, now = step(scene, grown)
         eager.plan(batch, **now)
+        read = [Counter(row.tolist()) for row in eager.slots()[: len(scene.lens)]]
+        assert read == scene.windows(grown, window)
         check(scene, eager.run(q, *scene.caches), q, grown, window)
         tensors["seq_lens"].copy_(now["seq_lens"])  # where the graph reads them
         if left == 0:

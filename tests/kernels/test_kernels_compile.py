@@ -74,7 +74,7 @@ def ctas_per_sm(config: KernelConfig, image: bytes) -> int:
     One of latent attention takes the registers of an SM. A single one uses all of the shared
     memory: the ring has no room for another stage.
     """
-    facts = LaunchFacts(*struct.unpack("<7i", constant(image, "launch_facts")))
+    facts = LaunchFacts(*struct.unpack("<8i", constant(image, "launch_facts")))
     shared, sm_bytes = facts.decode_shared_bytes, SM_SHARED_KB[config.arch] * 1024
     ctas = sm_bytes // (shared + 1024)
     assert ctas >= 1
@@ -95,6 +95,7 @@ def check_resources(config: KernelConfig) -> None:
     spills = re.findall(r"properties for (\w+)\n.* (\d+) bytes spill stores", report)
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", report)]
     assert sorted(names) == [
+        "fill_rows",
         "gather_slots",
         "merge_partials",
         "merge_partials_sinks",

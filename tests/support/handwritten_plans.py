@@ -86,7 +86,7 @@ class HandPlan:
             for request in item.requests:
                 counts[request] += 1
         merges, next_slot = [], [DIRECT_STORE] * num_requests
-        self.num_partials = 0
+        self.num_partials = self.num_cuts = 0
         for request, count in enumerate(counts):
             if count != 1:
                 merges.append((request, self.num_partials, count, 0))
@@ -167,7 +167,12 @@ class HandPlan:
         return PlanCapacity(**self._counts)
 
     def write(
-        self, capacity: PlanCapacity, num_partials: int, num_shared_slots: int, out: np.ndarray
+        self,
+        capacity: PlanCapacity,
+        num_partials: int,
+        num_shared_slots: int,
+        num_cuts: int,
+        out: np.ndarray,
     ) -> tuple[int, int, int] | None:
         entries = capacity.entries()
         if (

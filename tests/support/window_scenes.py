@@ -1,9 +1,4 @@
-"""Batches of layers with windows: random trees, and rows with the slots that they must read.
-
-Run as a script, this compares the kernel that writes rows with plain torch, on a CPU:
-
-    TRITON_INTERPRET=1 python tests/support/window_scenes.py
-"""
+"""Batches of layers with windows: random trees, and rows with the slots that they must read."""
 
 from __future__ import annotations
 
@@ -104,30 +99,3 @@ def prefix_scene(tails: list[int], prefix: int = 8192) -> Scene:
     slots[:, :prefix] = slots[0, :prefix]
     scene.table = slots
     return scene
-
-
-def compare_kernel() -> int:
-    """Return how many tables of rows the kernel has written as plain torch does."""
-    from sglang_pat.executors import window_rows
-    from sglang_pat.window import fill_rows
-
-    found = 0
-    for seed in range(8):
-        scene = Scene(seed, has_map=seed % 2 == 1)
-        for window in (1, 32, 600):
-            _, tensors = scene.step(seed)
-            lens = tensors["seq_lens"]
-            cuts = (lens - max(1, window // 2)).clamp(min=0) * (lens % 2)
-            tables = [torch.zeros(len(lens), window, dtype=torch.int32) for _ in range(2)]
-            row_lens = [torch.zeros(len(lens), dtype=torch.int32) for _ in range(2)]
-            for each, fill in enumerate((fill_rows, window_rows.fill_rows)):
-                fill(tables[each], row_lens[each], cuts, **tensors, slot_map=scene.map)
-            inside = torch.arange(window) < row_lens[0][:, None]
-            assert torch.equal(*row_lens)
-            assert torch.equal(*(table[inside] for table in tables))
-            found += 1
-    return found
-
-
-if __name__ == "__main__":
-    print(f"equal: {compare_kernel()}")

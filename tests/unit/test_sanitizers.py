@@ -37,7 +37,7 @@ def largest_rows(case: Case) -> int:
     plan = case.plan(case.config(HOPPER))
     sizes = BufferSizes.needed_by(plan)  # type: ignore[arg-type]
     buffer = np.zeros(sizes.plan.layout()["size"], dtype=np.int32)
-    plan.write(sizes.plan, sizes.num_partials, sizes.num_shared_slots, buffer)
+    plan.write(sizes.plan, sizes.num_partials, sizes.num_shared_slots, 0, buffer)
     header = DecodePlan(buffer, sizes.plan, KvTokens(0, 0, 0), LATENT_TILE_TABLE).header
     return LATENT_TILE_TABLE[header.largest_tile][0]
 

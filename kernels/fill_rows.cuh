@@ -1,0 +1,33 @@
+// fill_rows: writes the rows of layers with a sliding window: the slots of each request's last tokens, from the row's
+// cut on and around (scheduler/window_cut.h). It runs before the layers of each step, because windows move on.
+#pragma once
+
+#include "decode_params.h"
+#include "index_array.cuh"
+
+namespace pat {
+
+inline constexpr int kFillThreads = 256;
+
+// With kFillThreads threads. Requests along x, chunks of a row along y; both strided, so that any grid is right.
+__device__ __forceinline__ void fill_rows(const FillParams& params) {
+  const bool has_map = params.slot_map.data != nullptr;
+  for (int i = blockIdx.x; i < params.num_requests; i += gridDim.x) {
+    const auto length = static_cast<int32_t>(load_index(params.seq_lens, i));
+    const int32_t in_window = length < params.window ? length : params.window;
+    const int32_t cut = params.cuts[i], window_begin = length - in_window;
+    const int32_t first = cut > window_begin ? cut : window_begin;
+    const int64_t row = load_index(params.req_pool_indices, i);
+    const int32_t* source = params.req_to_token + row * params.req_to_token_stride;
+    int32_t* target = params.rows + int64_t{i} * params.window;
+    for (int32_t column = blockIdx.y * kFillThreads + threadIdx.x; column < in_window;
+         column += gridDim.y * kFillThreads) {
+      const int32_t position = first + column;
+      const int32_t slot = source[position < length ? position : position - in_window];
+      target[column] = has_map ? static_cast<int32_t>(load_index(params.slot_map, slot)) : slot;
+    }
+    if (blockIdx.y == 0 && threadIdx.x == 0) params.row_lens[i] = in_window;
+  }
+}
+
+}  // namespace pat
