@@ -113,6 +113,7 @@ void PrefixForest::clear(size_t num_requests) {
 
 void PrefixForest::add_cut_paths(const PrefixForest& whole, std::span<const int32_t> requests,
                                  int32_t cut) {
+  is_arranged_ = false;
   const auto first = static_cast<int32_t>(path_nodes_.size());
   copies_.resize(whole.nodes_.size(), -1);
   for (const int32_t request : requests) {
@@ -135,6 +136,7 @@ void PrefixForest::add_cut_paths(const PrefixForest& whole, std::span<const int3
 }
 
 void PrefixForest::clear() {
+  is_arranged_ = false;
   path_nodes_.clear();
   free_.clear();
   id_table_.clear();
@@ -144,6 +146,7 @@ void PrefixForest::clear() {
 }
 
 void PrefixForest::take_kept(std::span<const int32_t> kept) {
+  is_arranged_ = false;
   previous_.swap(last_node_);
   last_node_.assign(kept.size(), kEmptyPath);
   constexpr int32_t kTaken = -3;
@@ -357,6 +360,7 @@ void PrefixForest::arrange(std::span<const int32_t> seq_lens) {
     PAT_CHECK(seq_lens[request] >= path_end, "seq_len ", seq_lens[request], " of request ", request,
               " is below its path's length ", path_end);
   }
+  if (is_arranged_ && anchor_.size() == seq_lens.size()) return;
   ++num_passes_;
   nodes_.clear();
   anchor_.assign(seq_lens.size(), -1);
@@ -366,6 +370,7 @@ void PrefixForest::arrange(std::span<const int32_t> seq_lens) {
     anchor_[request] = node < 0 ? -1 : arrange_node(node);
   }
   order_requests();
+  is_arranged_ = true;
 }
 
 int32_t PrefixForest::arrange_node(int32_t node) {

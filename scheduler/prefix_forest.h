@@ -75,7 +75,7 @@ class PrefixForest {
 
   // Arranges the batch for the accessors below. Rows after the last request have an empty path. Throws
   // std::invalid_argument if a request is shorter than its path, or if its path was outdated and not given again. Takes
-  // time linear in requests and shared nodes.
+  // time linear in requests and shared nodes; the second time for a batch, in requests.
   void arrange(std::span<const int32_t> seq_lens);
 
   const std::vector<ForestNode>& nodes() const { return nodes_; }
@@ -146,6 +146,7 @@ class PrefixForest {
   std::vector<ForestNode> nodes_;
   std::vector<int32_t> holders_;
   std::vector<int32_t> anchor_;
+  bool is_arranged_ = false;  // the batch, with as many rows as there are anchors
   std::vector<int32_t> cursor_;
   std::vector<int32_t> copies_;  // of add_cut_paths(): per node of the other forest
 };
