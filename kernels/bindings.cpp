@@ -65,7 +65,8 @@ void set_gather(GatherArgument& self, uintptr_t plan, const std::vector<int64_t>
 void set_fill(FillArgument& self, uintptr_t cuts, uintptr_t req_to_token,
               int64_t req_to_token_stride, uintptr_t req_pool_indices, bool rows_are_int64,
               uintptr_t seq_lens, bool lengths_are_int64, uintptr_t slot_map, bool map_is_int64,
-              int32_t num_requests, int32_t window, uintptr_t rows, uintptr_t row_lens) {
+              int32_t num_requests, int32_t window, bool chunked, uintptr_t rows,
+              uintptr_t row_lens) {
   self.params = {.cuts = pointer<const int32_t>(cuts),
                  .req_to_token = pointer<const int32_t>(req_to_token),
                  .req_to_token_stride = req_to_token_stride,
@@ -74,6 +75,7 @@ void set_fill(FillArgument& self, uintptr_t cuts, uintptr_t req_to_token,
                  .slot_map = {pointer<const void>(slot_map), map_is_int64},
                  .num_requests = num_requests,
                  .window = window,
+                 .chunked = chunked,
                  .rows = pointer<int32_t>(rows),
                  .row_lens = pointer<int32_t>(row_lens)};
 }

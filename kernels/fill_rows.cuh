@@ -14,7 +14,8 @@ __device__ __forceinline__ void fill_rows(const FillParams& params) {
   const bool has_map = params.slot_map.data != nullptr;
   for (int i = blockIdx.x; i < params.num_requests; i += gridDim.x) {
     const auto length = static_cast<int32_t>(load_index(params.seq_lens, i));
-    const int32_t in_window = length < params.window ? length : params.window;
+    const int32_t in_window = params.chunked && length > 0 ? (length - 1) % params.window + 1
+                                                           : min(length, params.window);
     const int32_t cut = params.cuts[i], window_begin = length - in_window;
     const int32_t first = cut > window_begin ? cut : window_begin;
     const int64_t row = load_index(params.req_pool_indices, i);

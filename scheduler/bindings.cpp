@@ -404,7 +404,8 @@ PYBIND11_MODULE(_scheduler, m) {
       .def(py::init([](int32_t group_size, int32_t num_workers, int32_t max_block_q,
                        const std::string& policy, int32_t min_item_tokens, int32_t growth_tokens,
                        const pat::CostModel& cost, bool batch_invariant, bool one_tile,
-                       bool by_time, bool latent, int32_t window, int32_t slack, int32_t ahead) {
+                       bool by_time, bool latent, int32_t window, int32_t slack, int32_t ahead,
+                       bool chunked) {
              return pat::PackScheduler({.group_size = group_size,
                                         .num_workers = num_workers,
                                         .max_block_q = max_block_q,
@@ -416,13 +417,14 @@ PYBIND11_MODULE(_scheduler, m) {
                                         .one_tile = one_tile,
                                         .by_time = by_time,
                                         .latent = latent,
-                                        .window = {window, slack, ahead}});
+                                        .window = {window, slack, ahead, chunked}});
            }),
            py::kw_only(), py::arg("group_size"), py::arg("num_workers"), py::arg("max_block_q"),
            py::arg("policy"), py::arg("min_item_tokens"), py::arg("growth_tokens"),
            py::arg("cost") = pat::CostModel{}, py::arg("batch_invariant") = false,
            py::arg("one_tile") = false, py::arg("by_time") = true, py::arg("latent") = false,
-           py::arg("window") = 0, py::arg("slack") = 0, py::arg("ahead") = 0)
+           py::arg("window") = 0, py::arg("slack") = 0, py::arg("ahead") = 0,
+           py::arg("chunked") = false)
       .def("plan", &plan, py::arg("path_begin").noconvert(), py::arg("node_id").noconvert(),
            py::arg("kv_begin").noconvert(), py::arg("kv_end").noconvert(),
            py::arg("seq_lens").noconvert())

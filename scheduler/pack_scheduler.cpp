@@ -164,7 +164,8 @@ void PackScheduler::plan(PrefixForest& batch, std::span<const int32_t> seq_lens)
         longest = std::min(longest, ChunkGrid::last_length(range.planned));
       }
       if (window > 0) {
-        if (longest >= window) longest = kMaxLength;  // the row stays as long as the window
+        // The row stays as long as the window.
+        if (longest >= window && !config_.window.chunked) longest = kMaxLength;
         longest = std::min<int64_t>(longest, window_.longest()[request]);
       }
       range.longest = static_cast<int32_t>(std::min(longest, kMaxLength));
@@ -179,10 +180,9 @@ void PackScheduler::plan(PrefixForest& batch, std::span<const int32_t> seq_lens)
 
 LengthCheck PackScheduler::check_lengths(std::span<const int32_t> seq_lens) const {
   LengthCheck check{.served = seq_lens.size() == last_.lengths.size(), .total = 0, .longest = 0};
-  const int32_t window = config_.window.window;
-  const int32_t most = window > 0 ? window : std::numeric_limits<int32_t>::max();
+  const WindowRule& rule = config_.window;
   for (const int32_t seq_len : seq_lens) {
-    check.total += std::min(seq_len, most);
+    check.total += rule.window > 0 ? rule.attended(seq_len) : seq_len;
     check.longest = std::max(check.longest, seq_len);
   }
   for (size_t i = 0; check.served && i < last_.lengths.size(); ++i) {

@@ -34,6 +34,7 @@ WindowCut::WindowCut(const WindowRule& rule, int32_t rows_per_class)
   PAT_CHECK(rule.window >= 0, "window must not be negative, got ", rule.window);
   PAT_CHECK(rule.slack >= 0 && rule.ahead >= 0, "slack and ahead must not be negative, got ",
             rule.slack, " and ", rule.ahead);
+  PAT_CHECK(!rule.chunked || rule.ahead == 0, "ahead must be 0 with chunks, got ", rule.ahead);
 }
 
 void WindowCut::add_class(const PrefixForest& forest, std::span<const Row> rows, int32_t cut) {
@@ -77,11 +78,17 @@ void WindowCut::cut(const PrefixForest& forest, std::span<const int32_t> seq_len
   sorted_.clear();
   for (size_t i = 0; i < seq_lens.size(); ++i) {
     const auto request = static_cast<int32_t>(i);
-    row_lens_.push_back(std::min(seq_lens[i], rule_.window));
-    const int64_t own = int64_t{seq_lens[i]} + rule_.slack + rule_.ahead - rule_.window;
+    row_lens_.push_back(rule_.attended(seq_lens[i]));
+    int64_t own = int64_t{seq_lens[i]} + rule_.slack + rule_.ahead - rule_.window;
+    if (rule_.chunked) {
+      own = seq_lens[i] - row_lens_.back();
+      longest_[i] = static_cast<int32_t>(std::min<int64_t>(own + rule_.window, kNever));
+    }
     const auto cut = static_cast<int32_t>(std::clamp<int64_t>(own, 0, kNever));
     if (seq_lens[i] == 0 || forest.private_begin(request) <= cut) continue;
-    if (cut == 0) {
+    if (rule_.chunked) {
+      sorted_.push_back({.node = 0, .cut = cut, .request = request});
+    } else if (cut == 0) {
       whole_.push_back({.node = 0, .cut = 0, .request = request});
     } else {
       const int32_t node = best_node(forest, forest.anchor(request), cut);
@@ -92,6 +99,11 @@ void WindowCut::cut(const PrefixForest& forest, std::span<const int32_t> seq_len
   std::sort(sorted_.begin(), sorted_.end());
   const std::span<const Row> rows = sorted_;
   for (size_t begin = 0, end = 0; begin < rows.size(); begin = end) {
+    if (rule_.chunked) {
+      while (end < rows.size() && rows[end].cut == rows[begin].cut) ++end;
+      add_class(forest, rows.subspan(begin, end - begin), rows[begin].cut);
+      continue;
+    }
     while (end < rows.size() && rows[end].node == rows[begin].node) ++end;
     add_runs(rows.subspan(begin, end - begin), forest.nodes()[rows[begin].node].kv_end, forest);
   }

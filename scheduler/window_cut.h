@@ -3,6 +3,8 @@
 // A request attends to its last `window` tokens. Its row begins at a cut, which the rows of its class have in common:
 // the path from the cut on, the tail, and at the end the tokens of the window that lie before the cut. Attention does
 // not depend on the order of keys. So the row's plan stays while the window moves on, up to the cut.
+//
+// Windows that are chunks do not slide: a request attends from the last multiple of `window` on. That is its cut.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +19,13 @@ struct WindowRule {
   int32_t window = 0;  // tokens that a request attends to, its new one included; 0: all
   int32_t slack = 0;   // tokens by which each request may grow before the batch is cut again
   int32_t ahead = 0;   // tokens by which a request may be longer on the device than on the host
+  bool chunked = false;
+
+  // Tokens that a request of this length attends to.
+  int32_t attended(int32_t length) const {
+    if (chunked) return length == 0 ? 0 : (length - 1) % window + 1;
+    return length < window ? length : window;
+  }
 };
 
 // Calls reuse the buffers.
@@ -35,7 +44,7 @@ class WindowCut {
   std::span<const int32_t> row_lens() const { return row_lens_; }
   // Per request: the position of its cut, 0 if its row shares nothing.
   std::span<const int32_t> cuts() const { return cuts_; }
-  // Per request: the length up to which the cut serves it, the largest integer if its row shares nothing.
+  // Per request: the length up to which the cut serves it. The largest integer if its row shares nothing and slides.
   std::span<const int32_t> longest() const { return longest_; }
 
  private:

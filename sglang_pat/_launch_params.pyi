@@ -48,6 +48,7 @@ class FillArgument:
         map_is_int64: bool,
         num_requests: int,
         window: int,
+        chunked: bool,
         rows: int,
         row_lens: int,
         /,

@@ -176,6 +176,7 @@ class PackScheduler:
         window: int = ...,
         slack: int = ...,
         ahead: int = ...,
+        chunked: bool = ...,
     ) -> None: ...
     @overload
     def plan(self, forest: PrefixForest, seq_lens: _Int32) -> None: ...

@@ -21,6 +21,7 @@ from sglang_pat.support import Unsupported, shape_reason
 FULL = "full attention"
 WINDOW = "sliding window"
 CHUNK = "attention within chunks"
+_CHUNK_TOKENS = 8192  # of a Llama 4 whose configuration does not say
 LATENT = "latent attention"
 STATE = "state, no KV cache"  # linear attention, state spaces, convolutions
 NO_ATTENTION = "no attention"  # a block that is an MLP alone
@@ -436,7 +437,7 @@ def _of_bailing(config: Mapping[str, Any]) -> list[str]:
 
 def _of_llama_4(config: Mapping[str, Any]) -> list[str]:
     # Every fourth layer reads everything: SGLang's class does not read no_rope_layers.
-    return _every(config, 4, CHUNK if config.get("attention_chunk_size", 8192) else FULL)
+    return _every(config, 4, CHUNK if config.get("attention_chunk_size", _CHUNK_TOKENS) else FULL)
 
 
 def _of_mimo_v2(config: Mapping[str, Any]) -> list[str]:
@@ -500,6 +501,8 @@ def _layer(config: Mapping[str, Any], index: int, kind: str, tp: int) -> Layer:
     _check_groups(qo_heads, kv_heads)
     key = {WINDOW: "sliding_window", CHUNK: "attention_chunk_size"}.get(kind)
     window = (count(config, key) or None) if key else None
+    if kind == CHUNK and window is None:
+        window = _CHUNK_TOKENS
     if kind == WINDOW and window is None:
         kind = FULL
     heads = (max(1, qo_heads // tp), max(1, kv_heads // tp))  # of a rank
@@ -565,9 +568,7 @@ def _refusal(
     config: Mapping[str, Any], kind: str, heads: tuple[int, int], head_dim: int, v_head_dim: int
 ) -> Unsupported | None:
     """Why SGLang's default backend runs this layer of attention, if it does."""
-    if kind == CHUNK:
-        return Unsupported("attention", f"{CHUNK} of {config.get('attention_chunk_size', 8192)}")
-    if kind not in (FULL, WINDOW):
+    if kind not in (FULL, WINDOW, CHUNK):
         return Unsupported("attention", kind)
     return shape_reason(*heads, head_dim, v_head_dim)
 

@@ -61,12 +61,13 @@ def new_scheduler(
     window: int = 0,
     slack: int = 0,
     ahead: int = 0,
+    chunked: bool = False,
 ) -> PackScheduler:
     """Make a scheduler with the constants of PackAttention.
 
     by_time: a small step may get other packs than those of `memory`, or none, if it should then end
     earlier on a GPU. latent: the layers are latent attention. one_byte: the KV cache is fp8. cost:
-    None takes the scheduler's default, an H100's costs. window, slack, ahead: see
+    None takes the scheduler's default, an H100's costs. window, slack, ahead, chunked: see
     scheduler/window_cut.h.
     """
     return PackScheduler(
@@ -84,6 +85,7 @@ def new_scheduler(
         window=window,
         slack=slack,
         ahead=ahead,
+        chunked=chunked,
     )
 
 
@@ -129,6 +131,7 @@ class LayerKind(NamedTuple):
 
     heads: HeadConfig
     window: int = 0  # the most tokens that a request attends to; 0: all
+    chunked: bool = False  # whether windows are chunks, which do not slide
 
 
 class PlanHeader(NamedTuple):

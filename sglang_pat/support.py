@@ -224,7 +224,7 @@ _MATRIX = (
         "sliding window",
         "where the default backend is fa3, fa4, flashinfer, trtllm_mha, triton or torch_native; "
         "not in batch-invariant mode, in draft models, or with drafts other than chains on fa3 and "
-        "torch_native",
+        "torch_native; attention within chunks on fa3, without drafts",
         LAYER,
     ),
     SupportRow(

@@ -9,12 +9,16 @@ another table, which begins at a cut that several requests have in common:
 
 The row has the window's length, and a plan serves it until the window begins at the cut. Only the
 table changes from step to step, on the device. Scheduler and kernels are those of other layers.
+
+Windows may be chunks (Llama 4): a request attends from the last multiple of `window` on. Then that
+is the cut, there is no private begin, and a plan serves until the chunk ends.
 """
 
 from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from sglang_pat.attention import INTS, PackAttention
@@ -32,8 +36,8 @@ class WindowAttention(PackAttention):
     """Decode attention over the last `window` tokens of each request.
 
     Used as PackAttention is, with three differences: a request may be at most `ahead` tokens longer
-    on the device than `batch.seq_lens` says; `seq_lens` on the device are read by plan() and by
-    refill(), with which a captured graph begins; and there is no advance().
+    on the device than `batch.seq_lens` says, and not shorter; `seq_lens` on the device are read by
+    plan() and by refill(), with which a captured graph begins; and there is no advance().
     """
 
     def __init__(
@@ -43,8 +47,9 @@ class WindowAttention(PackAttention):
         head_dim: int,
         *,
         window: int,
+        chunked: bool = False,
         slot_map: torch.Tensor | None = None,
-        ahead: int = AHEAD,
+        ahead: int | None = None,
         **options: Any,
     ) -> None:
         """Refuse what is unsupported, and size everything else from the device.
@@ -54,12 +59,15 @@ class WindowAttention(PackAttention):
         num_qo_heads, num_kv_heads, head_dim
             As in PackAttention.
         window : int
-            Tokens that a request attends to, its new one included.
+            Tokens that a request attends to, its new one included. With `chunked`, the most.
+        chunked : bool
+            A request of n tokens attends to those from `(n - 1) // window * window` on.
         slot_map : torch.Tensor, optional
             int64 or int32 `[num_slots]`: the slot in the layers' caches, by the slot in
             `req_to_token`. It is borrowed, and read in each step. Default: they are the same.
         ahead : int
             Tokens by which a request may be longer on the device than `batch.seq_lens` says.
+            Default: AHEAD, or 0 with `chunked`, which allows no other value.
         options
             The other arguments of PackAttention. `max_shared_slots` has no effect: the rows of
             `max_requests` bound it.
@@ -69,6 +77,8 @@ class WindowAttention(PackAttention):
         ValueError
             Something is unsupported. The message names the value and what is supported.
         """
+        if ahead is None:
+            ahead = 0 if chunked else AHEAD
         check_integers(window=window, ahead=ahead)
         if window < 1:
             raise ValueError(f"window must be at least 1, got {window}")
@@ -79,7 +89,7 @@ class WindowAttention(PackAttention):
             # bound them: each class of rows reads the same slots again.
             options["max_shared_slots"] = min(max_requests * window, _MAX_INT32)
         slack = min(SLACK, int(window) // SLACK_PART)
-        self._window = Window(int(window), slack, int(ahead), slot_map)
+        self._window = Window(int(window), slack, int(ahead), bool(chunked), slot_map)
         super().__init__(num_qo_heads, num_kv_heads, head_dim, **options)
         if slot_map is not None:
             self._check_ids("slot_map", slot_map, 1, INTS)
@@ -87,6 +97,11 @@ class WindowAttention(PackAttention):
                 raise ValueError(f"slot_map must be dense, got strides {slot_map.stride()}")
         self.window = int(window)
         self.slot_map = slot_map
+
+    def attended(self, length: int) -> int:
+        """Return to how many tokens a request of this length attends."""
+        assert self._window is not None
+        return int(self._window.attended(np.int64(length)))
 
     def refill(self) -> None:
         """Read the tensors of the last plan() again, as they are now.

@@ -77,8 +77,8 @@ FEATURES = (
     Feature(
         "Sliding window",
         "by layer",
-        "layers with and without windows by pat; chunks, and windows with drafts that branch, on "
-        "the default backend",
+        "layers with and without windows by pat, chunks beside FA3; windows with drafts that "
+        "branch, and chunks with any drafts, on the default backend",
         (FAMILY_TESTS,),
     ),
     Feature(

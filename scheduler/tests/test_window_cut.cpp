@@ -57,7 +57,9 @@ TEST(rows_share_only_what_their_windows_share) {
     made.window = {.window = static_cast<int32_t>(draw(random, 1, 3000)),
                    .slack = static_cast<int32_t>(draw(random, 0, 70)),
                    .ahead = static_cast<int32_t>(draw(random, 0, 8))};
-    const auto [window, slack, ahead] = made.window;
+    made.window.chunked = one_in(random, 3);
+    if (made.window.chunked) made.window.ahead = 0;
+    const auto [window, slack, ahead, chunked] = made.window;
     WindowCut cut = cut_batch(batch, made.window, made.max_block_q / made.group_size);
     const Batch rows = rows_of(cut);
     std::map<int64_t, std::pair<int32_t, int64_t>>
@@ -65,14 +67,19 @@ TEST(rows_share_only_what_their_windows_share) {
     for (size_t i = 0; i < rows.paths.size(); ++i) {
       const Path& path = rows.paths[i];
       const int32_t length = batch.seq_lens[i];
-      CHECK_EQ(rows.seq_lens[i], std::min(length, window));
+      const int32_t chunk = length == 0 ? 0 : (length - 1) / window * window;
+      CHECK_EQ(rows.seq_lens[i], chunked ? length - chunk : std::min(length, window));
       if (path.empty()) {
         CHECK_EQ(cut.cuts()[i], 0);
-        CHECK(cut.longest()[i] > length || length == INT32_MAX);
+        CHECK(cut.longest()[i] > length || length == INT32_MAX || (chunked && length % window == 0));
         continue;
       }
-      CHECK(length - window <= cut.cuts()[i]);
-      CHECK(length + slack <= cut.longest()[i]);
+      if (chunked) {
+        CHECK_EQ(cut.cuts()[i], chunk);
+      } else {
+        CHECK(length - window <= cut.cuts()[i]);
+        CHECK(length + slack <= cut.longest()[i]);
+      }
       CHECK_EQ(cut.longest()[i], cut.cuts()[i] + window - ahead);
       CHECK(cut.cuts()[i] + path.back().kv_end <= batch.paths[i].back().kv_end);
       for (const Node& node : path) {
@@ -137,12 +144,33 @@ TEST(rows_as_long_as_the_window_do_not_grow) {
   CHECK(!check(1018, 1029).served);
 }
 
+TEST(rows_within_chunks_end_with_them) {
+  SchedulerConfig made = config();
+  made.window = {.window = 1000, .chunked = true};
+  PackScheduler scheduler(made);
+  const auto check = [&](int32_t a, int32_t b, int32_t c) {
+    return scheduler.check_lengths(std::array{a, b, c});
+  };
+  const PathArrays arrays = make_batch({{-1, 2500}}, {{0, 200}, {0, 495}, {-1, 3995}}).arrays();
+  scheduler.plan(arrays.view(), std::array{2700, 2995, 3995});
+  CHECK(std::ranges::equal(scheduler.last_cuts(), std::array{2000, 2000, 0}));
+  CHECK_EQ(check(2700, 2995, 3995).total, 700 + 995 + 995);
+  CHECK_EQ(scheduler.last_plan().kv_tokens().planned, 500 + 200 + 495 + 995);
+  CHECK(check(2705, 3000, 4000).served);
+  CHECK(!check(2705, 3001, 4000).served);
+  CHECK(!check(2705, 3000, 4001).served);
+  CHECK_EQ(check(2705, 3001, 4001).total, 705 + 1 + 1);
+  CHECK_EQ(scheduler.steps_left(std::array{2700, 2995, 3995}, INT32_MAX), 5);
+}
+
 TEST(a_rule_that_is_out_of_range) {
   SchedulerConfig made = config();
   made.window = {-4, 1, 1};
   CHECK_THROWS(PackScheduler{made}, "window must not be negative, got -4");
   made.window = {4, -1, 1};
   CHECK_THROWS(PackScheduler{made}, "slack and ahead must not be negative, got -1 and 1");
+  made.window = {4, 1, 1, true};
+  CHECK_THROWS(PackScheduler{made}, "ahead must be 0 with chunks, got 1");
   made.window = {4, 1, 1};
   made.batch_invariant = true;
   CHECK_THROWS(PackScheduler{made}, "batch_invariant must be false with a window");

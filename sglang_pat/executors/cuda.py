@@ -191,6 +191,7 @@ class PlanBuffers:
             slot_map is not None and slot_map.dtype == torch.int64,
             len(lens),
             rows.window.tokens,
+            rows.window.chunked,
             rows.slots.data_ptr(),
             rows.seq_lens.data_ptr(),
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from sglang_pat.batch import Step
@@ -18,6 +17,7 @@ class Window(NamedTuple):
     tokens : tokens that a request attends to, its new one included.
     slack : tokens by which requests may grow under one cut.
     ahead : tokens by which a request may be longer on the device than on the host.
+    chunked : whether it is a chunk: a request attends from the last multiple of `tokens` on.
     slot_map : int64 or int32 `[num_slots]`, the slot in the layers' caches, by the slot in
         `req_to_token`. It is borrowed, and read in each step. None: they are the same.
     """
@@ -25,11 +25,19 @@ class Window(NamedTuple):
     tokens: int
     slack: int
     ahead: int
+    chunked: bool
     slot_map: torch.Tensor | None
 
     def rule(self) -> dict[str, Any]:
         """Return the arguments of the scheduler."""
-        return {"window": self.tokens, "slack": self.slack, "ahead": self.ahead}
+        names = ("slack", "ahead", "chunked")
+        return {"window": self.tokens, **{name: getattr(self, name) for name in names}}
+
+    def attended(self, lens: Any) -> Any:
+        """Return to how many tokens requests of these lengths attend. lens: an array or tensor."""
+        if self.chunked:
+            return ((lens - 1) % self.tokens + 1) * (lens > 0)
+        return lens.clip(max=self.tokens)
 
 
 class WindowRows:
@@ -51,7 +59,7 @@ class WindowRows:
     def step(self, step: Step) -> Step:
         """Return the step as layers with the window see it. The rows are still to be written."""
         size = len(step.seq_lens)
-        lens = np.minimum(step.host_seq_lens, self.window.tokens)
+        lens = self.window.attended(step.host_seq_lens)
         return Step(self.slots, self.indices[:size], self.seq_lens[:size], lens)
 
     def fill(self, step: Step, cuts: torch.Tensor) -> None:
@@ -61,7 +69,7 @@ class WindowRows:
         """
         size, slot_map = len(step.seq_lens), self.window.slot_map
         lens = step.seq_lens.long()[:, None]
-        in_window = lens.clamp(max=self.window.tokens)
+        in_window = self.window.attended(lens)
         first = torch.maximum(cuts.long()[:size, None], lens - in_window)
         positions = first + torch.arange(self.window.tokens, device=lens.device)
         positions -= in_window * (positions >= lens)

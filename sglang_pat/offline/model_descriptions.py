@@ -33,9 +33,10 @@ def describe_model(path: str, flags: Sequence[str] = ()) -> dict[str, Any]:
     dict
         `class`: its name. `reason`: [topic, value] if pat decodes nothing, for a reason that is no
         layer's, else None. `layers`: of each attention layer on a rank [id, query heads, KV heads,
-        head_dim, v_head_dim, window or None, [topic, value] or None]. `parameters`: of a rank, by
-        what they are: "attention" (and states), "dense", "experts", "head" (0 where it is the
-        embedding), "embedding", "encoders". `experts`: of a layer, and those that a token takes.
+        head_dim, v_head_dim, window or None, [topic, value] or None, whether it attends within
+        chunks]. `parameters`: of a rank, by what they are: "attention" (and states), "dense",
+        "experts", "head" (0 where it is the embedding), "embedding", "encoders". `experts`: of a
+        layer, and those that a token takes.
     """
     from sglang_pat.offline.model_support import build_model
     from sglang_pat.sglang.start.layer_rules import attention_layers, shape_of
@@ -51,6 +52,7 @@ def describe_model(path: str, flags: Sequence[str] = ()) -> dict[str, Any]:
                 *shape_of(layer),
                 None if window is None or window < 0 else window,
                 reason and [reason.topic, str(reason.value)],
+                layer.layer_id in layer_support.chunked,
             ]
         )
     whole = layer_support.whole

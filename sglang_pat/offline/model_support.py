@@ -176,12 +176,12 @@ def _build(path: str, flags: Sequence[str]) -> tuple[torch.nn.Module, LayerSuppo
         kv_cache_dtype=_KV_DTYPES.get(compat.resolved(arguments, "kv_cache_dtype"), config.dtype),
         device="cuda",
         sliding_window_size=resolve_sliding_window_size(model, config),
+        attention_chunk_size=getattr(config, "attention_chunk_size", None),
     )
-    chunk_size = getattr(config, "attention_chunk_size", None)
 
     def reason_of(layer: RadixAttention) -> Unsupported | None:
         one_byte = is_converted(runner)
-        reason = shape_reason(layer, chunk_size, one_byte=one_byte, default=default)
+        reason = shape_reason(layer, one_byte=one_byte, default=default)
         reason = reason or layer_window_reason(layer, runner, default)
         if reason is None and shape_of(layer).is_latent:
             reason = latent_reason(layer, runner, default)

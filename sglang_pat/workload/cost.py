@@ -97,7 +97,7 @@ class Reads(NamedTuple):
     def tokens(self) -> float:
         return self.once + self.again + self.cached
 
-    def in_windows(self, requests: int, kv_tokens: float, window: int) -> Reads:
+    def in_windows(self, requests: int, kv_tokens: float, window: float) -> Reads:
         """Return the part of these reads that lies in the last `window` tokens of each request.
 
         As if the requests were of one length and shared one prefix. What is left of it in windows
@@ -297,7 +297,8 @@ class StepTime:
             if layer.kind == WINDOW and layer.window:
                 reads = reads.in_windows(requests, kv_tokens, layer.window)
             elif layer.kind == CHUNK and layer.window:
-                reads = Reads(min(kv_tokens, requests * layer.window))
+                attended = (kv_tokens / max(requests, 1) - 1) % layer.window + 1
+                reads = reads.in_windows(requests, kv_tokens, attended)
             elif layer.kind not in (FULL, LATENT):
                 reads = Reads(kv_tokens)
             attention += count * self.attention(layer, reads)

@@ -191,7 +191,7 @@ def _layer(entry: Sequence[Any], refusal: Unsupported | None, config: Mapping[st
     index, heads, kv_heads, head_dim, v_head_dim, window = entry[:6]
     is_latent = bool(config.get("kv_lora_rank")) and kv_heads == 1 and v_head_dim < head_dim
     kind = LATENT if is_latent else FULL if window is None else WINDOW
-    if refusal is not None and str(refusal.value).startswith(CHUNK):
+    if entry[7]:
         kind, window = CHUNK, config.get("attention_chunk_size")
     return Layer(
         index, kind, heads, kv_heads, head_dim, v_head_dim, window,

@@ -55,6 +55,19 @@ def test_windows_in_one_pool_with_graphs(engines: FamilyEngines, name: str) -> N
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
+def test_chunks_that_requests_leave(engines: FamilyEngines, has_graphs: bool) -> None:
+    """The first chunk of 128 tokens holds all that requests share; answers end in the second."""
+    family = FAMILIES["llama-4"]
+    family = replace(family, config=family.config | {"attention_chunk_size": 128})
+    expected = engines.run(family, None).tokens
+    found = engines.run(family, "pat", has_graphs=has_graphs)
+    assert found.tokens == (twice(expected) if has_graphs else expected)
+    assert found.layers_of("pat") == family.pat
+    assert found.layers_of("default") == ()
+    share_something(found)
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize("name", ["gpt-oss", "mellum"])
 def test_windows_in_a_pool_of_their_own(
     engines: FamilyEngines, name: str, has_graphs: bool

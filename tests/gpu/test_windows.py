@@ -32,14 +32,15 @@ def check(scene: Scene, out: torch.Tensor, q: torch.Tensor, grown: int, window: 
     torch.testing.assert_close(out[:count].cpu().double(), expected, atol=0.02, rtol=0)
 
 
+@pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("window", [32, 128, 1000])
 @pytest.mark.parametrize("seed", range(4))
-def test_windows_move_on_in_a_graph(window: int, seed: int) -> None:
-    scene = on_gpu(Scene(seed, has_map=seed % 2 == 1))
+def test_windows_move_on_in_a_graph(window: int, seed: int, chunked: bool) -> None:
+    scene = on_gpu(Scene(seed, has_map=seed % 2 == 1, chunked=chunked))
     slot_map = None if scene.map is None else scene.map.cuda()
     rows = len(scene.lens) + scene.padding
     options: dict[str, Any] = {"dtype": DTYPE, "device": "cuda", "window": window}
-    options |= {"slot_map": slot_map}
+    options |= {"slot_map": slot_map, "chunked": chunked}
     eager = WindowAttention(HEADS, KV_HEADS, DIM, **options)
     captured = WindowAttention(HEADS, KV_HEADS, DIM, max_requests=rows, **options)
     q = scene.queries().to("cuda", DTYPE)

@@ -85,7 +85,7 @@ OF_A_LAYER: dict[tuple[str, str], Callable[[], Any]] = {
         sliding_window_size=128,
         token_to_kv_pool=WindowPools(),
     ),
-    ("attention", "attention within chunks of 8192"): lambda: runner(
+    ("attention", "attention within chunks of 8192 on triton"): lambda: runner(
         attention_chunk_size=8192, model=layers(use_irope=True)
     ),
     ("attention", "attention of type encoder_only"): lambda: runner(

@@ -16,9 +16,13 @@ HEADS, KV_HEADS, DIM = 4, 2, 64
 
 
 class Scene:
-    """Random trees, a table of slots, and the caches of a pool that may have other slots."""
+    """Random trees, a table of slots, and the caches of a pool that may have other slots.
 
-    def __init__(self, seed: int, *, has_map: bool = False) -> None:
+    chunked: whether requests attend within chunks, which are as long as a window.
+    """
+
+    def __init__(self, seed: int, *, has_map: bool = False, chunked: bool = False) -> None:
+        self.chunked = chunked
         chooser = random.Random(seed)
         self.torch = torch.Generator().manual_seed(seed)
         trees, paths, lens = [], [], []
@@ -67,15 +71,18 @@ class Scene:
     def windows(self, grown: int, window: int) -> list[Counter[int]]:
         """The slots that each request attends to."""
         return [
-            Counter(row[max(0, n - window) : n].tolist())
+            Counter(row[self._begin(n, window) : n].tolist())
             for row, n in zip(self.in_caches(), (self.lens + grown).tolist(), strict=True)
         ]
+
+    def _begin(self, length: int, window: int) -> int:
+        return (length - 1) // window * window if self.chunked else max(0, length - window)
 
     def dense(self, q: torch.Tensor, grown: int, window: int, **more: Any) -> Any:
         """Attention of each request over its last tokens, in float64."""
         found = []
         for i, n in enumerate((self.lens + grown).tolist()):
-            part = self.in_caches()[i : i + 1, max(0, n - window) : n].contiguous()
+            part = self.in_caches()[i : i + 1, self._begin(n, window) : n].contiguous()
             lens = torch.tensor([part.shape[1]])
             row = torch.tensor([0])
             found.append(

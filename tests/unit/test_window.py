@@ -17,13 +17,13 @@ from sglang_pat.window import AHEAD, WindowAttention
 OPTIONS: dict[str, Any] = {"dtype": torch.float32}
 
 
+@pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("window", [1, 2, 32, 33, 128, 1000])
 @pytest.mark.parametrize("seed", range(8))
-def test_each_token_of_a_window_is_read_once(window: int, seed: int) -> None:
-    scene = Scene(seed, has_map=seed % 2 == 1)
-    attention = WindowAttention(
-        HEADS, KV_HEADS, DIM, window=window, slot_map=scene.map, growth_tokens=20, **OPTIONS
-    )
+def test_each_token_of_a_window_is_read_once(window: int, seed: int, chunked: bool) -> None:
+    scene = Scene(seed, has_map=seed % 2 == 1, chunked=chunked)
+    options: dict[str, Any] = {"window": window, "chunked": chunked, "slot_map": scene.map}
+    attention = WindowAttention(HEADS, KV_HEADS, DIM, growth_tokens=20, **options, **OPTIONS)
     more: dict[str, Any] = {}
     if seed % 3 == 0:
         more["sinks"] = torch.randn(HEADS, generator=scene.torch)
@@ -42,20 +42,25 @@ def test_each_token_of_a_window_is_read_once(window: int, seed: int) -> None:
         expected_out, expected_lse = scene.dense(q[:count], grown, window, **more)
         torch.testing.assert_close(out[:count].double(), expected_out, atol=2e-5, rtol=0)
         torch.testing.assert_close(lse[:count].double(), expected_lse, atol=2e-5, rtol=0)
-    assert attention.stats.plans_reused > 0
+    assert attention.stats.plans_reused > 0 or (chunked and window < 3)
 
 
+@pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("window", [32, 128])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_plan_serves_as_many_steps_as_it_says(window: int, seed: int) -> None:
+def test_a_plan_serves_as_many_steps_as_it_says(window: int, seed: int, chunked: bool) -> None:
     """Only the table is written again, as in a captured graph, until no steps are left."""
-    scene = Scene(seed)
-    attention = WindowAttention(HEADS, KV_HEADS, DIM, window=window, **OPTIONS)
+    scene = Scene(seed, chunked=chunked)
+    attention = WindowAttention(HEADS, KV_HEADS, DIM, window=window, chunked=chunked, **OPTIONS)
     batch, tensors = scene.step(0)
     attention.plan(batch, **tensors)
     count, steps = len(scene.lens), min(attention.steps_left(), 150)
-    assert steps >= min(window // 8, 16)
-    for grown in range(1, steps + AHEAD + 1):
+    if chunked:
+        left = int(min(-scene.lens % window))
+        assert min(left, 32) <= steps <= left
+    else:
+        assert steps >= min(window // 8, 16)
+    for grown in range(1, steps + (0 if chunked else AHEAD) + 1):
         tensors["seq_lens"].add_(1)
         attention.refill()
         assert [Counter(row.tolist()) for row in attention.slots()[:count]] == scene.windows(
@@ -70,6 +75,17 @@ def test_a_plan_serves_as_many_steps_as_it_says(window: int, seed: int) -> None:
         out = attention.run(q, *scene.caches)
         expected, _ = scene.dense(q[:count], grown, window)
         torch.testing.assert_close(out[:count].double(), expected, atol=2e-5, rtol=0)
+
+
+def test_what_chunks_share_is_read_once() -> None:
+    """A chunk that all are in is read like a full layer; the next one begins behind the prefix."""
+    for prefix, own, shared in ((4096, 100, 4096), (8192, 100, 0), (10_000, 100, 1808)):
+        scene = prefix_scene([own] * 32, prefix)
+        attention = WindowAttention(16, 8, 64, window=8192, chunked=True, **OPTIONS)
+        batch, tensors = scene.step(0)
+        attention.plan(batch, **tensors)
+        assert attention.step_tokens.query_centric == 32 * (shared + own)
+        assert attention.step_tokens.planned == shared + 32 * own
 
 
 def test_what_windows_share_is_read_once() -> None:
@@ -208,6 +224,8 @@ def test_bad_steps() -> None:
     batch, tensors = scene.step(0)
     with pytest.raises(ValueError, match="req_to_token's width 10, got 22"):
         attention.plan(batch, **tensors | {"req_to_token": scene.table[:, :10].contiguous()})
+    with pytest.raises(ValueError, match="ahead must be 0 with chunks, got 4"):
+        WindowAttention(HEADS, KV_HEADS, DIM, window=8, chunked=True, ahead=4, **OPTIONS)
     with pytest.raises(ValueError, match="call plan"):
         attention.advance(tensors["seq_lens"], 1)
     assert attention.steps_left() == 0

@@ -64,7 +64,7 @@ def layers_of_runner(
 def note_windows(layer_support: LayerSupport, model_runner: Any, default: str) -> None:
     """Note to how many tokens requests attend in the layers with windows that pat decodes.
 
-    Of the model runner, only `sliding_window_size` is read.
+    Of the model runner, only `sliding_window_size` and `attention_chunk_size` are read.
     """
     found: dict[int, int] = {}
     for layer in layer_support.layers:
@@ -75,6 +75,9 @@ def note_windows(layer_support: LayerSupport, model_runner: Any, default: str) -
             reason = Unsupported("attention", "layers of different windows with the same id")
             layer_support.fall_back(layer_id, reason)
     layer_support.windows = {layer_id: window for layer_id, window in found.items() if window}
+    layer_support.chunked = frozenset(
+        layer.layer_id for layer in layer_support.layers if chunk_size(layer, model_runner)
+    )
 
 
 def _limit_windows(layer_support: LayerSupport, longest: int, *, has_pool: bool) -> None:
@@ -240,9 +243,8 @@ def layer_reason(
     types: Collection[AttentionType] = (AttentionType.DECODER,),
 ) -> Unsupported | None:
     """Return why pat does not decode a layer. types: see `layers_of_runner`."""
-    chunk = getattr(model_runner, "attention_chunk_size", None)
     one_byte = is_converted(model_runner)
-    reason = shape_reason(layer, chunk, types, one_byte=one_byte, default=default)
+    reason = shape_reason(layer, types, one_byte=one_byte, default=default)
     reason = reason or layer_window_reason(layer, model_runner, default)
     if reason is None and shape_of(layer).is_latent:
         reason = latent_reason(layer, model_runner, default)
@@ -327,7 +329,6 @@ def _unknown_pool(pool: Any, buffer: torch.Tensor) -> Unsupported:
 
 def shape_reason(
     layer: RadixAttention,
-    chunk_size: int | None,
     types: Collection[AttentionType] = (AttentionType.DECODER,),
     *,
     one_byte: bool = False,
@@ -335,15 +336,12 @@ def shape_reason(
 ) -> Unsupported | None:
     """Return why pat does not decode a layer, by its description.
 
-    chunk_size: of the layers with RoPE in models that attend within chunks. types: see
-    `layers_of_runner`. one_byte, default: see `support.fills_tile`.
+    types: see `layers_of_runner`. one_byte, default: see `support.fills_tile`.
     """
     if layer.is_cross_attention:
         return Unsupported("attention", "cross attention")
     if layer.attn_type not in types:
         return Unsupported("attention", f"attention of type {layer.attn_type.value}")
-    if layer.use_irope and chunk_size:
-        return Unsupported("attention", f"attention within chunks of {chunk_size}")
     head_dims = (layer.qk_head_dim, layer.v_head_dim)
     heads = (layer.tp_q_head_num, layer.tp_k_head_num)
     reason = support.shape_reason(*heads, *head_dims, one_byte=one_byte, default=default)
@@ -361,6 +359,7 @@ def shape_reason(
 
 
 _VERIFIES_WINDOWS = ("fa3", "torch_native")  # with the window of their decode steps
+_WITHIN_CHUNKS = ("fa3",)  # others attend to all tokens in layers that attend within chunks
 
 
 def layer_window_reason(
@@ -368,12 +367,14 @@ def layer_window_reason(
 ) -> Unsupported | None:
     """Return why pat does not decode a layer with its window.
 
-    Of the model runner, only `server_args` and `sliding_window_size` are read, and whether it is a
-    draft model's.
+    Of the model runner, only `server_args`, `sliding_window_size` and `attention_chunk_size` are
+    read, and whether it is a draft model's.
     """
     size, arguments = layer.sliding_window_size, model_runner.server_args
-    if not has_window(layer):
+    if not has_window(layer, model_runner):
         return None
+    if chunk := chunk_size(layer, model_runner):
+        return _chunk_reason(chunk, arguments, default)
     drafts = drafts_of(arguments)
     if drafts is not None:
         if getattr(model_runner, "is_draft_worker", False):
@@ -391,19 +392,40 @@ def layer_window_reason(
     return None
 
 
-def has_window(layer: RadixAttention) -> bool:
+def _chunk_reason(size: int, arguments: Any, default: str) -> Unsupported | None:
+    """Return why pat does not decode a layer that attends within chunks."""
+    within = f"attention within chunks of {size}"
+    if default not in _WITHIN_CHUNKS:
+        return Unsupported("attention", f"{within} on {default}")
+    if drafts_of(arguments) is not None:  # rows would end in the next chunk before the host knows
+        return Unsupported("attention", f"{within} with drafts")
+    if batch_invariant(arguments, Environment.read()):
+        return Unsupported("attention", f"{within} in batch-invariant mode")
+    return None
+
+
+def chunk_size(layer: RadixAttention, model_runner: Any) -> int:
+    """Return of how many tokens the chunks are within which a layer attends. 0: it does not."""
+    return (layer.use_irope and getattr(model_runner, "attention_chunk_size", None)) or 0
+
+
+def has_window(layer: RadixAttention, model_runner: Any) -> bool:
     """Return True if a layer attends to the last tokens of a request only."""
-    return layer.sliding_window_size is not None and layer.sliding_window_size > -1
+    size = layer.sliding_window_size
+    return (size is not None and size > -1) or chunk_size(layer, model_runner) > 0
 
 
 def window_size(layer: RadixAttention, model_runner: Any, default: str) -> int | None:
     """Return to how many tokens of a request the default backend attends in a decode step.
 
-    0: to all. None: it is not known. The new token counts. The sizes that SGLang gives to layers
-    and to backends do not, and triton leaves out one token more in decode steps.
+    In layers that attend within chunks, these are the most. 0: to all. None: it is not known. The
+    new token counts. The sizes that SGLang gives to layers and to backends do not, and triton
+    leaves out one token more in decode steps.
     """
-    if not has_window(layer):
+    if not has_window(layer, model_runner):
         return 0
+    if chunk := chunk_size(layer, model_runner):
+        return chunk
     size = layer.sliding_window_size
     if default in ("fa3", "fa4", "torch_native", "trtllm_mha"):
         return int(size) + 1
@@ -435,7 +457,8 @@ def _pool_reason(layer: RadixAttention, model_runner: Any) -> Unsupported | None
 def _window_pool_reason(layer: RadixAttention, model_runner: Any) -> Unsupported | None:
     """Return a reason if it is not known which slots the tokens of a layer's window have."""
     pool = model_runner.token_to_kv_pool
-    if not has_window(layer) or not hasattr(pool, "full_kv_pool"):  # one pool for all layers
+    # One pool for all layers?
+    if not has_window(layer, model_runner) or not hasattr(pool, "full_kv_pool"):
         return None
     is_known = (
         type(pool) is SWAKVPool

@@ -32,6 +32,7 @@ class LayerSupport:
         self.layers: Sequence[RadixAttention] = ()
         self.shapes: dict[int, HeadConfig] = {}  # of the layers that pat decodes, by layer id
         self.windows: dict[int, int] = {}  # tokens that a request attends to, if not to all
+        self.chunked: frozenset[int] = frozenset()  # ids of the layers that attend within chunks
         # Slots in the pool of layers with windows, by slot. None: they have no pool of their own.
         self.window_slots: torch.Tensor | None = None
         self.drafts_ahead = 0  # drafts by which rows may be longer on the device than on the host
@@ -44,7 +45,8 @@ class LayerSupport:
 
     def kind(self, layer_id: int) -> LayerKind:
         """Return the kind of a layer that pat decodes, which says whose plans it reads."""
-        return LayerKind(self.shapes[layer_id], self.windows.get(layer_id, 0))
+        window = self.windows.get(layer_id, 0)
+        return LayerKind(self.shapes[layer_id], window, window > 0 and layer_id in self.chunked)
 
     def kinds(self) -> set[LayerKind]:
         """Return the kinds of all layers that pat decodes."""
@@ -122,9 +124,11 @@ class LayerSupport:
         with_sinks = len(self.sinks & self.shapes.keys())
         if with_sinks:
             head += f", {with_sinks} of them with attention sinks"
-        with_windows = len(self.windows.keys() & self.shapes.keys())
-        if with_windows:
-            head += f", {with_windows} of them with sliding windows"
+        with_windows = self.windows.keys() & self.shapes.keys()
+        if sliding := len(with_windows - self.chunked):
+            head += f", {sliding} of them with sliding windows"
+        if chunked := len(with_windows & self.chunked):
+            head += f", {chunked} of them within chunks"
         if self.batch_invariant:
             head += ", batch-invariant"
         tail = [] if self.prefill is None else [f"prefill on {self.prefill}"]

@@ -157,7 +157,7 @@ def check_windows(
     """Raise RuntimeError unless each request reads each slot of its window once."""
     steps = zip(attention.slots(), req_pool_indices.tolist(), seq_lens.tolist(), strict=False)
     for request, (found, row, length) in enumerate(steps):
-        slots = req_to_token[row, max(0, length - attention.window) : length].long()
+        slots = req_to_token[row, length - attention.attended(length) : length].long()
         if attention.slot_map is not None:
             slots = attention.slot_map[slots]
         if not torch.equal(found.long().sort().values, slots.cpu().long().sort().values):

@@ -273,7 +273,10 @@ def _new_plans(support: LayerSupport, kinds: Iterable[LayerKind], **options: Any
         windows: dict[str, Any] = {}
         if kind.window:
             windows = {"window": kind.window, "slot_map": support.window_slots}
-            windows["ahead"] = AHEAD + support.drafts_ahead
+            if kind.chunked:
+                windows["chunked"] = True
+            else:
+                windows["ahead"] = AHEAD + support.drafts_ahead
         heads = kind.heads
         return (WindowAttention if windows else PackAttention)(
             heads.num_qo_heads,

@@ -84,7 +84,22 @@ def install() -> None:
     fused_moe_native.moe_forward_native = moe_forward_native
     TorchNativeAttnBackend.forward_extend = forward_extend
     TorchNativeAttnBackend.forward_decode = forward_decode
+    _attend_within_chunks(TorchNativeAttnBackend)
     _allow_fp8_pools()
+
+
+def _attend_within_chunks(backend: Any) -> None:
+    """Let the backend do so, and pat know it. Of SGLang's only FA3 does."""
+    from sglang_pat.sglang.start import layer_rules
+
+    original = backend.__init__
+
+    def init(self: Any, model_runner: Any, *arguments: Any, **more: Any) -> None:
+        original(self, model_runner, *arguments, **more)
+        self.attention_chunk_size = model_runner.attention_chunk_size
+
+    backend.__init__ = init
+    layer_rules._WITHIN_CHUNKS = ("fa3", "torch_native")
 
 
 def _allow_fp8_pools() -> None:
@@ -191,7 +206,7 @@ def _forward(
     queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
     is_in_place = k is not None and not save_kv_cache and layer.qk_head_dim != keys.shape[-1]
     out = queries.new_empty(len(queries), layer.tp_q_head_num, layer.v_head_dim)
-    chunk = getattr(batch, "attention_chunk_size", None) or _chunk_size(self)
+    chunk = self.attention_chunk_size
     begin = 0
     for i, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
         length = start + count
@@ -225,10 +240,6 @@ def _forward(
     out = out.to(v.dtype if v is not None else q.dtype)
     # torch_native answers a prefill in the shape of the queries, which some classes count on.
     return out.view(q.shape if q.dim() > 2 and out.numel() == q.numel() else (len(q), -1))
-
-
-def _chunk_size(backend: Any) -> int | None:
-    return getattr(backend, "attention_chunk_size", None)
 
 
 def _attend(
