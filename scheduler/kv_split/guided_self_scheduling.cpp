@@ -202,7 +202,7 @@ bool GuidedSelfScheduling::choose(const SplitContext& context, const Packing& pa
             0) *
         3 / 4;
     Stream& from = is_shared ? shared_work : private_work;
-    const int64_t budget = ticket_budget(left, context.num_workers);
+    const int64_t budget = ticket_budget(left, context.num_workers, list.num_shared() == 0);
     ticket_costs_.push_back(from.assign(budget, cuts_left, num_tickets()));
     if (shared_work.cuts + private_work.cuts > most_cuts ||
         shared_work.cut_requests + private_work.cut_requests > most_cut_requests) {

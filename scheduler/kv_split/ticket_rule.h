@@ -9,14 +9,17 @@
 namespace pat {
 
 // A ticket is 1 / kTicketsPerShare of a worker's share of the work that is left, and at least kSmallestTicket tokens.
+// Where nothing is shared it is at least kSmallestUnshared, because device memory evens out how fast workers are.
 inline constexpr int64_t kTicketsPerShare = 2;
 inline constexpr int64_t kSmallestTicket = 384;
+inline constexpr int64_t kSmallestUnshared = 768;
 // Shared work is drawn this many times faster than private work, because the last tickets should be private: those are
 // cheap to cut.
 inline constexpr double kSharedLead = 2;
 
-inline int64_t ticket_budget(int64_t cost_left, int32_t num_workers) {
-  return std::max(cost_left / (kTicketsPerShare * num_workers), kCostUnit * kSmallestTicket);
+inline int64_t ticket_budget(int64_t cost_left, int32_t num_workers, bool shares_nothing = false) {
+  const int64_t smallest = shares_nothing ? kSmallestUnshared : kSmallestTicket;
+  return std::max(cost_left / (kTicketsPerShare * num_workers), kCostUnit * smallest);
 }
 
 // How much of a run of work items has been assigned.
