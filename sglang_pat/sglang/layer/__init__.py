@@ -1,1 +1,1 @@
-"""Work of each layer: KV writes, attention under the plans of a step, trees of drafts."""
+"""The work of each layer: KV writes, and attention under the plans of a step."""

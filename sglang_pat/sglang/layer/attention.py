@@ -16,7 +16,7 @@ from sglang_pat.sglang.start.layer_support import LayerSupport, read_scales
 
 
 class ExtraKv(Protocol):
-    """KV that rows read besides what the plan covers."""
+    """KV that rows read in addition to what the plan covers."""
 
     def merge(
         self,
@@ -39,7 +39,7 @@ class LayerAttention:
         self._kv_writes = KvWrites(model_runner, layer_support)
 
     def begin_step(self) -> None:
-        """Begin an eager step, or a captured graph."""
+        """Begin an eager step, or the capture of a graph."""
         self._kv_writes.begin_step()
 
     def attend(
@@ -67,14 +67,15 @@ class LayerAttention:
         q
             Queries: `[rows, heads * head_dim]` or `[rows, heads, head_dim]`.
         k, v
-            Keys and values of the new tokens. None: the pool has them.
+            Keys and values of the new tokens. None: they are already in the pool.
         extra_kv
-            The KV that rows read besides the plans.
+            KV that rows read in addition to what the plans cover.
         q_rope, k_rope
             The last columns of latent queries and keys, `[rows, heads, columns]` or flat, if the
-            model passes them separately. `q` and `k` have the others, and `v` is not read.
+            model passes them separately. `q` and `k` then have the other columns, and `v` is not
+            read.
         unset
-            Arguments that pat does not know, which are None.
+            Arguments that pat does not know. All are None.
 
         Returns
         -------
@@ -84,14 +85,14 @@ class LayerAttention:
         pool = self._pool
         if save_kv_cache and k is not None and v is not None:
             self._kv_writes.store(layer, forward_batch, k, v, k_rope)
-        # In every layer: a hierarchical cache waits here until the layer has been loaded.
+        # Called in every layer: a hierarchical cache waits here until it has loaded the layer.
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         q_dim = layer.qk_head_dim if q_rope is None else layer.v_head_dim
         q = q.reshape(-1, layer.tp_q_head_num, q_dim)
         if plans is None:
             return q.new_zeros(len(q), layer.tp_q_head_num * layer.v_head_dim)
         shape = self.layer_support.shapes[layer.layer_id]
-        if not shape.is_latent:  # its kernels read heads with any stride
+        if not shape.is_latent:  # latent kernels read any stride
             q = _dense(q)
         scales = read_scales(layer) if self.layer_support.are_scaled else (1.0, 1.0)
         run: Callable[..., Any] = partial(
@@ -130,11 +131,12 @@ def _dense(q: torch.Tensor) -> torch.Tensor:
 def _run_planned(
     run: Callable[..., torch.Tensor], q: torch.Tensor, plans: StepPlans, layer: RadixAttention
 ) -> torch.Tensor:
-    """Attend for the rows of SGLang, which may be more or fewer than the planned ones.
+    """Attend for SGLang's rows, of which there may be more or fewer than planned.
 
-    MLP synchronisation pads the tokens of a step to a multiple of the ranks that share its
-    attention, or to the rank that has most. The padding of a verify step may be planned in part. A
-    step of a draft model is padded after it was planned. Added rows read nothing.
+    MLP synchronisation pads the tokens of a step to a multiple of the number of ranks that share
+    its attention, or to the number of the rank with the most. The padding of a verify step may be
+    planned in part. A step of a draft model is padded after it was planned. Rows that were not
+    planned read nothing, and their output is 0.
     """
     count = len(q)
     if count == plans.num_rows:

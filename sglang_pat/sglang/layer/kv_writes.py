@@ -39,13 +39,13 @@ class KvWrites:
         self._pool = model_runner.token_to_kv_pool
         self._are_scaled = layer_support.are_scaled
         self._window_slots = layer_support.window_slots
-        # The slots of the step's new tokens in the pool of layers with windows.
+        # The slots of the step's new tokens in the pool of sliding-window layers.
         self._new_window_slots: torch.Tensor | None = None
         self._writers: dict[int, KvWriter] = {}  # by layer id
         if model_runner.device != "cuda":
             return
-        # Few default backends store fp8 without scales, and some pools then multiply by 1. Their
-        # pools store the KV themselves.
+        # A few default backends store fp8 without scales, and some pools then multiply by 1. With
+        # these backends the pool stores the KV itself.
         if layer_support.is_converted and not layer_support.are_scaled:
             return
         writer_of = cache(partial(_writer, model_runner))
@@ -58,18 +58,18 @@ class KvWrites:
                 reasons[found] = None
         for layer in layer_support.layers:
             known = self._writers.get(layer.layer_id)
-            if known is not None:  # now: a capture cannot copy numbers to the device
+            if known is not None:  # a capture could not copy the scales to the device
                 known.scale(layer.k_scale)
                 known.scale(layer.v_scale)
         if reasons and reports.rank_speaks():
             logger.info("SGLang's pool stores new KV itself: %s", "; ".join(reasons))
 
     def begin_step(self) -> None:
-        """Forget the slots of the last step. A graph that is captured has its own."""
+        """Forget the slots of the last step. A captured graph computes its own slots."""
         self._new_window_slots = None
 
     def _slots(self, layer: RadixAttention, forward_batch: Any) -> torch.Tensor | None:
-        """Return the slots of the new tokens in a pool of windows. None: the layer has another."""
+        """Return the new tokens' slots in the window pool. None: the layer uses another pool."""
         if self._window_slots is None or not has_window_pool(self._pool, layer.layer_id):
             return None
         if self._new_window_slots is None:
@@ -113,7 +113,7 @@ class KvWrites:
         v: torch.Tensor,
         k_rope: torch.Tensor | None,
     ) -> bool:
-        """Write the arguments of store() with the kernel. False: it cannot."""
+        """Store the KV with the kernel, as store() does. Return False if the kernel cannot."""
         if writer.config.is_latent:
             cache = self._pool.get_key_buffer(layer.layer_id)
             rope = None if k_rope is None else k_rope.view(len(k_rope), 1, -1)
@@ -130,7 +130,7 @@ class KvWrites:
 
 
 def has_window_pool(pool: Any, layer_id: int) -> bool:
-    """Return True if the KV of a layer lies in a pool of layers with windows."""
+    """Return True if the KV of a layer lies in the pool of sliding-window layers."""
     return type(pool) is SWAKVPool and bool(pool.layers_mapping[layer_id][1])
 
 

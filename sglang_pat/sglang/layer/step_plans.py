@@ -15,8 +15,8 @@ from sglang_pat.window import WindowAttention
 class StepPlans:
     """The plans of one step: a PackAttention for each kind of layers.
 
-    They are made one after the other from the same batch. The statistics of the step are those of
-    the last one, whose time begins with the step's.
+    They are made one after the other from the same batch. The last one has the statistics of the
+    step. Its planning time begins when the step's planning begins.
     """
 
     def __init__(self, attentions: Mapping[LayerKind, PackAttention]):
@@ -24,8 +24,8 @@ class StepPlans:
         self.last = [*attentions.values()][-1]  # has the rows, lengths and statistics of the step
 
     def add(self, more: StepPlans) -> None:
-        """Plan for more kinds too."""
-        self.of_kind = {**more.of_kind, **self.of_kind}  # in front: the last one counts the step
+        """Plan for the kinds of layers in `more` too."""
+        self.of_kind = {**more.of_kind, **self.of_kind}  # in front: the last one has the statistics
 
     @property
     def num_rows(self) -> int:
@@ -39,7 +39,7 @@ class StepPlans:
         return [(each, each.plan(batch, **tensors)) for each in self.of_kind.values()]
 
     def record_in_graph(self) -> None:
-        """Record what a captured graph does before its layers: see `WindowAttention.refill`."""
+        """Capture what a graph does before its layers: see `WindowAttention.refill`."""
         for attention in self.of_kind.values():
             if isinstance(attention, WindowAttention):
                 attention.refill()
