@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 SERVER_INFO_KEY = "pat"
 _SCHEDULER = "managers.scheduler"
 
-# The steps of a draft model in `/server_info` and in the log: its decode steps, and draft extend.
+# How the steps of a draft model are called: the key in `/server_info`, and the name in the log.
 _DRAFTS = {
     "draft_model": "draft model",
     "draft_extend": "draft model, reading what was accepted",
@@ -29,7 +29,7 @@ class _LastReport:
 
     layer_support: dict[str, Any] | None = None
     model_runner: Any = None
-    drafts: ClassVar[dict[str, dict[str, Any]]] = {}  # of a draft model, by key of `_DRAFTS`
+    drafts: ClassVar[dict[str, dict[str, Any]]] = {}  # for a draft model, by key of `_DRAFTS`
     line: str = ""
     metrics: LayerMetrics | None = None
 
@@ -45,11 +45,11 @@ def report_layer_support(layer_support: LayerSupport, model_runner: Any = None) 
         logger.info(line)
     _LastReport.line = line
     if model_runner is not None:
-        # With adaptive drafts, SGLang builds a draft model's backends before the model's last ones.
+        # With adaptive drafts, SGLang builds the draft model's backends before the last target ones.
         if model_runner is not _LastReport.model_runner:
             _LastReport.drafts.clear()
         _LastReport.model_runner = model_runner
-        if f"sglang.srt.{_SCHEDULER}" in sys.modules:  # nobody else asks, and its import is heavy
+        if f"sglang.srt.{_SCHEDULER}" in sys.modules:  # only it answers; its import is slow
             install_hooks([_SERVER_INFO_HOOK])
         if reports.rank_publishes():
             labels = reports.scheduler_labels(model_runner)
@@ -69,7 +69,7 @@ def report_draft_support(layer_support: LayerSupport, key: str = "draft_model") 
 
 
 def _after_get_init_info(result: dict[str, Any], *_: object) -> dict[str, Any]:
-    """AFTER Scheduler.get_init_info, whose fields replace those that name the default backend."""
+    """AFTER Scheduler.get_init_info: add this report, and name pat as the decode backend."""
     told = _LastReport.layer_support
     decodes = told is not None and told["pat_layers"] > 0
     told = told and told | _LastReport.drafts

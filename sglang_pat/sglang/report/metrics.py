@@ -1,6 +1,6 @@
-"""Prometheus metrics: counts of decode steps, and who decodes which layers.
+"""Prometheus metrics: counts of decode steps, and the layers that each backend decodes.
 
-A decode step only appends to a list. A thread publishes.
+A decode step only appends to a list. A thread publishes the metrics.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ PUBLISH_SECONDS = 1.0
 PREFIX = "sglang:pat_"
 # 1 us to 33 ms
 _TIME_BUCKETS = tuple(1e-6 * 2**i for i in range(16))
-# Steps whose times wait for the thread. Only a thread that has died lets them exceed this.
+# Limit of the times that wait for the thread. They reach it only if the thread has died.
 _MAX_WAITING = 100_000
 
 
-# The counters `sglang:pat_..._total`: their documentation, by the label of each. A counter shows
-# the entry of `Counters` with its name, which with a label maps the label's values to numbers.
+# Documentation of the counters `sglang:pat_..._total`, grouped by the label that they have. A
+# counter shows the entry of `Counters` of the same name. If it has a label, that entry is a
+# mapping from the label's values to numbers.
 _DOCUMENTATION = {
     "": {
         "plans_reused": "Decode steps that reused the last plan.",
@@ -53,7 +54,7 @@ _DOCUMENTATION = {
     },
 }
 _LABELS = {name: label for label, names in _DOCUMENTATION.items() for name in names}
-_ENTRIES = {  # published under other names
+_ENTRIES = {  # the names of entries that differ from their counter's
     "kv_tokens_read": "kv_tokens_planned",
     "plans_built": "causes",
     "private_steps": "steps_without_sharing",
@@ -78,7 +79,7 @@ class MetricClasses(NamedTuple):
         return cls(Counter, Gauge, Histogram)
 
 
-@cache  # a name can be registered once in a process, which may build its backend again
+@cache  # a process may register a name only once, but may build its backend again
 def _metric(make: Any, name: str, documentation: str, labels: tuple[str, ...], **more: Any) -> Any:
     return make(name=PREFIX + name, documentation=documentation, labelnames=[*labels], **more)
 
@@ -94,8 +95,8 @@ class StepMetrics:
     ) -> None:
         """Make the metrics.
 
-        Each metric has the labels. Another thread calls read_counters. Without classes, those of
-        prometheus_client are used.
+        All metrics have these labels. The publishing thread calls read_counters. Without classes,
+        those of prometheus_client are used.
         """
         classes = classes or MetricClasses.of_prometheus()
         names = tuple(labels)
@@ -109,7 +110,7 @@ class StepMetrics:
             )
             for name, label in _LABELS.items()
         }
-        for name in _DOCUMENTATION[""]:  # from the start: a rule cannot add what is missing
+        for name in _DOCUMENTATION[""]:  # at start: recording rules cannot add a missing series
             self._counter(name, "")
         self._kv_read_ratio = _metric(
             classes.gauge,
@@ -138,7 +139,7 @@ class StepMetrics:
         threading.Thread(target=self._run, name="sglang-pat metrics", daemon=True).start()
 
     def add_step(self, planning: PlanningTime) -> None:
-        """Publish the host time of a decode step later."""
+        """Queue the host time of a decode step for the publishing thread."""
         self._waiting.append(planning)
 
     def publish(self) -> None:
@@ -156,7 +157,7 @@ class StepMetrics:
             counters[name] - self._published.get(name, 0)
             for name in ("kv_tokens_query_centric", "kv_tokens_planned")
         )
-        # Not a number while nothing decodes: 0 or 1 would read as all saved, or nothing.
+        # NaN while nothing decodes: 0 would mean that all was saved, and 1 that nothing was.
         self._kv_read_ratio.set(planned / query_centric if query_centric else math.nan)
         self._published = counters
 
@@ -174,15 +175,15 @@ class StepMetrics:
 
 
 def _by_label(name: str, counters: Counters) -> dict[str, int]:
-    """Return the numbers of a counter by the value of its label, empty if it has none."""
+    """Return a counter's numbers by the value of its label ("" if it has no label)."""
     if not counters:  # before the first publication
         return {}
-    value = counters.get(_ENTRIES.get(name, name), {})  # not every server counts all
+    value = counters.get(_ENTRIES.get(name, name), {})  # some servers lack some counters
     return value if _LABELS[name] else {"": value}
 
 
 class LayerMetrics:
-    """The number of layers that pat decodes, and of those of the default backend, by reason."""
+    """The number of layers that pat decodes, and that the default backend does, by reason."""
 
     def __init__(self, labels: dict[str, str], classes: MetricClasses | None = None) -> None:
         """Make the metric. See `StepMetrics` for the arguments."""

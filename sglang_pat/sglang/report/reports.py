@@ -60,7 +60,7 @@ class StepReports:
             self._stats_file.start()
 
     def add_step(self, planning: PlanningTime, num_repeated: int = 0) -> None:
-        """Report a decode step that was planned, and the steps since then that repeated one."""
+        """Report a planned decode step. num_repeated: the repeated steps just before it."""
         if self._metrics is not None:
             self._metrics.add_step(planning)
         if self._log is not None:
@@ -75,7 +75,7 @@ class StepReports:
 
     @property
     def on_step(self) -> Callable[[], None] | None:
-        """A callback for each step that repeats the last one, if there is any."""
+        """The function to call in each step that repeats the last one. None: there is none."""
         return None if self._stats_file is None else self._stats_file.mark
 
     @property
@@ -107,7 +107,7 @@ def rank_speaks() -> bool:
 
 
 def rank_publishes() -> bool:
-    """Return True if this rank has metrics."""
+    """Return True if this rank publishes metrics."""
     observability = get_observability()
     return bool(
         observability.enable_metrics
@@ -146,10 +146,10 @@ def metric_classes() -> MetricClasses:
 
 
 class StepLog:
-    """Logs what has changed in `read_counters()` every `interval` steps.
+    """Logs how the counters have changed, every `interval` steps.
 
-    The first step only says where counting begins: before it, SGLang has warmed up and captured its
-    CUDA graphs.
+    The first step only sets the baseline, because SGLang's warm-up and its captures of CUDA graphs
+    come before it.
     """
 
     def __init__(self, interval: int, read_counters: Callable[[], Counters]) -> None:
@@ -160,7 +160,7 @@ class StepLog:
 
     @property
     def steps_left(self) -> int:
-        """How many steps may be added together with the next one before a line is due."""
+        """How many steps may be added late, together with the next one, without delaying a line."""
         return max(self._interval - self._steps - 1, 0)  # SGLang takes -1 for every step
 
     def add_steps(self, count: int = 1) -> None:
@@ -186,14 +186,14 @@ _SPECULATION = (
 
 
 def log_line(before: Counters, counters: Counters) -> str:
-    """Return what was counted between two readings, and planning times, in SGLang's wording."""
+    """Return the log line for what was counted between two readings, in SGLang's style."""
 
     def since(name: str) -> int:
         count: int = counters[name] - before[name]
         return count
 
     query_centric = since("kv_tokens_query_centric")
-    # Without any KV, of idle ranks under data parallelism, nothing was saved.
+    # An idle rank under data parallelism reads no KV, so it saves nothing.
     ratio = since("kv_tokens_planned") / query_centric if query_centric else 1.0
     unshared = [sum(each["steps_without_sharing"].values()) for each in (before, counters)]
     speculation = ""
@@ -220,7 +220,7 @@ def _reasons(before: Counters, counters: Counters) -> str:
 
 
 def _times(planning_ns: PlanningTimes) -> str:
-    """Return planning times by kind of step, the cheapest first, without kinds that lack steps."""
+    """Return p50/p99 planning times by kind of step, the cheapest first, if there were any."""
     kinds = [kind for kind in get_args(PlanningClass) if planning_ns.get(kind)]
     percentiles = [[planning_ns.percentile_us(kind, p) for p in (50, 99)] for kind in kinds]
     return ", ".join(

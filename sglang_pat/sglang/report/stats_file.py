@@ -16,9 +16,9 @@ from sglang_pat.stats import Counters
 
 logger = logging.getLogger(__name__)
 
-# SIGKILL loses only counts that are younger than this and the time of a write.
+# SIGKILL loses at most the counts of the last WRITE_SECONDS plus the time of one write.
 WRITE_SECONDS = 0.05
-_QUIET_WRITES = 10  # after this many without a change, the thread waits for a step
+_QUIET_WRITES = 10  # after this many writes without a change, the thread waits
 _SETTLED_SECONDS = 0.25
 _READ_SECONDS = 0.02
 
@@ -35,7 +35,7 @@ class StatsFile:
         self._read_counters = read_counters
         self._written: Counters | None = None
         self._outdated = threading.Event()
-        self._writing = threading.Lock()  # the thread, or the end of the process
+        self._writing = threading.Lock()  # by the thread, or at the end of the process
 
     def start(self) -> None:
         """Write the file, and keep it up to date from now on, until the process ends."""
@@ -44,7 +44,7 @@ class StatsFile:
         threading.Thread(target=self._run, name="sglang-pat stats file", daemon=True).start()
 
     def mark(self) -> None:
-        """Have the file written after a decode step that has been counted."""
+        """Tell the thread to write the file. Call this after a decode step was counted."""
         if not self._outdated.is_set():
             self._outdated.set()
 
@@ -63,7 +63,7 @@ class StatsFile:
             while True:
                 self._outdated.wait()
                 self._outdated.clear()  # before reading: a step counts first, and then marks
-                # Draft extends, and changes of the tree after a step, are counted and mark nothing.
+                # Draft extends, and tree changes after a step, are counted without a mark().
                 num_quiet = 0
                 while num_quiet < _QUIET_WRITES:
                     num_quiet = 0 if self.write() else num_quiet + 1
@@ -75,7 +75,7 @@ class StatsFile:
 def read_stats(path: Path, timeout_seconds: float = 30.0) -> dict[str, Any]:
     """Return the contents of a stats file once all requests have been answered.
 
-    Waits until the file has stayed the same for long enough for a write. TimeoutError names the
+    Waits until the file has not changed for longer than a write takes. TimeoutError names the
     file if it goes on changing.
     """
     text, changed = path.read_text(), time.monotonic()
