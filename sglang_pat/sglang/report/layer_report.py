@@ -45,7 +45,7 @@ def report_layer_support(layer_support: LayerSupport, model_runner: Any = None) 
         logger.info(line)
     _LastReport.line = line
     if model_runner is not None:
-        # With adaptive drafts, SGLang builds the draft model's backends before the last target ones.
+        # With adaptive drafts, SGLang builds a draft model's backends before the target's last.
         if model_runner is not _LastReport.model_runner:
             _LastReport.drafts.clear()
         _LastReport.model_runner = model_runner

@@ -2,8 +2,8 @@
 
 SGLang adapts page sizes, data types and options to the name of the attention backend, and refuses
 names that it does not know for a model. So `pat` is taken out before, and SGLang adapts everything
-to its default backend, which prefills and decodes what pat does not. The arguments remember that
-pat was asked for, because SGLang pickles them for its processes.
+to its default backend, which prefills, and decodes the layers that pat does not. The arguments
+object remembers that pat was asked for, because SGLang pickles it for its processes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from sglang_pat.sglang.start.environment import Environment
 from sglang_pat.sglang.start.server_options import early_reason
 from sglang_pat.support import BACKEND
 
-# Attributes of ServerArgs: whether pat was asked for, and the backend that was named for the draft
-# model, which SGLang resolves for some algorithms. They are no fields, so no dump has them.
+# Attributes of ServerArgs: whether pat was asked for, and the backend that the user named for the
+# draft model. (SGLang resolves that name for some algorithms.) They are not fields, so dumps of the
+# arguments leave them out.
 _ASKED_FOR = "_sglang_pat_decodes"
 _NAMED_DRAFT = "_sglang_pat_draft_backend"
 _ALL_MODES, _PREFILL, _DECODE = (
@@ -32,9 +33,9 @@ _DRAFT = "speculative_draft_attention_backend"
 def around_resolution(resolve: Callable[[Any], None], arguments: Any) -> None:
     """AROUND the method of ServerArgs that resolves the arguments. SGLang may call it repeatedly.
 
-    ValueError if `pat` is chosen for a mode that it does not serve, if a variable is wrong, or in
-    strict mode if pat decodes nothing under these options. RuntimeError if SGLang has chosen `pat`
-    in spite of the substitution.
+    ValueError if `pat` is chosen for a mode that it does not serve, if an environment variable is
+    wrong, or in strict mode if pat decodes nothing under these options. RuntimeError if SGLang has
+    chosen `pat` in spite of the substitution.
     """
     options = (_ALL_MODES, _PREFILL, _DECODE, _DRAFT)
     asks = BACKEND in [getattr(arguments, name) for name in options]

@@ -37,12 +37,12 @@ class Environment:
         layers, to SGLang's default backend.
     stats_file
         SGLANG_PAT_STATS_FILE. Where the counters are written as JSON, within 0.1 s of a decode
-        step. `{pid}` in it stands for the id of the scheduler process: one per replica, but only
-        the first rank's with data-parallel attention.
+        step. `{pid}` in it stands for the id of the scheduler process. Each replica writes one
+        file. With data-parallel attention, only the first rank writes one.
     growth_tokens
         SGLANG_PAT_GROWTH_TOKENS, 1 to 65536. A plan is rebuilt when a request has grown by more
-        tokens than this, or earlier (`PackAttention`). 1 plans at every other step: to measure what
-        planning costs.
+        tokens than this, or earlier (`PackAttention`). With 1, every other step is planned, to
+        measure what planning costs.
     kernel_cache
         SGLANG_PAT_KERNEL_CACHE. The folder of compiled kernels (`executors/kernel_cache.py`).
     batch_invariant
@@ -96,7 +96,7 @@ class Environment:
 def _stats_file(text: str) -> Path:
     path = Path(text.replace("{pid}", str(os.getpid())))
     problem = problem_with(path)
-    # The file is replaced as a whole, and so would a device or a pipe be.
+    # The file is replaced as a whole, which would also replace a device or a pipe.
     if problem is None and path.exists() and not path.is_file():
         problem = "it is no regular file"
     if problem is not None:

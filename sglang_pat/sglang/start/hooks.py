@@ -1,4 +1,4 @@
-"""Puts functions of pat on methods of SGLang, through SGLang's own registry of hooks."""
+"""Hooks functions of pat into methods of SGLang, through SGLang's own hook registry."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ AFTER, AROUND = HookType.AFTER, HookType.AROUND
 class Hook(NamedTuple):
     """A function to be put on a method of SGLang."""
 
-    # `module:Class.method` in sglang.srt, with a colon. SGLang applies the hooks of a target string
-    # once, so a hook that another plug-in has put on the same method would keep this one out.
+    # `module:Class.method` in sglang.srt. SGLang applies the hooks of each target string only once,
+    # so a plug-in that was applied first would keep this hook out if it used the same string. The
+    # colon makes this string another one.
     target: str
     function: Callable[..., Any]
     kind: HookType

@@ -1,6 +1,6 @@
 """Decides which layers pat decodes, when SGLang builds the backend.
 
-The whole model falls back for options and kinds of models that change the meaning of all layers.
+The whole model falls back if a server option or the type of the model rules out all layers.
 Otherwise each layer's shape, KV pool and scales decide. Scales are numbers by which SGLang divides
 the keys and values of a layer before it stores them in a type of one byte. Not all backends do so,
 and pat must read what the default backend stored in a prefill.
@@ -62,7 +62,7 @@ def layers_of_runner(
 
 
 def note_windows(layer_support: LayerSupport, model_runner: Any, default: str) -> None:
-    """Note to how many tokens requests attend in the layers with windows that pat decodes.
+    """Record the window or chunk, in tokens, of each layer that pat decodes and that has one.
 
     Of the model runner, only `sliding_window_size` and `attention_chunk_size` are read.
     """
@@ -81,9 +81,9 @@ def note_windows(layer_support: LayerSupport, model_runner: Any, default: str) -
 
 
 def _limit_windows(layer_support: LayerSupport, longest: int, *, has_pool: bool) -> None:
-    """Note that no window is longer than the longest request.
+    """Cap all windows at the length of the longest request.
 
-    A window that no request outgrows is none, unless its layers have a pool of their own.
+    A window that no request can outgrow is dropped, unless its layers have a pool of their own.
     """
     layer_support.windows = {
         layer_id: min(window, longest)
@@ -98,7 +98,10 @@ def layers_of_model(
     whole: Unsupported | None,
     reason_of: Callable[[RadixAttention], Unsupported | None],
 ) -> LayerSupport:
-    """Decide for all layers of a model, by the reason for all of them or for each one."""
+    """Decide for all layers of a model.
+
+    whole: why all of them fall back, or None. reason_of: returns why one layer does, or None.
+    """
     layers = attention_layers(model)
     if whole is None and not layers:
         name = type(model).__name__
@@ -128,10 +131,10 @@ def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
     """Return the attention layers of a model's part on this rank.
 
     A module may keep them in a plain list or dict, as SGLang's wrapper of transformers models does.
-    Latent attention has two layers of one id: the absorbed one is returned, while the other one
-    attends in prompts. Layers that keep a state in place of KV are left out, whatever their module.
+    Latent attention has two layers with the same id: the absorbed one, which is returned, and one
+    for prompts. Layers that keep a state in place of KV are left out, whatever their module.
     """
-    layers: dict[int, RadixAttention] = {}  # by id(): a layer may be in both
+    layers: dict[int, RadixAttention] = {}  # by id(): a layer may be found twice
     twins = set()
     for module in model.modules():
         absorbed, twin = getattr(module, "attn_mqa", None), getattr(module, "attn_mha", None)
@@ -145,7 +148,7 @@ def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
                 found += value.values()
         layers |= {id(each): each for each in found if isinstance(each, RadixAttention)}
     config = getattr(model, "config", None)
-    # Both: of layers that have a state beside their KV.
+    # A layer in both lists has a state besides its KV.
     states = {*getattr(config, "linear_layer_ids", ())}
     states -= {*getattr(config, "full_attention_layer_ids", ())}
     found = [each for each in layers.values() if id(each) not in twins]
@@ -174,7 +177,7 @@ def _with_lora_on_latent(model: torch.nn.Module) -> frozenset[int]:
 
 
 def model_reason(config: Any) -> Unsupported | None:
-    """Return why pat decodes nothing of a kind of model, by its ModelConfig."""
+    """Return why pat decodes no layer of a model, judging by its ModelConfig."""
     name = ", ".join(config.hf_config.architectures or ["unknown"])
     if not getattr(config, "is_generation", True):
         return Unsupported("attention", f"a model that answers with no tokens ({name})")
@@ -201,9 +204,9 @@ def _is_sparse(config: Any) -> bool:
 
 
 def window_reason(model: torch.nn.Module) -> Unsupported | None:
-    """Return why nothing of a model is decoded: its class asks for a window that no layer names.
+    """Return a reason if the model's class asks for a window that its layers do not show.
 
-    fa3 then reads only the last tokens after the prompt.
+    fa3 then reads the prompt, but after it only the last tokens.
     """
     asks = getattr(model, "is_prefill_aware_swa", bool)
     return Unsupported("sliding window", "behind the prompt") if asks() else None
@@ -256,7 +259,7 @@ def layer_reason(
 
 
 def kernels_reason(layer: RadixAttention, model_runner: Any) -> Unsupported | None:
-    """Return why the GPU has no kernels for a layer that pat decodes on others.
+    """Return why this GPU has no kernels for a layer that pat decodes on other GPUs.
 
     Of the model runner, only `device` is read.
     """
@@ -267,7 +270,7 @@ def kernels_reason(layer: RadixAttention, model_runner: Any) -> Unsupported | No
 
 
 def latent_reason(layer: RadixAttention, model_runner: Any, default: str) -> Unsupported | None:
-    """Return why pat does not decode a layer of latent attention, by the server.
+    """Return why pat does not decode a layer of latent attention on this server.
 
     Of the model runner, only `server_args`, `model`, `device`, `dtype` and `kv_cache_dtype` are
     read.
@@ -305,7 +308,7 @@ def _latent_pool_reason(
         return Unsupported("dtype of queries and KV cache", f"a KV cache of {dtype}")
     pool = model_runner.token_to_kv_pool
     of_attention = pool.full_kv_pool if type(pool) is HybridLinearKVPool else pool
-    # Others store in ways of their own.
+    # Other pools store KV in formats of their own.
     if type(of_attention) is not MLATokenToKVPool or of_attention.use_dsa:
         return Unsupported("KV pool", type(of_attention).__name__)
     keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
@@ -334,7 +337,7 @@ def shape_reason(
     one_byte: bool = False,
     default: str = "",
 ) -> Unsupported | None:
-    """Return why pat does not decode a layer, by its description.
+    """Return why pat does not decode a layer, judging by its attributes.
 
     types: see `layers_of_runner`. one_byte, default: see `support.fills_tile`.
     """
@@ -358,8 +361,8 @@ def shape_reason(
     return None
 
 
-_VERIFIES_WINDOWS = ("fa3", "torch_native")  # with the window of their decode steps
-_WITHIN_CHUNKS = ("fa3",)  # others attend to all tokens in layers that attend within chunks
+_VERIFIES_WINDOWS = ("fa3", "torch_native")  # with the same window as in decode steps
+_WITHIN_CHUNKS = ("fa3",)  # other backends ignore the chunks of such layers
 
 
 def layer_window_reason(
@@ -405,22 +408,21 @@ def _chunk_reason(size: int, arguments: Any, default: str) -> Unsupported | None
 
 
 def chunk_size(layer: RadixAttention, model_runner: Any) -> int:
-    """Return of how many tokens the chunks are within which a layer attends. 0: it does not."""
+    """Return the chunk size in tokens of a layer that attends within chunks, else 0."""
     return (layer.use_irope and getattr(model_runner, "attention_chunk_size", None)) or 0
 
 
 def has_window(layer: RadixAttention, model_runner: Any) -> bool:
-    """Return True if a layer attends to the last tokens of a request only."""
+    """Return True if a layer attends only to the last tokens of a request (window or chunk)."""
     size = layer.sliding_window_size
     return (size is not None and size > -1) or chunk_size(layer, model_runner) > 0
 
 
 def window_size(layer: RadixAttention, model_runner: Any, default: str) -> int | None:
-    """Return to how many tokens of a request the default backend attends in a decode step.
+    """Return how many tokens of a request the default backend reads at most in a decode step.
 
-    In layers that attend within chunks, these are the most. 0: to all. None: it is not known. The
-    new token counts. The sizes that SGLang gives to layers and to backends do not, and triton
-    leaves out one token more in decode steps.
+    0: all. None: it is not known. The new token counts. SGLang's sizes for layers and backends do
+    not count it, and triton reads one token less than the others in decode steps.
     """
     if not has_window(layer, model_runner):
         return 0
@@ -469,16 +471,17 @@ def _window_pool_reason(layer: RadixAttention, model_runner: Any) -> Unsupported
     return None if is_known else Unsupported("KV pool", f"{type(pool).__name__} with windows")
 
 
-# Backends that store and read the numbers as they are, whatever scales a layer has; that scale in
-# some versions of SGLang only; that multiply latent KV with the scales when they read it.
+# Backends that ignore the scales of layers.
 _UNSCALED = ("torch_native",)
+# Backends that apply the scales in some versions of SGLang only.
 _UNCERTAIN = ("intel_amx",)
+# Backends that multiply latent KV by the scales when they read it.
 _SCALES_LATENT = ("triton", "flashmla")
 _BLOCK_SCALED = ("mxfp8",)  # values of --kv-cache-dtype with more than one scale per layer
 
 
 def is_converted(model_runner: Any) -> bool:
-    """Return True if the pool has a type of one byte that pat converts."""
+    """Return True if the pool's dtype is a one-byte type that pat converts."""
     name = str(model_runner.kv_cache_dtype).removeprefix("torch.")
     return name in support.CONVERTED_KV_DTYPES
 
@@ -496,7 +499,7 @@ def scales_reason(layer: RadixAttention, model_runner: Any, default: str) -> Uns
         return None
     given = (layer.k_scale, layer.v_scale)
     if shape_of(layer).is_latent:
-        # SGLang stores latent KV without scales. Most backends read it so; others multiply.
+        # SGLang stores latent KV without scales. Most backends read it as it is; others scale.
         if default in _SCALES_LATENT:
             for scale in given:
                 if scale is not None and float(scale) != 1.0:

@@ -18,33 +18,33 @@ from sglang_pat.executors.layer import Scale
 from sglang_pat.plan import HeadConfig, LayerKind
 from sglang_pat.support import Unsupported
 
-PAT, DEFAULT = "pat", "default"  # who decodes a layer
+PAT, DEFAULT = "pat", "default"  # the routes: which backend decodes a layer
 # Arguments that models pass to a layer of latent attention besides queries, keys and values.
 _LATENT_ARGUMENTS = ("q_rope", "k_rope")
 
 
 class LayerSupport:
-    """Who decodes each attention layer of a model's part on this rank."""
+    """Which backend decodes each attention layer of a model's part on this rank."""
 
     def __init__(self, default: str) -> None:
         self.default = default  # the name of SGLang's default backend
         self.prefill: str | None = None  # the name of the backend that prefills, if it is known
         self.layers: Sequence[RadixAttention] = ()
         self.shapes: dict[int, HeadConfig] = {}  # of the layers that pat decodes, by layer id
-        self.windows: dict[int, int] = {}  # tokens that a request attends to, if not to all
+        self.windows: dict[int, int] = {}  # in tokens, by layer id; others read all
         self.chunked: frozenset[int] = frozenset()  # ids of the layers that attend within chunks
-        # Slots in the pool of layers with windows, by slot. None: they have no pool of their own.
+        # Maps slots to slots in the window pool. None: window layers have no pool of their own.
         self.window_slots: torch.Tensor | None = None
-        self.drafts_ahead = 0  # drafts by which rows may be longer on the device than on the host
+        self.drafts_ahead = 0  # tokens by which rows on the device may exceed lengths on the host
         self.fallback: dict[int, Unsupported] = {}  # why the others fall back, by layer id
         self.whole: Unsupported | None = None  # why the whole model falls back
         self.sinks: frozenset[int] = frozenset()  # ids of the layers with attention sinks
-        self.batch_invariant = False  # whether pat computes a request alike in any batch
+        self.batch_invariant = False  # whether a request's bits are the same in any batch
         self.are_scaled = False  # whether the pool divides KV by the scales of its layer
-        self.is_converted = False  # whether the pool has a type of one byte that pat converts
+        self.is_converted = False  # whether the pool has a one-byte type that pat converts
 
     def kind(self, layer_id: int) -> LayerKind:
-        """Return the kind of a layer that pat decodes, which says whose plans it reads."""
+        """Return the kind of a layer that pat decodes, which selects the plan that it reads."""
         window = self.windows.get(layer_id, 0)
         return LayerKind(self.shapes[layer_id], window, window > 0 and layer_id in self.chunked)
 
@@ -92,7 +92,7 @@ class LayerSupport:
             raise reason.refusal(f" (layer {layer_id})")
 
     def counts(self) -> dict[tuple[str, str], int]:
-        """Return how many layers there are, by route and reason, which is empty for pat."""
+        """Return the number of layers by route and reason. The reason is empty for pat."""
         reasons = Counter(str(reason) for reason in self.fallback.values())
         if self.whole is not None and not reasons:
             reasons[str(self.whole)] = 0
@@ -136,10 +136,10 @@ class LayerSupport:
 
 
 def read_scales(layer: RadixAttention) -> tuple[Scale, Scale]:
-    """Return what stored keys and values are multiplied with: 1 for latent ones.
+    """Return the scales by which stored keys and values are multiplied: 1 for latent KV.
 
-    A tensor is the one that the pool divides by. SGLang keeps its value as a number too, but new
-    weights overwrite only the tensor.
+    A scale may be the tensor that the pool divides by. SGLang keeps its value as a number too, but
+    new weights overwrite only the tensor.
     """
     if support.is_latent(layer.qk_head_dim, layer.v_head_dim):
         return 1.0, 1.0

@@ -1,4 +1,4 @@
-"""Server options under which pat decodes nothing. No heavy imports: the command line needs it."""
+"""Server options under which pat decodes nothing. Imports are light, for the command line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sglang_pat.sglang.compat import environment_is_set, plan_stream_waits, reso
 from sglang_pat.sglang.start.environment import Environment
 from sglang_pat.support import Unsupported
 
-# Server arguments that change which KV a decode step reads, who decodes, or how it is to be done.
+# Server arguments that change which KV a decode step reads, which backend decodes, or how.
 DELEGATED_ARGUMENTS = {
     "enable_two_batch_overlap": "--enable-two-batch-overlap",
     "enable_pdmux": "--enable-pdmux",
@@ -20,16 +20,17 @@ DELEGATED_ARGUMENTS = {
     "enable_mis": "--enable-mis",
     "dllm_algorithm": "--dllm-algorithm",
 }
-# Drafts come from a model, in chains or (with a topk above 1) in trees; from a model that gives a
-# block at once; or from earlier text, in trees.
+# Algorithms by the form of their drafts. CHAINS: a draft model drafts one token after the other
+# (with a topk above 1 it branches into trees). BLOCKS: a draft model gives a block of drafts at
+# once. TREES: drafts are trees of earlier text.
 CHAINS = ("EAGLE", "EAGLE3", "FROZEN_KV_MTP", "NEXTN", "STANDALONE")
 BLOCKS = ("DFLASH", "DSPARK")
 TREES = ("NGRAM",)
-# Prepares verify steps, and what a draft model reads of them, on a stream of its own.
+# Lets SGLang prepare verify steps and draft extend on a separate stream.
 PLAN_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
 # "static": DSPARK verifies the same number of drafts of each request.
 RAGGED_VERIFY = "SGLANG_RAGGED_VERIFY_MODE"
-# Captures what a backend does before a replay, and does not ask it again.
+# Lets SGLang capture what a backend does before a replay. It then no longer calls the backend.
 GLUE_GRAPH = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
 # Values of --kv-cache-dtype under which pat may read the KV.
 _KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
@@ -43,10 +44,10 @@ def attention_backends(arguments: Any) -> tuple[str, str]:
 
 
 def batch_invariant(arguments: Any, environment: Environment) -> bool:
-    """Return True if pat must compute a request alike in any batch.
+    """Return True if pat must compute the same bits for a request in any batch.
 
-    Its own variable or SGLang's deterministic inference asks for it. A target for on-policy
-    training turns that on.
+    Its own environment variable asks for this, or SGLang's deterministic inference, which
+    --rl-on-policy-target turns on.
     """
     deterministic = resolved(arguments, "enable_deterministic_inference")
     return environment.batch_invariant or bool(deterministic)
@@ -107,7 +108,7 @@ class Drafts(NamedTuple):
 
 
 def drafts_of(arguments: Any) -> Drafts | None:
-    """Return what is verified in a step. None without speculative decoding."""
+    """Return the drafts of a verify step. None without speculative decoding."""
     algorithm = resolved(arguments, "speculative_algorithm")
     if algorithm is None:
         return None
@@ -124,7 +125,7 @@ def drafts_of(arguments: Any) -> Drafts | None:
 
 def drafts_now(arguments: Any) -> int:
     """Return the draft tokens per request of the backend that SGLang is building now."""
-    if resolved(arguments, "speculative_adaptive"):  # it says so while it builds them
+    if resolved(arguments, "speculative_adaptive"):  # SGLang sets it before it builds each
         from sglang.srt.runtime_context import get_spec
 
         return int(get_spec().speculative_num_draft_tokens)
@@ -132,14 +133,14 @@ def drafts_now(arguments: Any) -> int:
 
 
 def branches_of(arguments: Any) -> int:
-    """Return the branches of a request in a decode step of a draft model."""
+    """Return the number of branches per request in a draft model's decode steps."""
     return int(resolved(arguments, "speculative_eagle_topk") or 1)
 
 
 def early_reason(arguments: Any) -> Unsupported | None:
     """Return why pat decodes nothing, from resolved server arguments before there is a model.
 
-    The reason is that of `server_reason`, or will be each layer's once there is a KV pool.
+    It is the reason of `server_reason`, or one that all layers will have once there is a KV pool.
     """
     reason = server_reason(arguments)
     dtype = resolved(arguments, "kv_cache_dtype")
