@@ -1,1 +1,1 @@
-"""Work of each step: repeat the last one, or make a plan."""
+"""The work of each step: repeat the last one, or make a plan."""

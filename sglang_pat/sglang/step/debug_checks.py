@@ -34,7 +34,7 @@ class DebugChecks:
     def __init__(self, ranks: RankChecker) -> None:
         self._ranks = ranks
         self._steps: dict[PackAttention, StepChecker] = defaultdict(StepChecker)
-        # By builder: who planned its last step, and for which lengths.
+        # By builder: the attention that planned its last step, and the lengths of that step.
         self._before: dict[DecodeBatchBuilder, tuple[PackAttention, IntArray]] = {}
 
     def counters(self) -> dict[str, Counter[str]]:
@@ -50,7 +50,7 @@ class DebugChecks:
         """
         planner, lens = self._before.get(builder, (None, attention.seq_lens))
         self._before[builder] = attention, attention.seq_lens
-        # Graphs differ in padding.
+        # Graphs of other sizes have other padding.
         if would_repeat and planner is attention and len(lens) == len(attention.seq_lens):
             check_growth(lens, attention.seq_lens)
 
@@ -61,10 +61,10 @@ class DebugChecks:
         request_lens: torch.Tensor,
         tensors: Mapping[str, torch.Tensor],
     ) -> None:
-        """Raise RuntimeError that names the request if anything is not as it must be.
+        """Raise RuntimeError that names the request if a check fails.
 
-        builder has just read the step, whose requests have these lengths on the device, and
-        `StepPlans.plan()` returned `made` for these tensors.
+        made: what `StepPlans.plan()` returned for `tensors`. builder: it has just read the step.
+        request_lens: the lengths of the step's requests, on the device.
         """
         shared = builder.last_shared
         if shared is not None:
@@ -79,7 +79,7 @@ class DebugChecks:
                 check_windows(attention, **tensors)
 
 
-# The nodes of a path, as (node id, end). The lower part of a node that is split keeps both.
+# The nodes of a path, as (node id, end). When a node is split, its lower part keeps both.
 _Ends = list[tuple[int, int]]
 
 
@@ -124,7 +124,7 @@ class StepChecker:
 
 
 def check_growth(before: IntArray, now: IntArray) -> None:
-    """Raise RuntimeError unless each length, except 0 of padding, is one more than before.
+    """Raise RuntimeError unless each length, except the 0 of padding, has grown by one.
 
     Steps that repeat the last one rely on that (`plan_reuse.py`).
     """
@@ -138,8 +138,8 @@ def check_growth(before: IntArray, now: IntArray) -> None:
 def check_host_lengths(on_host: IntArray, seq_lens: torch.Tensor) -> None:
     """Raise RuntimeError if a request is longer on the host than on the device.
 
-    Its plan would share KV that has not been written. A request may be longer on the device: each
-    row has a tail whose end is read there.
+    Its plan would share KV that has not been written. A request may be longer on the device,
+    because the end of a row's tail is read there.
     """
     lens = seq_lens[: len(on_host)].cpu().numpy()
     wrong = np.flatnonzero(on_host > lens)

@@ -1,4 +1,4 @@
-"""Microbatches: the paths and plans of each batch that SGLang runs in turns.
+"""Microbatches: the batches that SGLang runs in turns, each with its paths and plans.
 
 Without pipeline parallelism there is one batch. With it, several batches of different requests
 alternate on a rank. Each keeps its paths and its plan for its next step.
@@ -23,7 +23,7 @@ class Microbatch:
     captured: StepPlans | None = None
 
     def plans(self) -> list[StepPlans]:
-        """Return the plans that there are."""
+        """Return the plans that this microbatch has."""
         return [self.eager] if self.captured is None else [self.eager, self.captured]
 
 
@@ -50,8 +50,8 @@ class Microbatches:
     def find(self, step: StepRequests | None) -> Microbatch:
         """Return the microbatch of a step.
 
-        Requests stay in their batch while they run, so it is the one that knows the first request.
-        If none does, the batch is new and takes the place of the one unused the longest.
+        Requests stay in their batch while they run, so the first request identifies the batch.
+        If no microbatch knows it, the batch is new and replaces the one unused the longest.
         """
         if len(self._recent) == 1 or step is None:
             return self._recent[0]
@@ -85,9 +85,10 @@ class Microbatches:
     def reserve(self, **reservation: int) -> None:
         """Allocate the buffers that CUDA graphs capture. reservation: arguments of PackAttention.
 
-        All microbatches share them, because the graphs are captured once: a microbatch sends its
-        plan again if another one has used them in between. An equal reservation stays, because
-        graphs of a draft model have captured it and are not captured again with the model's.
+        All microbatches share them, because the graphs are captured once. A microbatch sends its
+        plan again if another one has used the buffers in between. An equal reservation keeps its
+        buffers: graphs of a draft model have captured them, and SGLang does not capture those again
+        with the served model's.
         """
         if reservation == self._reservation:
             return

@@ -1,4 +1,4 @@
-"""Decides whether a captured step repeats the last one, and counts those that do.
+"""Decides whether a captured step repeats the last one, and counts the steps that do.
 
 A CUDA graph reads its plan from buffers that stay in place. If the next step has the same requests
 and replays the same graph, the plan in the buffers serves it: the host compares a few fields and
@@ -49,7 +49,7 @@ class PlanReuse:
     def reason(
         self, kind: Any, reqs: list[Request] | None, plans: StepPlans | None, num_rows: int
     ) -> StepReason | None:
-        """Return why a step must be planned, as `StepReason` orders it.
+        """Return why a step must be planned: the first reason that applies, as in `StepReason`.
 
         The step is given by its type, its requests (`StepRequests`; None in a warm-up), the plans
         that it reads, and the size of its graph. None: the step repeats the last one, if
@@ -90,7 +90,7 @@ class PlanReuse:
         num_rows: int,
         why: StepReason,
     ) -> None:
-        """Replace the last step by this one. Until `permit_skips`, `why` keeps others from it."""
+        """Make this step the last one. Until `permit_skips`, `why` prevents repeats."""
         self._last = None if reqs is None else LastPlan(kind, reqs, plans, num_rows, why)
 
     def permit_skips(self, steps: int) -> None:
@@ -100,7 +100,7 @@ class PlanReuse:
             last.steps_left, last.why = steps, StepReason.DUE
 
     def block_skips(self, why: StepReason) -> None:
-        """Let nothing repeat the last step, which stays in place."""
+        """Let no step repeat the last one. Its plan stays in the buffers."""
         last = self._last
         if last is not None and last.why is not StepReason.MOVED:
             last.steps_left, last.why = 0, why
@@ -108,12 +108,12 @@ class PlanReuse:
     # --- PathCache ---
 
     def invalidate(self, ids: Collection[int]) -> None:
-        """Plan the next step, if any ids are given: in a mixed batch all may decode."""
+        """Have the next step planned, unless `ids` is empty (a mixed batch that only decodes)."""
         if ids:
             self.block_skips(StepReason.MOVED)
 
     def invalidate_all(self) -> None:
-        """Plan the next step."""
+        """Have the next step planned."""
         self.block_skips(StepReason.MOVED)
 
 
@@ -134,11 +134,11 @@ class SkippedPlanning:
         """
         self._on_count = on_count
         self._on_step = on_step
-        # Appended to by add() alone; the rest is changed under the lock.
-        self._growths: list[int] = []  # KV tokens gained, of verify steps alone
+        # Only add() appends to these two lists. All else is changed under the lock.
+        self._growths: list[int] = []  # KV tokens gained, in speculative decoding only
         self._times: list[int] = []
         self._lock = threading.Lock()
-        self._num_counted = 0  # of `_times`
+        self._num_counted = 0  # entries of `_times`
         self._tokens = KvTokens(0, 0, 0)  # of the step given to begin()
         self._num_growing = 0
         self._stats = PlanStats()
@@ -164,10 +164,11 @@ class SkippedPlanning:
     def add(self, begun_ns: int, growth: int | None = None) -> None:
         """Count a step that repeats the last one.
 
-        begun_ns: `time.perf_counter_ns()` when work on the step began. growth: KV tokens that it
-        has more than the step given to begin(); given for all steps since begin(), or for none.
+        begun_ns: `time.perf_counter_ns()` when work on the step began. growth: the KV
+        tokens that it has more than the step given to begin(). None: one per growing request and
+        step. It is given for all steps since begin(), or for none.
         """
-        if growth is not None:  # first: another thread counts a step once it has its time
+        if growth is not None:  # before its time, with which another thread counts it
             self._growths.append(growth)
         self._times.append(time.perf_counter_ns() - begun_ns)
         if self._on_step is not None:

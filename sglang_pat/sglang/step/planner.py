@@ -75,7 +75,7 @@ class StepPlanner:
         self._reuse = PlanReuse()
         self._reasons: Counter[str] = Counter()  # why steps were planned
         self._windows: Counter[str] = Counter()  # plans and KV tokens of layers with windows
-        self._windows_repeated: Counter[str] = Counter()  # by each step that repeats the last one
+        self._windows_repeated: Counter[str] = Counter()  # per step that repeats the last one
         self._reports: StepReports | None = None
         self._skipped = SkippedPlanning(lambda planning: None)
 
@@ -94,9 +94,9 @@ class StepPlanner:
     def plan_captured(
         self, kind: StepType, forward_batch: Any, in_capture: bool = False
     ) -> StepPlans | None:
-        """Put the plan in place that a CUDA graph reads when it is captured or replayed next.
+        """Put the plan that the next capture or replay of a CUDA graph reads into its buffers.
 
-        If the step repeats the last one, the plan is in place. None: as in `plan_eager`.
+        If the step repeats the last one, the plan is already there. None: as in `plan_eager`.
         """
         begun_ns = time.perf_counter_ns()
         requests = kind.requests(forward_batch)
@@ -212,7 +212,7 @@ class StepPlanner:
         )
 
     def _count_windows(self, attentions: list[PackAttention], num_repeated: int) -> None:
-        """Count a planned step, and those that repeated the one before."""
+        """Count a planned step, and the steps just before it that repeated the previous one."""
         for name, count in self._windows_repeated.items():
             self._windows[name] += num_repeated * count
         self._windows_repeated.clear()
@@ -233,7 +233,7 @@ class StepPlanner:
 
 
 class TargetPlanner(StepPlanner):
-    """The planner of the model that a server serves. It reports what is counted."""
+    """The planner of the served model. It also reports the counters."""
 
     def __init__(
         self, model_runner: Any, environment: Environment, layer_support: LayerSupport
@@ -247,7 +247,7 @@ class TargetPlanner(StepPlanner):
         """Return the numbers of all steps so far. Any thread may call it."""
         microbatches = list(self._microbatches)
         builders = [each.builder for each in microbatches]
-        # All builders see the events of one tree, as soon as a step has shown it.
+        # All builders watch the same tree, each from its first step on.
         events = [each.events.counts for each in builders if each.events is not None][:1]
         return read_counters(
             self._plan_stats(),
@@ -287,7 +287,7 @@ def _new_plans(support: LayerSupport, kinds: Iterable[LayerKind], **options: Any
             **options,
         )
 
-    # Those without a window come last: their statistics are the step's.
+    # Kinds without a window come last: their statistics are the step's.
     in_order = sorted(kinds, key=lambda kind: (-kind.window, kind.heads))
     return StepPlans({kind: attention(kind) for kind in in_order})
 

@@ -1,7 +1,7 @@
 """StepType: how a type of step differs from a plain decode step.
 
 A plain decode step has one row per request, and each request is one token longer than in the last
-step. The steps of speculative decoding override these answers (`speculative/steps.py`).
+step. The steps of speculative decoding override these defaults (`speculative/steps.py`).
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ class StepType:
     Attributes
     ----------
     mode
-        SGLang's name of such steps.
+        SGLang's forward mode of such steps.
     requests
         Returns the requests of a batch. None: they are not known (warm-up, capture).
     repeat
         Returns by how many tokens the requests have grown in all, given the batch and its requests.
-        None: one has outgrown the plan. The attribute is None if each request grows by one token.
+        None: a request has outgrown the plan. The attribute is None if each request grows by one
+        token.
     """
 
     mode: ClassVar[ForwardMode] = ForwardMode.DECODE
@@ -47,7 +48,7 @@ class StepType:
 
     @property
     def graphs_are_complete(self) -> bool:
-        """Whether captured graphs write what their rows read. Otherwise no step repeats another."""
+        """Whether graphs write what their rows read themselves. If not, no step is a repeat."""
         return True
 
     def view(self, forward_batch: Any, requests: StepRequests | None) -> StepInputs:
