@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# KV pool of a server whose arguments name no size.
+# Tokens in the KV pool of a server whose arguments give no size.
 KV_POOL_TOKENS = 32_768
 STUB_DIR = Path(__file__).resolve().parent / "stubs"
 

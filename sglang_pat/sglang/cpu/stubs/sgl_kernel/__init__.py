@@ -24,7 +24,7 @@ if cuda_driver_is_present():
 
 
 def _stub(qualified_name: str) -> type:
-    """A class, because SGLang also uses imported names in annotations, `isinstance` and unions."""
+    """Return a class, because SGLang also uses such names in annotations and `isinstance`."""
 
     def refuse(cls: type, *args: object, **kwargs: object) -> Any:
         raise NotImplementedError(
