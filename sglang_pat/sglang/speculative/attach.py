@@ -60,7 +60,7 @@ from sglang_pat.support import Unsupported
 
 
 class _TargetModel:
-    """The planner of the model that this process serves, if pat verifies drafts of another one."""
+    """The served model of this process and its planner, if pat verifies drafts for it."""
 
     planner: VerifyPlanner | None = None
     model_runner: Any = None
@@ -139,7 +139,7 @@ def await_draft_model(planner: VerifyPlanner | None, model_runner: Any) -> None:
     _TargetModel.planner, _TargetModel.model_runner = planner, model_runner
     algorithm = resolved(model_runner.server_args, "speculative_algorithm")
     if planner is None:
-        if algorithm in TREES:  # the masks of a model that was served before may be square
+        if algorithm in TREES:  # a model served earlier may have chosen square masks
             choose_masks(square=False)
         return
     if algorithm in BLOCKS:
@@ -200,7 +200,7 @@ def _captured_extends(worker: Any, backend: PatMixin) -> Any:
     )
 
     captured = EAGLEDraftExtendCudaGraphRunner(worker)
-    return None if backend.needs_default else captured  # the warm-up may have shown one
+    return None if backend.needs_default else captured  # perhaps since the warm-up
 
 
 def _without_hidden_states(execute: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
@@ -228,7 +228,7 @@ def _captures_extends() -> bool:
 
 
 def _after_prepare(result: Any, graphs: Any, forward_batch: Any, *_: Any, **__: Any) -> None:
-    """AFTER prepare() of the graphs of several draft layers. They show drafts of their own."""
+    """AFTER prepare() of the graphs of several draft layers, which replay their own spec_info."""
     step = step_of_extend(forward_batch)
     if step is not None:
         note_requests(graphs._replay_spec_info, step)
@@ -317,7 +317,7 @@ def _block_reason(worker: Any, arguments: Any) -> Unsupported | None:
 
 
 def with_pat_extend(backend: Any, model_runner: Any, served: VerifyPlanner) -> None:
-    """Let a draft model attend through pat in draft extend where it can, under the served plans.
+    """Let a draft model attend through pat in draft extend where it can, under the target's plans.
 
     The class of `backend`, which also attends in prompts, changes.
     """
@@ -337,7 +337,7 @@ def _extend_reason(model_runner: Any, served: VerifyPlanner) -> Unsupported | No
     """Return why the plans of the served model do not serve a draft model."""
     has_layers = resolved(model_runner.server_args, "enable_multi_layer_eagle")
     if has_layers and isinstance(model_runner.req_to_token_pool, HybridReqToTokenPool):
-        # There SGLang may let draft models read more than was verified.
+        # With such a pool, SGLang may let draft models read more than was verified.
         return Unsupported("speculative decoding", "--enable-multi-layer-eagle with states")
     types = (model_runner.dtype, model_runner.kv_cache_dtype)
     if types != served.dtypes:

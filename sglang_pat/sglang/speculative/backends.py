@@ -35,12 +35,12 @@ class PatSpeculativeMixin(PatMixin):
     # --- once per step ---
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Record what a CUDA graph does before its layers: it writes what the rows read."""
+        """Capture what a CUDA graph does before its layers: it writes what the rows read."""
         kind = self._pat.kinds.get(forward_batch.forward_mode)
         is_pats = not self._pat.in_default and self._pat.layer_support.shapes
         if isinstance(kind, SpeculativeStep) and is_pats:
             kind.record_in_graph(forward_batch)
-        super().init_forward_metadata_in_graph(forward_batch)  # windows read those rows
+        super().init_forward_metadata_in_graph(forward_batch)  # plans of windows read them
 
     @property
     def _trees(self) -> TreeKv | None:
@@ -50,9 +50,10 @@ class PatSpeculativeMixin(PatMixin):
 
     @property
     def verify_mask(self) -> VerifyMask | None:
-        """Return where SGLang writes what drafts read of each other. None: SGLang allocates it.
+        """Return the buffer for SGLang's attention masks of drafts. None: SGLang allocates one.
 
-        Masks cover the drafts alone if no layer falls back: the default backend reads full masks.
+        If no layer falls back, masks cover the draft tokens alone. The default backend needs full
+        masks.
         """
         trees = self._trees
         if trees is None or trees.masks is None or self._pat.layer_support.fallback:
@@ -62,17 +63,17 @@ class PatSpeculativeMixin(PatMixin):
     def update_verify_buffers_to_fill_after_draft(
         self, spec_info: Any, cuda_graph_bs: int | None
     ) -> None:
-        """Prepare again what depends on drafts, in a step that was prepared on a plan stream.
+        """Update what depends on the drafts, in a step that a plan stream prepared before them.
 
-        pat prepares nothing before the drafts. Some default backends cannot do this.
+        pat prepares nothing that early. Some default backends do not implement this.
         """
         if self._pat.layer_support.fallback:
             super().update_verify_buffers_to_fill_after_draft(spec_info, cuda_graph_bs)
 
     def shared_read_ends(self, mode: ForwardMode) -> Any:
-        """Return when a step has read what the scheduler may write next.
+        """Return the point after which the scheduler may overwrite a step's inputs.
 
-        Draft extend reads what the verify step before it read.
+        Draft extend reads only what the verify step before it has read already.
         """
         ends = super().shared_read_ends(mode)
         follows = mode is ForwardMode.DRAFT_EXTEND_V2 and mode in self._pat.kinds
@@ -89,7 +90,7 @@ class PatSpeculativeMixin(PatMixin):
 
     @property
     def supports_draft_extend_metadata_staging(self) -> bool:
-        """The answer of `draft_extend_metadata_captured_in_graph`."""
+        """The same answer as that of `draft_extend_metadata_captured_in_graph`."""
         return not self._extends() and super().supports_draft_extend_metadata_staging
 
     def _extends(self) -> bool:
@@ -99,9 +100,10 @@ class PatSpeculativeMixin(PatMixin):
         return ForwardMode.DRAFT_EXTEND_V2 in pat.kinds and bool(has_layers)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocate what graphs capture: before the first one, and before all are captured again.
+        """Allocate the buffers of graphs. SGLang calls this before it captures all graphs.
 
-        SGLang writes to the default backend's tables even if no layer falls back.
+        The default backend allocates its own too: SGLang writes to them even if no layer falls
+        back.
         """
         self._pat.graphs.clear()
         super(PatMixin, self).init_cuda_graph_state(max_bs, max_num_tokens)
@@ -157,7 +159,7 @@ class DraftStepsState:
     plans: StepPlans | None = None  # of the last round
     seen: set[int] = field(default_factory=set)  # layers that have run
     has_default: bool = False  # whether the default backend is prepared for this round
-    in_capture: bool = False  # whether this round is that of a graph which is being captured
+    in_capture: bool = False  # whether a graph captures this round
     has_graphs: bool = False  # whether pat has layers in any graph
 
 
@@ -179,7 +181,8 @@ class PatDraftSteps:
     def _takes_default(self) -> bool:
         """Return True if the default backend must be prepared for the next round.
 
-        It must if a layer falls back, and until each layer has run: it may fall back when it does.
+        It must be if a layer falls back, and until each layer has run once, because it may fall
+        back in its first run.
         """
         pat, support = self._pat, self._pat.layer_support
         pat.has_default = bool(support.fallback) or not pat.seen >= support.shapes.keys()
@@ -206,13 +209,13 @@ class PatDraftSteps:
             pat.plans = pat.planner.plan_captured(pat.round, forward_batch, in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Record what the graph does before its layers."""
+        """Capture what the graph does before its layers."""
         if self._takes_default():
             super().init_forward_metadata_in_graph(forward_batch)  # type: ignore[misc]
         self._pat.round.record_in_graph(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocate what graphs capture, before the first one."""
+        """Allocate the buffers of graphs, before the first capture."""
         super().init_cuda_graph_state(max_bs, max_num_tokens)  # type: ignore[misc]
         self._pat.has_graphs = False
         self._pat.planner.reserve(max_bs)
@@ -228,7 +231,7 @@ class PatDraftStep(DecodeMixin):
         return self._pat.steps._pat
 
     def get_fused_kv_write_buffers(self, layer: RadixAttention, forward_batch: Any) -> Any:
-        """Return where a model may store a layer's KV itself; None: nowhere. Not in 0.5.17."""
+        """Return the buffers to which a model may write a layer's KV itself, or None."""
         if layer.layer_id in self._round.layer_support.shapes:
             return None
         return super().get_fused_kv_write_buffers(layer, forward_batch)

@@ -1,7 +1,8 @@
-"""Knows the requests of verify steps, and those for which a draft model drafts.
+"""Tracks the requests of verify steps, and the requests for which a draft model drafts.
 
-SGLang makes the batches of a draft model from the scheduler's batch, or from nothing that pat sees.
-`watch_draft_batches()` has the request tracker note them, and verify steps.
+SGLang makes the batches of most draft models from the scheduler's batch. `watch_draft_batches()`
+has the request tracker note these batches, and verify steps. The workers of block drafts do not use
+the scheduler's batch, so `block_hook()` notes their requests.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class DraftRequests:
     """The requests for which SGLang's draft model drafts now in this process."""
 
     def __init__(self) -> None:
-        self.last_reqs: list[Request] = []  # of the last batch: equal lists become this one
-        self._blocks: StepRequests | None = None  # for which a draft model gives blocks now
+        self.last_reqs: list[Request] = []  # of the last batch; later equal lists reuse it
+        self._blocks: StepRequests | None = None  # whose blocks are being drafted
 
     def on_draft_batch(self, forward_batch: Any, batch: Any) -> None:
         """Note the requests of `forward_batch`, made of the scheduler's `batch` for drafting."""
@@ -37,7 +38,7 @@ class DraftRequests:
         if mode.is_decode():
             note_requests(forward_batch, self._step(batch))
         elif mode.is_draft_extend_v2() and same_objects(REQUEST_TRACKER.last_reqs, batch.reqs):
-            # Before a replay SGLang shows another batch with the same spec_info.
+            # Before a replay SGLang passes another batch with the same spec_info.
             step = StepRequests(REQUEST_TRACKER.last_reqs, batch.tree_cache, has_beams=False)
             note_requests(forward_batch.spec_info, step)
 
@@ -47,9 +48,9 @@ class DraftRequests:
         return StepRequests(self.last_reqs, batch.tree_cache, has_beams=False)
 
     def on_block_draft(self, batch: Any | None) -> None:
-        """Note the scheduler's `batch` for which a draft model gives blocks. None: it has done so.
+        """Note the scheduler's `batch` while a draft model drafts its blocks. None: it is done.
 
-        The draft model's own batch is not made of it.
+        SGLang does not make the draft model's own batch from it.
         """
         is_known = batch is not None and batch.reqs
         self._blocks = self._step(batch) if is_known else None
@@ -95,7 +96,7 @@ def _around_blocks(
         DRAFT_REQUESTS.on_block_draft(None)
 
 
-# The method in which the target model's graphs verify drafts.
+# The runner of the target model's graphs, in which drafts are verified.
 _GRAPHS = "model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner"
 VERIFY_HOOKS = (Hook(f"{_GRAPHS}.load_batch", _around_load_batch, AROUND),)
 # The workers of speculative decoding whose draft models give blocks.
@@ -106,5 +107,5 @@ BLOCK_WORKERS = {
 
 
 def block_hook(worker: str) -> Hook:
-    """Return the hook that tells whose blocks are drafted by one of `BLOCK_WORKERS`."""
+    """Return the hook that notes the requests of a worker (a value of `BLOCK_WORKERS`)."""
     return Hook(f"{worker}.forward_batch_generation", _around_blocks, AROUND)

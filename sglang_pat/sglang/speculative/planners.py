@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SpeculativePlanner(StepPlanner):
-    """Plans steps of speculative decoding. Graphs of its `kinds` reserve buffers here."""
+    """Plans steps of speculative decoding. It reserves buffers for the graphs of `kinds`."""
 
     new_builder = DraftBatchBuilder
 
@@ -61,7 +61,7 @@ class SpeculativePlanner(StepPlanner):
     def reserve(self, max_requests: int, kinds: Collection[StepType] | None = None) -> None:
         """Allocate what graphs of up to `max_requests` requests read.
 
-        SGLang captures graphs of fewer requests for other numbers of drafts. They read the same
+        For other numbers of drafts, SGLang captures graphs of fewer requests, which read the same
         buffers. kinds: the steps that are captured next, if not all. RuntimeError if graphs of
         other kinds were captured for fewer requests.
         """
@@ -100,9 +100,9 @@ class VerifyPlanner(SpeculativePlanner, TargetPlanner):
         super().__init__(model_runner, environment, layer_support, [*self.verifies.values()])
 
     def new_extend(self, layer_support: LayerSupport, count: int) -> DraftExtendStep:
-        """Return draft extend for a draft model, after verify steps of `count` draft tokens.
+        """Return the draft extend step that follows verify steps of `count` draft tokens.
 
-        From now on plans are also made for the kinds of its layers.
+        From now on, plans are also made for the draft model's kinds of layers.
         """
         more = layer_support.kinds() - self._microbatches.current.eager.of_kind.keys()
         if more:

@@ -23,8 +23,9 @@ from sglang_pat.sglang.tree.radix_paths import PathReader, Request
 from sglang_pat.sglang.tree.request_tracker import StepRequests
 from sglang_pat.sglang.tree.row_groups import RequestRows, RowPaths, VirtualRequest
 
-# Committed tokens that the tails of a request's rows may have. With more, all paths are read again
-# and the step is planned, which takes a fraction of a millisecond every ten verify steps or so.
+# The most committed tokens that the tails of a request's rows may have. With more, all paths are
+# read again and the step is planned, which takes a fraction of a millisecond every ten verify steps
+# or so.
 MAX_READ_APART = 32
 
 
@@ -50,8 +51,8 @@ class RowShape:
     def of_drafts(cls, count: int, *, are_chains: bool) -> RowShape:
         """Return the rows of `count` draft tokens per request.
 
-        In a chain each reads itself and those before it. In a tree the plan has the root, which is
-        the first draft token. The attention to a row's branch is added (`tree_attention.py`).
+        In a chain each draft token reads itself and those before it. In a tree the plan covers only
+        the root, which is the first draft token. `tree_attention.py` adds the branch of each row.
         """
         return cls(count, 1, int(are_chains), True)
 
@@ -82,8 +83,8 @@ class RowShape:
 class DeviceRows:
     """What the rows of a step read on the device: `req_pool_indices` and `seq_lens`.
 
-    Graphs read memory that does not move. They write it themselves, from the lengths that SGLang
-    puts in place before each replay, once `record_in_graph` was captured.
+    Graphs read them in memory that does not move. Once `record_in_graph` was captured, the graph
+    itself writes this memory, from the lengths that SGLang sets before each replay.
     """
 
     def __init__(self) -> None:
@@ -107,7 +108,7 @@ class DeviceRows:
 
 
 class RowTensors(DeviceRows):
-    """Rows of the same number for each request. An eager step has memory of its own."""
+    """The same number of rows for each request. Eager steps allocate their own memory."""
 
     def __init__(self, shape: RowShape, device: torch.device) -> None:
         super().__init__()
@@ -134,7 +135,7 @@ class RowTensors(DeviceRows):
 
 
 class RoundRows(DeviceRows):
-    """One row per request in each step of a draft model's round, one token longer in each."""
+    """One row per request in each step of a draft model's round. Each step adds one token."""
 
     def __init__(self, num_steps: int, device: torch.device) -> None:
         super().__init__()
@@ -172,9 +173,9 @@ class DraftRowCache:
     ) -> set[int]:
         """Go to the next step, and return the id() of the rows whose paths must be read again.
 
-        Each of its requests has `count` rows. `committed` says how far its node may reach, which
-        each row goes beyond: int32 `[requests]`. `moved` has the id() of requests whose paths may
-        have changed.
+        Each request has `count` rows. `committed` is the position at which a request's node may
+        end, which is before the end of its rows: int32 `[requests]`. `moved` has the id() of
+        requests whose paths may have changed.
         """
         if reqs is not self.reqs or len(self.rows) != len(reqs) * count:
             # Requests that stay keep their rows.
@@ -186,7 +187,7 @@ class DraftRowCache:
         apart = committed - self._ends
         is_read = self._ends >= 0
         is_outgrown = bool((is_read & ((apart < 0) | (apart > MAX_READ_APART))).any())
-        # All together: otherwise they are outgrown one after the other, and each costs a plan.
+        # If one is outgrown, all are read: one after the other, each would cost a plan.
         again = (apart != 0) if is_outgrown else ~is_read
         if moved:
             again |= np.fromiter((id(req) in moved for req in reqs), dtype=bool, count=len(reqs))
@@ -200,7 +201,7 @@ class DraftRowCache:
 
     @property
     def longest(self) -> IntArray:
-        """The tokens that requests may commit before their paths must be read again."""
+        """The committed length up to which each request's path need not be read again."""
         return self._ends + MAX_READ_APART
 
 
@@ -217,7 +218,7 @@ class DraftBatchBuilder(DecodeBatchBuilder):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._drafts: DraftRowCache | None = None  # of the last step, if its rows were draft tokens
-        self._committed = self.lens  # how far a node below the tree's may reach
+        self._committed = self.lens  # where each request's node below its path may end
 
     def knows(self, step: StepRequests) -> bool:
         if self._drafts is None:

@@ -119,7 +119,8 @@ class SpeculativeStep(StepType):
     def repeated(self, forward_batch: Any, requests: StepRequests, growth: int) -> int:
         """Go to a step that repeats the last one, and count it.
 
-        The requests have grown by `growth` tokens. Returns by how many tokens the rows read more.
+        growth: the tokens by which all requests have grown. Returns how many more tokens the rows
+        read.
         """
         return growth
 
@@ -153,7 +154,7 @@ class TargetVerifyStep(SpeculativeStep):
         self.chains.reserve(max_requests)
 
     def count_planned(self, forward_batch: Any, batch: DecodeBatch, plans: StepPlans) -> None:
-        # SGLang 0.5.23 has an eager step of a block planned when it is made, and when it runs.
+        # SGLang 0.5.23 plans an eager step of a block twice: when it is made, and when it runs.
         if self._counted is None or self._counted is not forward_batch.spec_info:
             self._count(int(np.count_nonzero(batch.seq_lens)))
         self._counted = forward_batch.spec_info if self.lengths_are_bounds else None
@@ -169,8 +170,8 @@ class TargetVerifyStep(SpeculativeStep):
 class BlockDraftStep(TargetVerifyStep):
     """A step in which a draft model gives a block of drafts at once (DFLASH, DSPARK).
 
-    All rows end where the block begins, with its first token, which was accepted. Besides, each row
-    reads the whole block in some layers, and the tokens before its own in the others.
+    In the plan, all rows end with the block's first token, which was accepted before. In addition,
+    each row reads the whole block in some layers, and the block up to itself in the others.
     """
 
     requests = DRAFT_REQUESTS.of_blocks
@@ -192,8 +193,8 @@ class BlockDraftStep(TargetVerifyStep):
 class DraftExtendStep(SpeculativeStep):
     """A step in which a draft model reads the tokens of the last verify step, in the same rows.
 
-    Each row reads as much as in that step, of the draft model's KV, which lies in the same slots.
-    So the plan of the verify step serves it.
+    Each row reads the same positions as in the verify step. The draft model's KV for them lies in
+    the same slots. So the plan of the verify step serves this step too.
     """
 
     mode = ForwardMode.DRAFT_EXTEND_V2
@@ -210,8 +211,8 @@ class DraftExtendStep(SpeculativeStep):
     def view(self, forward_batch: Any, requests: StepRequests | None) -> SpeculativeInputs:
         """Read the step as the verify step before it.
 
-        Requests are longer by all draft tokens now, accepted or not. SGLang may show buffers of the
-        largest graph, and announces no padding.
+        SGLang's lengths now include all draft tokens, accepted or not. Its tensors may be buffers
+        of the largest graph, and it does not report padding.
         """
         size, count = forward_batch.batch_size, self.shape.per_request
         view = super().view(forward_batch, requests)
@@ -220,7 +221,7 @@ class DraftExtendStep(SpeculativeStep):
             view,
             num_known=size if requests is None else min(len(requests.reqs), size),
             req_pool_indices=view.req_pool_indices[:size],
-            # Padding is shorter.
+            # Padding rows may be shorter than `count`.
             seq_lens=(view.seq_lens[:size] - count).clamp_(min=1),
             seq_lens_cpu=None if on_host is None else (on_host[:size] - count).clamp_(min=1),
         )
@@ -232,7 +233,7 @@ class DraftExtendStep(SpeculativeStep):
         self.follow(forward_batch)
 
     def follow(self, forward_batch: Any) -> None:
-        """Count a step. The first of several draft layers is prepared twice."""
+        """Count a step once. SGLang prepares the first of several draft layers twice."""
         if forward_batch.spec_info is not self._counted:
             self._counted = forward_batch.spec_info
             self._count(len(forward_batch.input_ids))
@@ -258,7 +259,7 @@ class DraftSteps(SpeculativeStep):
         self._kv_tokens = Counter(dict.fromkeys(KvTokens._fields, 0))
 
     def go_to(self, step: int, plans: StepPlans) -> None:
-        """Let layers run in a step of the round, counted from 0."""
+        """Switch to a step of the round, counted from 0, before its layers run."""
         raise NotImplementedError
 
     def count_planned(self, forward_batch: Any, batch: DecodeBatch, plans: StepPlans) -> None:
@@ -286,7 +287,7 @@ class DraftSteps(SpeculativeStep):
 
 
 class DraftChainSteps(DraftSteps):
-    """Steps that decode one token of each request after the other (`--speculative-eagle-topk 1`).
+    """Steps that each decode one token per request (`--speculative-eagle-topk 1`).
 
     Each step has lengths of its own.
     """
@@ -312,14 +313,14 @@ class DraftChainSteps(DraftSteps):
 class DraftTreeSteps(DraftSteps):
     """Steps of a draft model that branches: `topk` rows per request.
 
-    All rows end where the round's drafts begin, so the plan serves all steps as it is. Each row
-    reads its own branch besides.
+    In the plan, all rows end where the round's drafts begin, so the plan serves all steps
+    unchanged. In addition, each row reads its own branch.
     """
 
     extra_kv: BranchKv
 
     def __init__(self, num_steps: int, topk: int, device: torch.device) -> None:
-        # On the host rows are a token longer than on the device: so each has an open tail.
+        # The host adds a token that the device does not, so that each row has an open tail.
         shape, on_device = (RowShape(topk, first=n, are_drafts=True) for n in (1, 0))
         branches = BranchKv(num_steps, topk, device)
         super().__init__(num_steps, shape, RowTensors(on_device, device), branches)

@@ -1,9 +1,9 @@
 """Attention to draft tokens that rows read besides their plan.
 
 The plan covers the KV that a request had before the step, and the first draft token, which is the
-root of its tree. A draft token also reads those before it on its own branch. We compute this
-attention separately from the KV that the layer has just stored, and merge it with the plan's result
-by LSE. On a GPU one kernel does both.
+root of its tree. A draft token also reads those before it on its own branch. This attention
+is computed separately, over the KV that the layer has just stored, and merged with the plan's
+result by LSE. On a GPU one kernel does both.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class TreeKv(DraftKv):
     Attributes
     ----------
     masks
-        Where SGLang may write which draft tokens each one reads, for as many requests as graphs
-        have: bool `[requests, draft tokens, draft tokens]`. None before `reserve`.
+        The buffer for SGLang's masks, which say which draft tokens each one reads. It has the size
+        of the largest graph: bool `[requests, draft tokens, draft tokens]`. None before `reserve`.
     """
 
     def __init__(self, num_drafts: int, device: torch.device) -> None:
@@ -90,10 +90,10 @@ class TreeKv(DraftKv):
 
 
 class BlockKv(DraftKv):
-    """Draft tokens of which each reads those before it, or all of them, in every request alike.
+    """Draft tokens of chains or blocks: each reads those up to itself, or the whole block.
 
-    The plan has the first one. Where a draft model reads what was verified, SGLang has moved the
-    accepted path to the front, so a tree is a chain.
+    The plan covers the first one. Before draft extend, SGLang moves the accepted path of a tree to
+    the front, so the tree is a chain there.
     """
 
     def __init__(self, num_drafts: int, device: torch.device, *, are_chains: bool = True) -> None:
@@ -141,7 +141,7 @@ class BranchKv(DraftKv):
             self.set_slots(forward_batch.out_cache_loc, forward_batch.batch_size * self._topk)
 
     def set_slots(self, out_cache_loc: torch.Tensor, num_rows: int) -> None:
-        """Let rows read their drafts in these slots, `[rows * drafts]`, but for the last draft."""
+        """Set the slots of the rows' drafts, `[rows * drafts]`. The last draft is never read."""
         self._slots = out_cache_loc.view(num_rows, -1)
         size = num_rows * self._num_steps
         fits = size <= len(self._reserved)
@@ -183,9 +183,9 @@ def merge_drafts(
         Has the scale and the soft-cap.
     before
         Output `[rows, heads, v_head_dim]`, which may be overwritten, and LSE `[rows, heads]` of the
-        plan. They count an attention sink.
+        plan. Both include the attention sink, if any.
     scales
-        What the keys and the values in the caches are multiplied with.
+        Factors by which the keys and the values in the caches are multiplied.
     """
     scaling, logit_cap = layer.scaling, layer.logit_cap or 0.0
     if q.is_cuda:
@@ -210,7 +210,7 @@ def _merge_in_torch(
     scaling: float,
     logit_cap: float,
 ) -> torch.Tensor:
-    """Do the same in torch. k, v: the groups' keys and values, in float32."""
+    """Do what `merge_drafts` does in torch. k, v: the groups' keys and values, in float32."""
     out, lse = before
     (count, rows, num_keys), kv_heads = biases.shape, k.shape[1]
     group = q.shape[1] // kv_heads
@@ -240,9 +240,10 @@ def square_masks(
 ) -> torch.Tensor:
     """Return which draft tokens each one reads: bool `[requests, draft tokens, draft tokens]`.
 
-    SGLang's mask has the rows of each request one after the other. A row covers all tokens that the
-    request has before the step (`seq_lens`) and its draft tokens; or the draft tokens alone, on a
-    CPU, in the buffer that SGLang was given for that, and after `choose_masks(square=True)`.
+    SGLang's mask has the rows of each request one after the other. In a full mask, a row covers the
+    tokens that the request has before the step (`seq_lens`) and its draft tokens. In a square mask,
+    it covers the draft tokens alone. Masks are square on a CPU, in `buffer` (`TreeKv.masks`), and
+    after `choose_masks(square=True)`.
     """
     count = len(seq_lens)
     size = count * num_drafts**2
@@ -289,7 +290,7 @@ def choose_masks(*, square: bool) -> None:
 def undo_square_masks(forward_batch: Any | None, buffer: torch.Tensor | None = None) -> None:
     """Let SGLang make full masks from now on.
 
-    forward_batch: a verify step whose mask is made already, and becomes full.
+    forward_batch: a verify step whose mask exists already. It gets a full one instead.
     """
     from sglang.srt.speculative import ngram_worker
 
