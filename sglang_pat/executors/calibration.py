@@ -2,7 +2,7 @@
 
 One file per GPU, driver, kernels and kind of layer, in the folder of compiled kernels. All ranks of
 a server read the same file, so they come to the same plans. Without a file, the costs that come
-with the package hold.
+with the package apply.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang_pat.output_file import replace_file
 from sglang_pat.plan import shipped_latent_costs
 
 FOLDER = "calibration"
-# Kinds of layers that have costs of their own; latent attention also by the type of its KV cache.
+# Kinds of layers with separate costs. Latent attention has two, by the dtype of its KV cache.
 PLAIN, LATENT, ONE_BYTE_LATENT = KINDS = ("plain", "latent", "latent-fp8")
 _FORMAT = 1
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -50,22 +50,22 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A fit, as it is kept.
+    """A fitted cost model, as its file stores it.
 
     Attributes
     ----------
     machine
-        For which it holds.
+        The machine that was measured.
     costs
         Arguments of `CostModel`.
     microseconds
-        What was fitted, by name.
+        The fitted times, by name.
     error, worst
         Root mean square and largest of the fit's relative errors.
     num_plans
-        How many were measured.
+        How many plans were measured.
     kind
-        Of the layers; one of `KINDS`.
+        The kind of the layers: one of `KINDS`.
     """
 
     machine: Machine
@@ -163,7 +163,7 @@ def _read(data: Any, machine: Machine, kind: str) -> Calibration:
         raise ValueError(f"made for {found.machine}, this is {machine}")
     if found.kind != kind:
         raise ValueError(f"made for layers of kind {found.kind!r}, not {kind!r}")
-    _ = found.cost_model  # names what is out of range
+    _ = found.cost_model  # raises if a cost is out of range
     return found
 
 

@@ -3,8 +3,8 @@
 A plan is written into pinned memory and copied to the device on the current stream. It takes effect
 in order with the kernels of the last plan, and the host never waits for them.
 
-Types, shapes and devices are checked by the caller (`PackAttention`). Checked here is what only the
-kernels ask for: strides, alignment, and the plan that lies on the device.
+The caller (`PackAttention`) checks types, shapes and devices. This module checks what only the
+kernels require: strides, alignment, and that the plan on the device is of the same batch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from sglang_pat.executors.loaded_kernels import LoadedKernels, capture_id, kv_ma
 from sglang_pat.executors.window_rows import Window, WindowRows
 from sglang_pat.plan import BufferSizes, DecodePlan, PlanHeader, write_plan
 
-# Two more than the graphs that have a counter each; a server captures some 50. Graphs that share a
-# counter must not run at the same time.
+# Two are reserved, and graphs get one of the others each; a server captures some 50 graphs. Graphs
+# that share a counter must not run at the same time.
 _COUNTERS = 256
 
 # Plans that may be under way to the device at once. Two would do for SGLang, which plans step N + 1
@@ -81,9 +81,9 @@ class StagingBuffer:
 
 
 class PlanBuffers:
-    """Device memory of a plan and its partials, the arguments of its kernels, and the plan in it.
+    """Device memory of a plan and its partials, and the arguments of its kernels.
 
-    Siblings share it.
+    Executors that share buffers share this object.
 
     Graphs capture the addresses of these tensors, and of those of a step. Graphs share the
     partials: two of them that run at the same time stop with an error.
@@ -105,11 +105,11 @@ class PlanBuffers:
         int32 `[num_counters, 2]`. The first entry says whose partials are in the buffer. The others
         count the tickets that CTAs have drawn, one counter per graph; they are 0 between steps.
     staging : StagingBuffer or None
-        What was copied to `plan`: it says whose plan lies there.
+        The buffer that was last copied to `plan`. It identifies the executor whose plan is there.
     loaded : PlanHeader
-        Of that plan. All -1: there is none.
+        The header of that plan. All fields are -1 if there is none.
     stream : torch.cuda.Stream or None
-        The last one that used the tensors; at first the one that fills them with zeros.
+        The last stream that used the tensors; at first the stream that fills them with zeros.
     """
 
     def __init__(
@@ -218,8 +218,9 @@ class CudaExecutor:
     Without a reservation, buffers grow as needed. With one, their addresses never change, run() can
     be captured in a CUDA graph, and a plan that does not fit raises PlanOverflowError.
 
-    Outside of a graph, a launch on another stream than the plan's waits for that one. A graph must
-    be replayed on the stream on which plans are loaded, or the caller orders the two.
+    Outside of a graph, a launch on another stream waits for the stream that was used last. A graph
+    must be replayed on the stream on which plans are loaded; otherwise the caller must order the
+    two streams.
     """
 
     name = "cuda"
@@ -292,7 +293,7 @@ class CudaExecutor:
             self.kernels.fill_rows(self.buffers.fill.address, stream.cuda_stream, grid)
 
     def sharing_buffers(self) -> CudaExecutor:
-        """One for other plans, executed in the same buffers. ValueError without a reservation."""
+        """Return an executor of other plans in these buffers. ValueError without a reservation."""
         if not self._reserved:
             raise ValueError("only buffers that never move can be shared: pass max_requests")
         sibling = copy.copy(self)
@@ -303,13 +304,14 @@ class CudaExecutor:
     def run(self, layer: LayerInputs) -> None:
         """Compute attention of one layer: pack_decode, then merge_partials.
 
-        Outside of a graph, a plan without merges needs no merge_partials, and the plan is sent
-        again if a sibling's is in the buffers. Writes `out` of the layer, and `lse` if given.
+        Outside of a graph, merge_partials is skipped if the plan has no merges, and the plan is
+        sent again if another executor's plan is in the buffers. Writes `out` of the layer, and
+        `lse` if given.
 
         Raises
         ------
         ValueError
-            The kernels cannot read a tensor as it lies, or the plan in the buffers is of another
+            The kernels cannot read the layout of a tensor, or the plan in the buffers is of another
             batch. Nothing is launched.
         """
         buffers, kernels = self.buffers, self.kernels
@@ -317,7 +319,7 @@ class CudaExecutor:
         assert self._sent is not None
         with torch.cuda.device(self._device):
             capturing = torch.cuda.is_current_stream_capturing()
-            there = buffers.staging  # None: a plan that was not wholly sent
+            there = buffers.staging  # None: sending a plan has failed
             if not capturing and there is not None and there is not self._sent:
                 self._send(self._sent, self.step)
             buffers.bind(self.step)
@@ -326,12 +328,12 @@ class CudaExecutor:
                 buffers.decode.set_maps(_map_of(layer.k_cache), _map_of(layer.v_cache))
             stream = torch.cuda.current_stream()
             if capturing:
-                # A graph has a counter of its own: it may be replayed while another one runs.
+                # Each graph has its own counter: it may be replayed while another one runs.
                 counter = 2 + capture_id(stream.cuda_stream) % (_COUNTERS - 2)
                 # Replays have other plans, of the same number of requests.
                 max_merges = min(buffers.sizes.plan.entries()["num_merges"], len(layer.q))
             else:
-                # Not in a graph, which is replayed on streams unknown here.
+                # Not in a capture: the streams of the replays are unknown here.
                 buffers.take_over(stream)
                 counter, max_merges = 1, buffers.loaded.num_merges
             argument = buffers.decode
@@ -431,7 +433,7 @@ class CudaExecutor:
         self.buffers = PlanBuffers(
             sizes, self._num_qo_heads, self.kernels.config, self._device, self._window
         )
-        # Earlier ones may be dropped while they are being copied: copy_to() keeps their memory.
+        # Earlier buffers may be dropped while they are being copied: copy_to() keeps their memory.
         self._ring = self._new_ring()
 
     def _new_ring(self) -> Iterator[StagingBuffer]:
@@ -440,12 +442,12 @@ class CudaExecutor:
 
 
 def _number(scale: Scale) -> float:
-    """A scale, if the host has it; else 1."""
+    """Return the scale if the host has it, else 1."""
     return 1.0 if isinstance(scale, torch.Tensor) else scale
 
 
 def _address(scale: Scale) -> int:
-    """Address of a scale on the device; 0 if the host has it."""
+    """Return the address of a scale on the device, or 0 if the host has it."""
     return scale.data_ptr() if isinstance(scale, torch.Tensor) else 0
 
 
@@ -455,9 +457,10 @@ def _map_of(cache: torch.Tensor) -> int:
 
 
 def _query_chunks(q: torch.Tensor, name: str) -> tuple[int, int]:
-    """16-byte chunks from row to row and from head to head of `[rows, heads, columns]`.
+    """Return the row stride and the head stride of `[rows, heads, columns]` in 16-byte chunks.
 
-    ValueError unless the columns are dense, and all rows aligned and near enough.
+    ValueError unless the columns are dense, all rows are aligned, and the whole span fits into
+    int32 chunks.
     """
     size = q.element_size()
     row_bytes, head_bytes = q.stride(0) * size, q.stride(1) * size
@@ -475,10 +478,10 @@ def _query_chunks(q: torch.Tensor, name: str) -> tuple[int, int]:
 
 
 def _row_bytes(tensor: torch.Tensor, name: str) -> int:
-    """Bytes from row to row of `[rows, heads, columns]`.
+    """Return the row stride of `[rows, heads, columns]` in bytes.
 
-    ValueError unless the heads of a row are dense and rows aligned. Rows may lie apart: a head
-    alone may be a part of its row.
+    ValueError unless the heads of a row are dense and rows are aligned. There may be gaps between
+    rows.
     """
     _, num_heads, num_columns = tensor.shape
     row_stride, head_stride, column_stride = tensor.stride()

@@ -1,6 +1,7 @@
 """Attention to draft tokens on a GPU: one Triton kernel per layer, where torch launches a dozen.
 
-Each row reads few keys one by one. Many keys are multiplied with all rows of their group, as tiles.
+If a group has few keys, each row reads them one by one. Many keys are multiplied with all rows of
+their group, as tiles.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,import-untyped"
@@ -19,7 +20,7 @@ _NUMBERS_PER_WARP = 1024
 # A group with at least this many weights (rows times keys) is multiplied in tiles of these sizes.
 _FIRST_TILED = 64
 _TILE_ROWS, _TILE_KEYS, _LEAST = 64, 64, 16
-_FIRST_WITH_E4M3 = (8, 9)  # compute capability from which Triton converts it
+_FIRST_WITH_E4M3 = (8, 9)  # compute capability from which Triton converts e4m3
 
 
 def reads(dtype: torch.dtype, device: torch.device) -> bool:
@@ -173,8 +174,8 @@ def merge_drafts(
 ) -> torch.Tensor:
     """Attend as the adapter's `merge_drafts` says, and overwrite the output in `before`.
 
-    `reads()` must allow the type of the caches, and `before` must be contiguous. A soft-cap of 0 is
-    none. tiled: multiply keys as tiles; by default as `is_tiled` says.
+    `reads()` must allow the type of the caches, and `before` must be contiguous. A `logit_cap` of 0
+    turns the soft-cap off. tiled: multiply keys as tiles; by default as `is_tiled` says.
     """
     (k_cache, v_cache), (out, lse) = caches, before
     num_rows, num_heads, dim = q.shape
@@ -219,7 +220,7 @@ def merge_drafts(
             *given,
             **sizes,
             TILE_ROWS=tile,
-            # By shared memory.
+            # Limited by shared memory.
             TILE_KEYS=min(
                 max(_LEAST, triton.next_power_of_2(keys)), _TILE_KEYS * 256 // max(v_padded, 256)
             ),

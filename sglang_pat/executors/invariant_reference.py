@@ -28,7 +28,7 @@ class _Chunk(NamedTuple):
 
 
 class InvariantExecution:
-    """One step's execution of a batch-invariant plan. As `reference.PlanExecution` otherwise."""
+    """One step's execution of a batch-invariant plan, otherwise like `reference.PlanExecution`."""
 
     def __init__(self, plan: DecodePlan, shared_slots: torch.Tensor, step: Step) -> None:
         self._num_partials = plan.header.num_partials
@@ -94,7 +94,7 @@ def _attend(
         cache[slots].to(q.dtype).transpose(0, 1).contiguous()
         for cache in (layer.k_cache, layer.v_cache)
     )
-    # clone: what products add up first may depend on where the operands lie.
+    # clone: the order of a product's sums may depend on the addresses of the operands.
     rows = q.clone(memory_format=torch.contiguous_format).view(keys.shape[0], -1, q.shape[-1])
     logits = rows @ keys.transpose(1, 2) * (layer.sm_scale * layer.k_scale)
     if layer.logit_cap > 0:

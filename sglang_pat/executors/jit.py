@@ -1,7 +1,7 @@
 """Compiles the kernels on first use, from the package's sources into the kernel cache.
 
 NVRTC compiles them, the library that torch brings with it: a machine needs neither nvcc nor a C++
-compiler. What a wheel or the cache holds is not compiled.
+compiler. Images that come with a wheel or are in the cache are not compiled again.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _CONVERTED = {
     torch.float8_e4m3fn: ("kE4m3", "e4m3"),
     torch.float8_e5m2: ("kE5m2", "e5m2"),
 }
-# Architectures whose own instructions (wgmma, setmaxnreg) need the target with an "a".
 _DIGITS = 16  # of a hash
+# Architectures whose own instructions (wgmma, setmaxnreg) need the target with an "a".
 _SPECIFIC_ARCHS = ((9, 0), (10, 0), (10, 3))
 
 
@@ -48,17 +48,17 @@ class KernelConfig:
     Attributes
     ----------
     dtype
-        Of queries and outputs: float16 or bfloat16.
+        dtype of queries and outputs: float16 or bfloat16.
     head_dim
-        Of queries and keys.
+        Length of queries and keys.
     arch
         Compute capability, 8.0 or newer.
     v_head_dim
-        Of values. 0 becomes `head_dim`.
+        Length of values. 0 becomes `head_dim`.
     kv_dtype
-        Of the KV cache: float8_e4m3fn or float8_e5m2. `dtype` becomes None, which means the same.
+        dtype of the KV cache: float8_e4m3fn or float8_e5m2. None: the same as `dtype`.
     force_mma_sync
-        On Hopper too, the bodies that other architectures run: for their tests.
+        Run the bodies of other architectures on Hopper too, to test them.
 
     Raises
     ------
@@ -129,7 +129,7 @@ class KernelConfig:
 
     @property
     def partial_dtype(self) -> torch.dtype:
-        """Type of the partials: float16 over a cache of one-byte numbers, like its arithmetic."""
+        """dtype of the partials: over a one-byte cache it is float16, like the arithmetic."""
         return self.dtype if self.kv_dtype is None else torch.float16
 
     @property
@@ -148,7 +148,7 @@ class KernelConfig:
 
     @property
     def tiles_agree(self) -> bool:
-        """True if a query row's result is bitwise the same in every tile: one body executes all.
+        """True if a row's result has the same bits in every tile, because one body executes all.
 
         Over a cache of the queries' type, latent attention has two bodies on Hopper, and one
         elsewhere. Over a cache of one-byte numbers it has one everywhere. Other layers have one on
@@ -220,7 +220,7 @@ def build_all(
 
 
 def build(config: KernelConfig, *, cache: Path | None = None, force: bool = False) -> Path:
-    """The compiled image of `config`, made unless this installation or the cache holds it.
+    """Return the compiled image of `config`. Compile it if neither wheel nor cache has it.
 
     Any number of processes may call this at once: one compiles, the others wait for it.
 
@@ -258,8 +258,8 @@ def build(config: KernelConfig, *, cache: Path | None = None, force: bool = Fals
 def find_image(config: KernelConfig, cache: Path) -> Path | None:
     """Return an image of `config` without compiling: the cached one, or else the shipped one.
 
-    The cache's is that of the compiler here. A machine that runs kernels need not have a compiler,
-    nor a cache that it can write to: then it is the newest one.
+    The cached image must be of this machine's compiler. If there is no compiler, it is the newest
+    one. If the cache cannot be written and no other image fits, it is the newest one too.
     """
     made = kernel_cache.versions(cache, cache_key(config))
     if made:
@@ -286,7 +286,7 @@ def entry_key(config: KernelConfig, compiler: Compiler) -> str:
 
 
 def cache_key(config: KernelConfig) -> str:
-    """Return the name of `config` in a wheel, and the first part of its cache entry's.
+    """Return the name of `config` in a wheel, which its cache entry's name begins with.
 
     It changes with every source file and option, not with the compiler: a wheel's images are used
     wherever it is installed.
@@ -297,7 +297,7 @@ def cache_key(config: KernelConfig) -> str:
 
 
 def source_hash() -> str:
-    """Changes with every source file of the kernels."""
+    """Return a hash of all source files of the kernels."""
     return _hash_of_sources().hexdigest()[:_DIGITS]
 
 
@@ -312,7 +312,7 @@ def _hash_of_sources() -> hashlib._Hash:
 
 
 def _fill(config: KernelConfig, compiler: Compiler, entry: Path, work: Path) -> None:
-    """Write an image into `work`, the compiler's report, and a record of what it was made by."""
+    """Write an image, the compiler's report and a record of the compiler into `work`."""
     print(
         f"sglang-pat: compiling CUDA kernels for {config.name}, once, into {entry}",
         file=sys.stderr,
@@ -328,7 +328,7 @@ def _fill(config: KernelConfig, compiler: Compiler, entry: Path, work: Path) -> 
 
 
 def _shipped_image(key: str) -> Path | None:
-    """The image that the wheel shipped, if it did."""
+    """Return the image that came with the wheel, or None."""
     image = Path(str(importlib.resources.files("sglang_pat"))) / SHIPPED / key / IMAGE
     return image if image.exists() else None
 
@@ -364,7 +364,7 @@ class Compiler:
     cuda_headers
         The folder with cuda_fp16.h.
     digest
-        Changes with every build of NVRTC, and with the headers that kernels include.
+        A hash of NVRTC's build and of the CUDA headers that kernels include.
     """
 
     name: str
@@ -399,12 +399,12 @@ class Compiler:
         return cls(name, headers, _digest(nvrtc, headers))
 
     def compile(self, config: KernelConfig) -> tuple[bytes, str]:
-        """The cubin of `config`, and what the compiler said: registers and spills of each kernel.
+        """Return the cubin of `config`, and the compiler's log: registers and spills per kernel.
 
         Raises
         ------
         KernelBuildError
-            The compilation fails. The message holds the compiler's.
+            The compilation fails. The message includes the compiler's.
         """
         nvrtc, sources = _nvrtc(), source_folder()
         folders = (sources, sources / _STANDARD_HEADERS, self.cuda_headers)

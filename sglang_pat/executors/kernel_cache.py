@@ -1,6 +1,6 @@
-"""The folder of compiled kernels: where it is, whose files are loaded, one builder at a time.
+"""The folder of compiled kernels: its path, its ownership checks, and its locks.
 
-Below `jit.py`, which names the entries and fills them. An entry is a folder with a compiled image.
+`jit.py` names the entries and fills them. An entry is a folder with a compiled image.
 It appears by one rename, so an entry that exists is complete.
 """
 
@@ -225,7 +225,7 @@ def _locked(cache: Path, key: str, timeout_s: float) -> Iterator[None]:
 
 
 def _builder(cache: Path, key: str) -> str:
-    """Who holds the lock of an entry: the name of the folder that it fills tells."""
+    """Return who holds the lock of an entry, from the name of the folder being filled."""
     for folder in cache.glob(f"{key}{_BUILD}*"):
         pid, _, rest = folder.name.partition(_BUILD)[2].partition("@")
         with contextlib.suppress(OSError):  # it may be done by now

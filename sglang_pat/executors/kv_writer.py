@@ -1,8 +1,8 @@
 """KvWriter: stores new tokens in a KV cache, by one kernel.
 
-A cache of the model's dtype gets the numbers as they are. A cache of one-byte numbers gets the
-bytes that torch makes of them, for which torch needs four more kernels: for keys and for values, a
-division in place by a scale, and a conversion.
+A cache of the model's dtype gets the numbers unchanged. A cache of one-byte numbers gets the bytes
+that torch would write. Torch needs four more kernels for them: it divides keys and values by their
+scales in place, and converts both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sglang_pat._launch_params import ScaleUse, WriteArgument
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.loaded_kernels import load_kernels
 
-_COLUMNS = 8  # of a thread
+_COLUMNS = 8  # that a thread writes
 _ALIGNMENT = 16  # bytes that a thread loads
 
 
@@ -38,15 +38,15 @@ class KvWriter:
     config : KernelConfig
         The kernels that read the cache.
     device : torch.device
-        They are loaded here, compiled if need be (`jit.py`).
+        Where the kernels are loaded. They are compiled if needed (`jit.py`).
     """
 
     def __init__(self, config: KernelConfig, device: torch.device) -> None:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.config = config
-        # The columns that write() gets. A row of latent attention has values and more keys after
-        # them.
+        # The columns of k and v in write(). In latent attention, v has the columns of the keys
+        # that follow those of the values.
         self.columns = config.head_dim, config.v_head_dim
         if config.is_latent:
             self.columns = config.v_head_dim, config.head_dim - config.v_head_dim
@@ -55,8 +55,8 @@ class KvWriter:
         self._factors: dict[float, torch.Tensor] = {}
         self._overflow = 0
         if config.kv_dtype is not None:
-            # This torch's byte for numbers that the type does not have: it differs between
-            # versions.
+            # The byte that torch writes for numbers beyond the type's range. It differs between
+            # versions of torch.
             infinity = torch.full((1,), math.inf, dtype=config.dtype, device=device)
             self._overflow = int(infinity.to(config.kv_dtype).view(torch.uint8))
         if device.type == "cuda":
@@ -64,17 +64,17 @@ class KvWriter:
                 load_kernels(config, torch.cuda.current_device())
 
     def scale(self, divisor: torch.Tensor | float | None) -> KvScale | None:
-        """Scale for a divisor that `torch.Tensor.div_` would take.
+        """Return the scale for a divisor that `torch.Tensor.div_` would take.
 
         A tensor is read at each write. Nothing is divided if the dtype stays the same, as in
         SGLang's pools.
 
-        None: the kernel cannot divide by it, as by a number that is new to it in a capture.
+        None: the kernel cannot divide by it, for example by a new number during a capture.
         """
         if divisor is None or self.config.kv_dtype is None:
             return UNSCALED
         if isinstance(divisor, torch.Tensor):
-            # torch rounds such a scale to the dividends' type, and no other one.
+            # torch rounds only such a scale to the dtype of the dividends.
             if (divisor.dim(), divisor.dtype, divisor.device) != (0, torch.float32, self._device):
                 return None
             return KvScale(divisor.data_ptr(), ScaleUse.DIVIDE)
@@ -105,16 +105,16 @@ class KvWriter:
         Parameters
         ----------
         k, v : torch.Tensor
-            `[num_tokens, num_kv_heads, head_dim]` and `[.., v_head_dim]`. Tokens and heads may lie
-            apart. In latent attention, the first `v_head_dim` columns of the rows, and the others
-            (`write_latent`).
+            `[num_tokens, num_kv_heads, head_dim]` and `[.., v_head_dim]`. There may be gaps
+            between tokens and between heads. In latent attention, the first `v_head_dim` columns of
+            the rows, and the others (`write_latent`).
         slots : torch.Tensor
             int32 or int64 `[num_tokens]`.
         k_cache, v_cache : torch.Tensor
             `[num_slots, num_kv_heads, head_dim]` and `[.., v_head_dim]`; written. In latent
             attention, the columns that `k` and `v` are.
         k_scale, v_scale : KvScale
-            Of `scale()`.
+            Results of `scale()`.
 
         Returns
         -------
@@ -123,7 +123,7 @@ class KvWriter:
         """
         is_scaled = (k_scale.use, v_scale.use) != (ScaleUse.NONE, ScaleUse.NONE)
         if is_scaled and k.data_ptr() == v.data_ptr():
-            return False  # torch divides in place: twice
+            return False  # torch would divide the same memory twice
         if not (
             self._takes(k, k_cache, self.columns[0])
             and self._takes(v, v_cache, self.columns[1])

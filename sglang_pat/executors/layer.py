@@ -16,19 +16,19 @@ class LayerInputs(NamedTuple):
     Attributes
     ----------
     q : `[num_requests, num_qo_heads, head_dim]`; of latent attention also `[num_requests,
-        num_qo_heads, v_head_dim]`, beside `q_rope`.
+        num_qo_heads, v_head_dim]`, together with `q_rope`.
     k_cache : `[num_slots, num_kv_heads, head_dim]`.
     v_cache : `[num_slots, num_kv_heads, v_head_dim]`; of latent attention a view of `k_cache`.
     out : `[num_requests, num_qo_heads, v_head_dim]`; written.
     lse : float32 `[num_requests, num_qo_heads]`, natural log; written if given.
     sm_scale : softmax scale.
     logit_cap : `cap * tanh(logit / cap)` if positive, off if 0.
-    sinks : `[num_qo_heads]`, float32, bfloat16 or float16: a logit per head that no value belongs
-        to, beside those of the keys. It is neither scaled nor capped.
-    k_scale, v_scale : what the caches' numbers are multiplied with. A tensor is float32, of one
-        element, and belongs to a cache of one-byte numbers.
+    sinks : `[num_qo_heads]`, float32, bfloat16 or float16: one more logit per head, without a
+        value. It is neither scaled nor capped.
+    k_scale, v_scale : factors of the numbers in the caches. A tensor is float32 with one element,
+        and is allowed only for a cache of one-byte numbers.
     q_rope : `[num_requests, num_qo_heads, head_dim - v_head_dim]`: the columns of the queries that
-        `q` does not have. Of latent attention only.
+        `q` does not have. Only for latent attention.
     """
 
     q: torch.Tensor

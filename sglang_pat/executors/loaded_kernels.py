@@ -1,6 +1,7 @@
 """LoadedKernels: a compiled image on one device, and the launch of its kernels.
 
-The only file that calls the CUDA driver. torch has made the device's context and owns its streams.
+This is the only file that calls the CUDA driver. torch makes the device's context and owns its
+streams.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Launcher:
     ----------
     function : driver.CUfunction
     num_threads : int
-        Of a CTA.
+        Threads of a CTA.
     shared_bytes : int
         Dynamic shared memory of a CTA.
     overlap : bool
@@ -79,7 +80,7 @@ class Launcher:
         Parameters
         ----------
         argument : int
-            Address of the array of the addresses of its arguments.
+            Address of an array that holds the addresses of the kernel's arguments.
         stream : int
             Handle of the stream.
         grid : (int, int)
@@ -106,11 +107,11 @@ class LoadedKernels:
     num_sms : int
         SMs of the device.
     num_ctas : int
-        CTAs of pack_decode that the device runs at the same time: as many are launched.
+        CTAs of pack_decode that the device runs at the same time. A launch has this many.
     pack_decode : tuple of Launcher
-        Without soft-cap and, but in latent attention, with it.
+        The kernels without and with a soft-cap. Latent attention has only the first.
     merge_partials : tuple of Launcher
-        Without sinks and with them.
+        The kernels without and with sinks.
     gather_slots : Launcher
     fill_rows : Launcher
     write_kv : Launcher
@@ -183,7 +184,7 @@ def load_kernels(config: KernelConfig, device_index: int) -> LoadedKernels:
             f"{problem}: it was compiled for another GPU, or is damaged; compile it again: "
             f"sglang-pat build --force {config.build_options}"
         )
-    # The compiler of the wheel may be newer than this driver, torch's compiler is not.
+    # The wheel's compiler may be newer than this driver. That of torch is not.
     logger.warning("%s; the kernels are compiled here instead", problem)
     return LoadedKernels(build(config, force=True).read_bytes(), config)
 

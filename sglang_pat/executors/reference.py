@@ -1,8 +1,8 @@
 """Executes a decode plan in plain torch, on any device.
 
-This is the oracle of the kernels, and the backend on machines without a GPU. Everything comes from
-the plan: shared ranges through its slot buffer, private ranges live, partials and merges. The
-oracle of this oracle is `dense_attention`, which knows no plan.
+This is the oracle of the kernels, and the backend on machines without a GPU. It follows the plan as
+the kernels do: it reads shared ranges through the slot buffer and private ranges through
+`req_to_token`, and merges partials. Its own oracle is `dense_attention`, which uses no plan.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def gather_slots(
 
 
 class _SegmentRanges(NamedTuple):
-    """int64 `[segments]` each. The requests of a segment are a range of the item_requests."""
+    """Arrays int64 `[segments]`. A segment's requests are a range of the item_requests."""
 
     tile: npt.NDArray[np.int64]
     kv_request: npt.NDArray[np.int64]
@@ -190,7 +190,7 @@ class PlanExecution:
             entry_out[begin:end] = torch.cat([r[0] for r in results])[segment, column]
             entry_lse[begin:end] = torch.cat([r[1] for r in results])[segment, column]
             begin = end
-        # A row of a work item: its softmax runs through all of its segments.
+        # Merge the results of a row of a work item over all segments of the item.
         row_out, row_lse = merge_partials(
             entry_out, entry_lse, self._entry_owner, len(self._is_direct)
         )
@@ -226,7 +226,7 @@ class ReferenceExecutor:
         execution: Callable[..., Execution] = PlanExecution,
         window: Window | None = None,
     ) -> None:
-        """execution: what a step's plan is executed by. Called with plan, slots and step."""
+        """execution: makes the executor of a step's plan, given the plan, slots and step."""
         self._device = device
         self._new_execution = execution
         self._window = window
@@ -251,7 +251,7 @@ class ReferenceExecutor:
         return self._plan
 
     def sharing_buffers(self) -> ReferenceExecutor:
-        """One for other plans. They share nothing."""
+        """Return an executor for other plans. The two share nothing."""
         return ReferenceExecutor(self._device, self._new_execution, self._window)
 
     def reuse_plan(self, step: Step, *, gather: bool = False) -> None:
@@ -293,7 +293,7 @@ class ReferenceExecutor:
 
 
 def _check_rows(step: Step) -> None:
-    """ValueError for a row that is not there."""
+    """Raise ValueError for a row that `req_to_token` does not have."""
     rows = step.req_pool_indices[torch.from_numpy(step.host_seq_lens > 0)]
     _check_within("req_pool_indices must be rows of req_to_token", rows, len(step.req_to_token))
 
@@ -303,8 +303,8 @@ def _check_lengths(step: Step, plan: DecodePlan) -> None:
 
     Checked when the step runs, not when it begins: a captured graph fills the lengths in between.
 
-    A request whose tail is read live may be one token shorter: that token may not be there yet. One
-    without a tail ends where its path does. Padding has any length.
+    A request whose tail is read live may be one token shorter: that token may not be there yet. A
+    request without a tail must end where its path does. Padding may have any length.
     """
     lens, width = step.seq_lens.cpu().numpy(), step.req_to_token.shape[1]
     least, most = step.host_seq_lens.copy(), step.host_seq_lens.copy()
