@@ -61,7 +61,7 @@ class Executor(Protocol):
 
     A step begins with load_plan(), which takes the scheduler's last plan, or with reuse_plan().
     Then follows one run() per layer. gather: the slots of shared KV may have changed since the last
-    step. rows, refill(): of layers with a window, see `WindowAttention`.
+    step. rows and refill() are for layers with a window: see `WindowAttention`.
     """
 
     name: str
@@ -112,7 +112,7 @@ class PackAttention:
         batch_invariant: bool = False,
         max_seq_len: int | None = None,
     ) -> None:
-        """Refuse what is unsupported, and size everything else from the device.
+        """Check the arguments, and choose the defaults for the device.
 
         Parameters
         ----------
@@ -134,8 +134,8 @@ class PackAttention:
         num_workers : int, optional
             How many CTAs share the work of one KV head. Default: from the device.
         growth_tokens : int
-            plan() builds a new plan when a request has grown by more tokens than this; after 32 or
-            more, if the CTAs would be out of balance by then.
+            plan() builds a new plan when a request has grown by more tokens than this, or by 32 or
+            more if the CTAs would then be out of balance.
         executor : {"auto", "cuda", "reference"}
             `cuda` runs the kernels, `reference` plain torch. `auto` takes the kernels on a CUDA
             device, unless dtype is float32, for which there are none.
@@ -270,11 +270,11 @@ class PackAttention:
         req_pool_indices : torch.Tensor
             int64 or int32 `[num_requests]`: the row of each request.
         seq_lens : torch.Tensor
-            int64 or int32 `[num_requests]`: the values of `batch.seq_lens`. A request with KV after
-            its path may have one token less or a few more, which the host need not know: only
-            batch-invariant plans depend on them. Each run() reads them, so a captured graph sees
-            the lengths of its replay. Plain torch refuses other lengths. The kernels do not check
-            them, because that would wait for the device.
+            int64 or int32 `[num_requests]`: the values of `batch.seq_lens`. If a request has KV
+            after its path, its length here may be one token less or a few more than on the host:
+            only batch-invariant plans depend on the exact length. Each run() reads the lengths, so
+            a captured graph sees those of its replay. Plain torch refuses other lengths. The
+            kernels do not check them, because that would wait for the device.
 
         Returns
         -------
@@ -332,7 +332,7 @@ class PackAttention:
     def advance(self, seq_lens: torch.Tensor, tokens: int) -> None:
         """Let the next run()s read later lengths under the plan of the last plan().
 
-        For a few steps whose lengths the host knows only relative to plan(). Nothing is counted.
+        For a few steps whose lengths the host knows only relative to plan(). They are not counted.
 
         Parameters
         ----------
@@ -426,8 +426,8 @@ class PackAttention:
         """Attention of one layer under the last plan.
 
         Tensors are of dtype `dtype`, or `kv_dtype` for the caches, on `device`. On every device the
-        output has no gradient, autocast changes nothing, and torch.compile() breaks its graph here:
-        with fullgraph=True it refuses.
+        output has no gradient, autocast changes nothing, and torch.compile() breaks its graph here,
+        or raises with fullgraph=True.
 
         Parameters
         ----------
@@ -452,9 +452,9 @@ class PackAttention:
             without a value. It is neither scaled nor capped. The kernels read it in each run(), so
             a captured graph sees weights that are updated in place.
         k_scale, v_scale : float or torch.Tensor
-            Factors of the numbers in the caches. A captured graph keeps a float. Each run() and
-            each replay reads a tensor (float32, one element); only caches of another dtype than
-            `dtype` take one.
+            Factors by which the keys and the values in the caches are multiplied. A captured graph
+            keeps the value of a float. A tensor (float32, one element) is read in each run() and
+            each replay. It is allowed only if `kv_dtype` is not `dtype`.
         return_lse : bool
             Also return the LSE, with which results over disjoint KV can be merged.
 
@@ -533,10 +533,10 @@ class PackAttention:
         return out if lse is None else (out, lse)
 
     def sharing_buffers(self) -> PackAttention:
-        """Another one, for other batches, which executes its plans in the buffers of this one.
+        """Return a PackAttention for other batches, which uses the buffers of this one.
 
-        One captured CUDA graph then serves both. A plan is sent to the device again when the
-        sibling's was there in between. Needs `max_requests`.
+        One captured CUDA graph then serves both. A plan is sent to the device again if the other
+        one's plan was there in between. This needs `max_requests`.
         """
         sibling = object.__new__(type(self))
         sibling.__dict__.update(self.__dict__)
@@ -551,7 +551,7 @@ class PackAttention:
         )
 
     def steps_left(self) -> int:
-        """Number of further steps that the plan serves if only the requests grow, a token per step.
+        """Number of further steps that the plan serves if each request grows by a token per step.
 
         Padding rows do not grow. 0 without a plan.
         """
@@ -565,7 +565,7 @@ class PackAttention:
         return self._executor.name
 
     def _load_kernels(self, name: str) -> LoadedKernels | None:
-        """Kernels for executor `name`, compiled if need be (`jit.py`); None: torch runs plans."""
+        """Return the kernels of executor `name`, compiled if needed. None: torch runs plans."""
         on_gpu = self.device.type == "cuda"
         if name not in ("auto", "cuda", "reference"):
             raise ValueError(f"executor must be auto, cuda or reference, got {name}")
@@ -610,7 +610,7 @@ class PackAttention:
         req_pool_indices: torch.Tensor,
         seq_lens: torch.Tensor,
     ) -> None:
-        # In every step, so what is asked for is asked for once.
+        # This runs in every step, so it must be fast.
         lens = batch.seq_lens
         if not isinstance(lens, np.ndarray) or lens.dtype != np.int32 or lens.ndim != 1:
             raise TypeError(f"batch.seq_lens must be a 1-D int32 NumPy array, got {_kind(lens)}")
@@ -660,7 +660,7 @@ class PackAttention:
     def _check_tensor(
         self, name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], *dtypes: torch.dtype
     ) -> None:
-        """A shape that begins with None has any number of slots."""
+        """Check a tensor. A shape that begins with None allows any number of slots."""
         if type(tensor) is not torch.Tensor:  # nearly all are; isinstance() takes longer
             _check_is_tensor(name, tensor)
         have = tensor.shape
@@ -693,7 +693,7 @@ def _check_is_tensor(name: str, value: object) -> None:
 
 
 def _check_positive(name: str, value: float, allowed: str = "positive") -> None:
-    """TypeError for what is no number, ValueError for one that is not positive and finite."""
+    """Raise TypeError if it is not a number, ValueError if it is not positive and finite."""
     _check_number(name, value)
     if not 0 < value < math.inf:
         raise ValueError(f"{name} must be {allowed}, got {value}")
@@ -732,11 +732,11 @@ def _check_dtypes(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
 
 
 def _canonical_device(device: torch.device | str) -> torch.device:
-    """`cuda` as the `cuda:N` that tensors report."""
+    """Return the device, with `cuda` as the `cuda:N` that tensors report."""
     given = device
     try:
         device = torch.device(given)
-    except (RuntimeError, TypeError):  # the text of torch's lists devices that pat does not know
+    except (RuntimeError, TypeError):  # torch's message lists devices that pat lacks
         raise ValueError(f"device must be cpu or cuda, got {given!r}") from None
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device}")

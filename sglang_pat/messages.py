@@ -1,6 +1,6 @@
-"""Input of others within messages: quoted, shortened, and on one line.
+"""Quotes input in messages: shortened, and on one line.
 
-A log holds users' texts and a command line may hold a file, so no message repeats either in full.
+Input may be a user's text in a log, or a whole file on a command line. No message repeats it all.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def listed(names: Iterable[object]) -> str:
 
 
 def one_line(message: str, words: Iterable[str] = ()) -> str:
-    """Return a message on one line, in which no word of a command line is long.
+    """Return a message on one line, with long words of the command line shortened.
 
     Parameters
     ----------
     words
-        Words of the command line. Those that are long are shortened wherever they stand.
+        Words of the command line. Long ones are shortened wherever the message has them.
     """
     for word in words:
         for long in {word, repr(word)[1:-1], *word.split("=", 1)[1:]}:

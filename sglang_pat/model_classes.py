@@ -73,14 +73,14 @@ OTHER_RULES = _names(
     Llama4ForConditionalGeneration MiMoV2FlashForCausalLM MiMoV2ForCausalLM NemotronHForCausalLM
     """
 )
-# An attention backend of its own reads a choice of tokens...
+# Sparse attention: a dedicated backend reads a selection of the tokens.
 SPARSE = _names(
     """
     DeepseekV4ForCausalLM Dots3NoteForCausalLM HYV4ForCausalLM MiniMaxM3SparseForCausalLM
     MiniMaxM3SparseForConditionalGeneration Qwen4ExpForConditionalGeneration
     """
 )
-# Classes that have it only with `index_topk`.
+# Classes with sparse attention only if the configuration has `index_topk`.
 SPARSE_WITH_INDEX = _names(
     """
     DeepseekV32ForCausalLM DeepseekV3ForCausalLM Dots3NoteForCausalLM
@@ -88,9 +88,9 @@ SPARSE_WITH_INDEX = _names(
     MistralLarge3ForCausalLM PixtralForConditionalGeneration
     """
 )
-# A configuration that lacks `index_topk` has it all the same.
+# Of these, the classes that have `index_topk` by default.
 _INDEX_BY_DEFAULT = frozenset({"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"})
-# A bias of each query and distance is added to the scores.
+# Classes that add a bias to the scores, by query and distance.
 WITH_BIAS = frozenset({"InklingForConditionalGeneration"})
 ENCODER_DECODER = _names(
     """
@@ -108,7 +108,7 @@ WITHOUT_TOKENS = _names(
     Qwen3ForSequenceClassification Qwen3Model XLMRobertaForSequenceClassification XLMRobertaModel
     """
 )
-# States in place of KV, in every layer.
+# Classes whose layers all have states in place of KV.
 WITHOUT_ATTENTION = frozenset({"FalconMambaForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM"})
 
 KNOWN = (
@@ -125,7 +125,7 @@ KNOWN = (
 _OF_DRAFTS = ("NextN", "MTP", "Eagle", "Eagle3", "DSpark", "DraftModel", "AssistantModel")
 
 
-# Types of models whose configurations need not name a class: SGLang knows it.
+# Classes of model types whose configurations need not name a class.
 _BY_TYPE = {
     "deepseek_vl_v2": "DeepseekVL2ForCausalLM",
     "dots_vlm": "DotsVLMForCausalLM",
@@ -141,7 +141,7 @@ _ALIASES = {
 
 
 def class_name(config: Mapping[str, Any]) -> str:
-    """The class that SGLang builds: by `architectures`, else by `model_type`; empty if neither."""
+    """Return the class that SGLang builds, by `architectures` or `model_type`; empty if neither."""
     names = config.get("architectures")
     if not isinstance(names, list) or not names:
         return _BY_TYPE.get(str(config.get("model_type")), "")
@@ -154,7 +154,7 @@ def is_draft_model(name: str) -> bool:
 
 
 def answers_with_tokens(config: Mapping[str, Any]) -> bool:
-    """False for embedding, reward and encoder models, as SGLang sees them without its flags."""
+    """Return False for models that SGLang treats as embedding, reward or encoder by default."""
     is_embedding_gemma = (
         config.get("model_type") == "gemma3_text"
         and config.get("use_bidirectional_attention") is True
@@ -163,7 +163,7 @@ def answers_with_tokens(config: Mapping[str, Any]) -> bool:
 
 
 def sparse_name(config: Mapping[str, Any]) -> str:
-    """The class, if SGLang runs it on a sparse backend of its own; else empty."""
+    """Return the class if SGLang runs it on a dedicated sparse backend, else an empty string."""
     name = class_name(config)
     index = config.get("index_topk", 2048 if name in _INDEX_BY_DEFAULT else None)
     with_index = name in SPARSE_WITH_INDEX and index is not None

@@ -1,6 +1,7 @@
 """Values that a `config.json` leaves to the configuration classes of transformers, by `model_type`.
 
-Files of multimodal models leave out what equals the class of their decoder; others may lack a key.
+Files of multimodal models leave out values that equal the defaults of their decoder's class. Other
+files may also lack keys.
 """
 
 from __future__ import annotations
@@ -64,5 +65,5 @@ def _row(words: list[str]) -> dict[str, Any]:
 
 
 DEFAULTS = {words[0]: _row(words[1:]) for words in map(str.split, _TABLE.strip().splitlines())}
-# Of attention: also read where a configuration stands for itself.
+# Keys of attention. Only their defaults are also used for models that are not multimodal.
 ATTENTION = ("num_key_value_heads", "head_dim", "sliding_window")

@@ -1,8 +1,8 @@
 """The layers of a model as its `config.json` describes them, and which of them pat accelerates.
 
-These are the rules of SGLang's model classes, for where SGLang is not installed; `model_classes.py`
-names the classes. `model_reader.py` asks the classes themselves where it is. The limits are those
-of `support.py`. A running server asks the layers themselves.
+This module repeats the rules of SGLang's model classes, for machines without SGLang;
+`model_classes.py` names the classes. With SGLang, `model_reader.py` asks the classes themselves,
+and a running server asks the layers. The limits of what pat accelerates are in `support.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LATENT = "latent attention"
 STATE = "state, no KV cache"  # linear attention, state spaces, convolutions
 NO_ATTENTION = "no attention"  # a block that is an MLP alone
 
-# Names that configurations use in `layer_types` and its like.
+# Names that configurations use in `layer_types` and similar keys.
 _KINDS = {
     "full_attention": FULL,
     "attention": FULL,
@@ -47,7 +47,7 @@ _KINDS = {
 }
 # Letters of `hybrid_override_pattern`, as in Nemotron-H.
 _LETTERS = {"*": FULL, "M": STATE, "-": NO_ATTENTION, "E": NO_ATTENTION}
-# Number of layers of which the last one attends to everything, unless the configuration says it.
+# By `model_type`: every n-th layer attends to all tokens, unless the configuration gives n.
 _FULL_EVERY = {
     "cohere2": 4,
     "gemma2": 2,
@@ -57,9 +57,9 @@ _FULL_EVERY = {
     "gpt_oss": 2,
     "olmo3": 4,
 }
-# Where SGLang looks for the decoder of a multimodal model, the first that is there.
+# Keys in which SGLang looks for the decoder of a multimodal model. It takes the first one present.
 _DECODERS = ("thinker_config", "llm_config", "language_config", "text_config")
-# Keys of a multimodal model that hold for its decoder.
+# Top-level keys of a multimodal model that also apply to its decoder.
 _OF_THE_WHOLE = (
     "architectures",
     "model_type",
@@ -68,7 +68,7 @@ _OF_THE_WHOLE = (
     "dtype",
     "tie_word_embeddings",
 )
-# Names of some families, and the names that most models use.
+# Keys of some families, and the usual names of these keys.
 _NAMES = {
     "n_layer": "num_hidden_layers",
     "n_layers": "num_hidden_layers",
@@ -100,7 +100,7 @@ _LARGEST, _MOST_LAYERS = 10**9, 10_000
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer of a decoder, whole: on one GPU there may be fewer heads.
+    """One layer of a decoder, with the heads of all GPUs.
 
     Attributes
     ----------
@@ -108,9 +108,9 @@ class Layer:
         FULL, WINDOW, CHUNK, LATENT, STATE, NO_ATTENTION, or the configuration's own name for a kind
         that is not known here.
     num_qo_heads, num_kv_heads, head_dim, v_head_dim
-        Of attention; 0 for other kinds.
+        Of attention layers; 0 for other kinds.
     window
-        KV tokens that a request reads at most. None: all of its own.
+        The most KV tokens that a request reads. None: all.
     kv_elements
         Numbers that one token adds to the KV cache.
     refusal
@@ -133,10 +133,10 @@ class Layer:
 
 
 def read_layers(config: Mapping[str, Any], tp: int = 1) -> tuple[Layer, ...]:
-    """Every layer of a `config.json`'s decoder, whole, as pat runs it on one of `tp` GPUs.
+    """Return every layer of a `config.json`'s decoder, and whether pat accelerates it.
 
-    ValueError names a class of models that is not known here, and a key that is missing or has no
-    sense.
+    tp: how many GPUs share the heads. Raises ValueError if the model's class is not known, or if a
+    key is missing or makes no sense.
     """
     config = decoder_config(config)
     check_class(config)
@@ -212,7 +212,7 @@ def check_class(config: Mapping[str, Any]) -> None:
 
 
 def whole_refusal(config: Mapping[str, Any]) -> Unsupported | None:
-    """Why pat accelerates no layer of a kind of model."""
+    """Return why pat accelerates no layer of a model, or None."""
     name = class_name(config)
     if not model_classes.answers_with_tokens(config):
         return Unsupported("attention", f"a model that answers with no tokens ({name})")
@@ -228,10 +228,10 @@ def whole_refusal(config: Mapping[str, Any]) -> Unsupported | None:
 def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the decoder's part of a configuration, with the names that most models use.
 
-    Multimodal models keep the decoder one or two levels down, but not how it is quantised.
+    Multimodal models nest the decoder one or two levels deep, but describe its quantisation on top.
     """
     name = class_name(config)
-    is_llava = name.startswith("Llava") and name.endswith("ForCausalLM")  # SGLang reads the top
+    is_llava = name.startswith("Llava") and name.endswith("ForCausalLM")  # read from the top
     for key in () if is_llava else _DECODERS:
         inner = config.get(key)
         if isinstance(inner, Mapping):
@@ -257,7 +257,7 @@ def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _encoders(config: Mapping[str, Any]) -> list[Any]:
-    """The configurations of the parts that a multimodal model has besides its decoder."""
+    """Return the configurations of a multimodal model's vision and audio encoders."""
     found = [*config.get("encoders", ())]
     for key in ("vision_config", "audio_config"):
         if isinstance(config.get(key), Mapping):
@@ -266,7 +266,7 @@ def _encoders(config: Mapping[str, Any]) -> list[Any]:
 
 
 def summary(layers: Sequence[Layer]) -> list[tuple[int, str, bool]]:
-    """(how many, in words, whether accelerated) of the layers that are alike, most first."""
+    """Return (count, description, is accelerated) per group of equal layers, largest first."""
     counts: Counter[tuple[str, bool]] = Counter()
     for layer in layers:
         words = _description(layer)
@@ -316,7 +316,7 @@ def _description(layer: Layer) -> str:
 
 
 def _rule(config: Mapping[str, Any]) -> str:
-    """The class whose rule holds: of a multimodal model that may be the decoder's own."""
+    """Return the class whose rule applies: for some multimodal models, the decoder's class."""
     inner = class_name({"architectures": config.get("decoder_architectures")})
     special = model_classes.BY_LAYER_TYPES | model_classes.OTHER_RULES
     return inner if inner in special else class_name(config)
@@ -345,7 +345,7 @@ def _num_layers(config: Mapping[str, Any]) -> int:
 
 def _plain(config: Mapping[str, Any]) -> list[str]:
     blocks = config.get("block_configs")
-    if blocks is not None:  # Nemotron by NAS
+    if blocks is not None:  # Nemotron from architecture search
         layers = range(_num_layers(config))
         return [NO_ATTENTION if _block(config, i).get("no_op") else FULL for i in layers]
     return [FULL] * (attentions_per_layer(config) * _num_layers(config))
@@ -357,7 +357,7 @@ def attentions_per_layer(config: Mapping[str, Any]) -> int:
 
 
 def _block(config: Mapping[str, Any], index: int) -> Mapping[str, Any]:
-    """The attention of a block, as Nemotron's search has chosen it."""
+    """Return the attention that Nemotron's architecture search has chosen for a block."""
     blocks = config.get("block_configs")
     block = blocks[index] if isinstance(blocks, list) and index < len(blocks) else None
     attention = block.get("attention") if isinstance(block, Mapping) else None
@@ -367,12 +367,12 @@ def _block(config: Mapping[str, Any], index: int) -> Mapping[str, Any]:
 
 
 def _every(config: Mapping[str, Any], every: int, others: str) -> list[str]:
-    """Return the kinds of layers, every `n`-th of which attends to everything."""
+    """Return the kinds of layers: each `every`-th is FULL, and the rest are `others`."""
     return [FULL if (index + 1) % every == 0 else others for index in range(_num_layers(config))]
 
 
 def _by_keys(config: Mapping[str, Any]) -> list[str]:
-    """Kinds by whichever key the configuration has."""
+    """Return the kinds of layers by the first known key that the configuration has."""
     pattern = config.get("hybrid_override_pattern")
     if isinstance(pattern, str) and pattern:
         return _of_nemotron_h(config)
@@ -490,7 +490,7 @@ def _layer(config: Mapping[str, Any], index: int, kind: str, tp: int) -> Layer:
         return Layer(index, kind, refusal=Unsupported("attention", kind))
     qo_heads = _query_heads(config, kind, index)
     if kind == LATENT:
-        # A token leaves one vector for all heads, and one part with rotary positions.
+        # A token has one vector for all heads in the cache, and one part with rotary positions.
         rank = positive(config, "kv_lora_rank")
         elements = rank + count(config, "qk_rope_head_dim")
         return Layer(
@@ -542,7 +542,7 @@ def _attention_shape(
     heads = positive(config, "num_attention_heads", qo_heads)
     kv_heads = positive(config, "num_key_value_heads", heads)
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
-        kv_heads = 1  # StarCoder; the newer Falcons count their KV heads all the same
+        kv_heads = 1  # StarCoder, but newer Falcons give a number of KV heads
     if config.get("block_configs") is not None:
         kv_heads = max(1, heads // positive(_block(config, index), "n_heads_in_group"))
     hidden = count(config, "hidden_size")
@@ -567,7 +567,7 @@ def _attention_shape(
 def _refusal(
     config: Mapping[str, Any], kind: str, heads: tuple[int, int], head_dim: int, v_head_dim: int
 ) -> Unsupported | None:
-    """Why SGLang's default backend runs this layer of attention, if it does."""
+    """Return why SGLang's default backend runs this attention layer, or None."""
     if kind not in (FULL, WINDOW, CHUNK):
         return Unsupported("attention", kind)
     return shape_reason(*heads, head_dim, v_head_dim)
@@ -582,7 +582,8 @@ def quantisation_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def has_float8_cache(config: Mapping[str, Any]) -> bool:
     """True if the checkpoint asks for fp8 KV.
 
-    `--kv-cache-dtype auto` of the newest SGLang obeys; older ones do not for compressed-tensors.
+    `--kv-cache-dtype auto` of the newest SGLang follows this. Older versions do not if the method
+    is compressed-tensors.
     """
     quantisation = quantisation_of(config)
     scheme = quantisation.get("kv_cache_scheme")

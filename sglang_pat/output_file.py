@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TextIO
 
 STDOUT = Path("-")  # what `output_or_stdout` makes of `-`
-_LONGEST_SUFFIX = 20  # such as .gz, by which a writer chooses
-_stdout: TextIO | None = None  # while all else is printed to stderr
+_LONGEST_SUFFIX = 20  # such as .gz, by which a writer chooses the format
+_stdout: TextIO | None = None  # the real stdout, while prints go to stderr
 
 
 def output_file(text: str) -> Path:
@@ -46,7 +46,7 @@ def output_or_stdout(text: str) -> Path:
 
 @contextlib.contextmanager
 def nothing_else_on_stdout() -> Iterator[None]:
-    """Within, all that is printed goes to stderr, and stdout has what is written to `STDOUT`."""
+    """Send prints to stderr in this context. Only what is written to `STDOUT` goes to stdout."""
     global _stdout
     _stdout = sys.stdout
     try:
@@ -124,11 +124,11 @@ def problem_with(path: Path) -> str | None:
 
 
 class OutputError(Exception):
-    """A file that could be written when the command began can no longer be written; one line."""
+    """A file can no longer be written, though it could be at start. The message is one line."""
 
 
 class StdoutError(OutputError):
-    """Standard output cannot be written; one line."""
+    """Standard output cannot be written. The message is one line."""
 
 
 class CheckedStdout:
@@ -172,7 +172,7 @@ def _told() -> Iterator[None]:
 
 
 def write_output(option: str, path: Path, text: str) -> None:
-    """Write the file that `option` names, or `STDOUT`. OutputError if the disk is full, for one."""
+    """Write the file that `option` names, or `STDOUT`. Raises OutputError."""
     if path == STDOUT:
         (_stdout or sys.stdout).write(text)
         return
@@ -182,10 +182,10 @@ def write_output(option: str, path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def written(option: str, path: Path) -> Iterator[Path]:
-    """Yield the path of a draft, which replaces the file that `option` names when it is whole.
+    """Yield the path of a draft, which replaces the file of `option` once it is complete.
 
-    Where the folder takes no draft, or the path is a device, the draft is the file itself. A file
-    that was not there is gone again if it cannot be written. OutputError if the disk is full, say.
+    If the folder is not writable, or the path is a device, the draft is the file itself. If writing
+    fails, a new file is removed. Raises OutputError, for example if the disk is full.
     """
     target = path.resolve()
     is_new = not path.exists()

@@ -1,7 +1,7 @@
 """DecodePlan: a view of the buffer that the C++ scheduler writes and executors read.
 
 `kernels/contract/plan_format.h` defines the format; this file gives its sections names and shapes.
-It also has the sizes of the buffers, and makes schedulers.
+The module also computes the sizes of the buffers, and makes schedulers.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def new_scheduler(
 ) -> PackScheduler:
     """Make a scheduler with the constants of PackAttention.
 
-    by_time: a small step may get other packs than those of `memory`, or none, if it should then end
-    earlier on a GPU. latent: the layers are latent attention. one_byte: the KV cache is fp8. cost:
-    None takes the scheduler's default, an H100's costs. window, slack, ahead, chunked: see
-    scheduler/window_cut.h.
+    by_time: a small step may get other packs than those of `memory`, or none, if the costs predict
+    that it then ends earlier on a GPU. latent: the layers are latent attention. one_byte: the KV
+    cache is fp8. cost: None takes the scheduler's default, an H100's costs. window, slack, ahead,
+    chunked: see scheduler/window_cut.h.
     """
     return PackScheduler(
         group_size=group_size,
@@ -229,13 +229,13 @@ class DecodePlan:
         return PlanHeader(*self.buffer[begin : begin + len(PlanHeader._fields)].tolist())
 
     def live_requests(self) -> IntArray:
-        """Requests whose KV each run() reads up to their length, not up to the planned one."""
+        """Requests whose KV each run() reads up to their current length, not the planned one."""
         segments = self.kv_segments
         live: IntArray = segments[segments[:, 2] == OPEN_END, 0]
         return live
 
     def cuts(self, num_requests: int) -> IntArray:
-        """Where the rows of a window begin, if that is within it (scheduler/window_cut.h)."""
+        """Return the cut of each request in layers with a window (scheduler/window_cut.h)."""
         begin = self.capacity.layout()["size"]
         return self.buffer[begin : begin + num_requests]
 
@@ -310,7 +310,7 @@ def write_plan(scheduler: PackScheduler, sizes: BufferSizes, buffer: IntArray) -
     Raises
     ------
     ValueError
-        The buffer is shorter than that.
+        The buffer is shorter than `sizes.buffer_size`.
     """
     kv_tokens = scheduler.write(*sizes, buffer)
     if kv_tokens is None:
@@ -370,7 +370,7 @@ class BufferSizes(NamedTuple):
     ) -> BufferSizes:
         """Capacity for the plan of any batch of up to `max_requests` requests.
 
-        Only the shared slots may be too few, because nothing but the KV pool bounds them.
+        Only `num_shared_slots` may be too small, because only the KV pool bounds the shared slots.
         `plan_bounds` in scheduler/pack_scheduler.cpp gives the other bounds.
 
         Parameters

@@ -20,23 +20,23 @@ class StepReason(StrEnum):
         member.meaning = meaning or value
         return member
 
-    # `steps_planned`: the step was planned and did not repeat the last one. Asked in this order.
+    # `steps_planned`: the step was planned and did not repeat the last one. Checked in this order.
     FIRST = "first", "no step of known requests was planned before"
     REQUESTS = "requests", "other requests, or they ran elsewhere in between"
     KIND = "kind", "a decode step follows a verify step, or the reverse"
     PLACE = "place", "the last plan lies in other buffers: of eager steps, of another microbatch"
     ROWS = "rows", "another graph runs, whose padding differs"
-    # These five are set with the last step, or since then.
+    # These were noted when the last step was planned, or after it.
     MOVED = "moved", "a prompt, a checkpoint or a retraction may have changed paths and rows"
     EAGER = "eager", "the step runs without a graph, or the last one did"
     PRIVATE = "private", "the last step could not share"
     CHECKED = "checked", "debug mode checks every step"
     GRAPH = "graph", "the captured graph does not write its rows itself"
     DUE = "due", "the log wants a line, or the plan is outgrown"
-    # Asked last, by `StepType.repeat`.
+    # Checked last, by `StepType.repeat`.
     LENGTHS = "lengths", "a request has grown by more than the plan serves"
 
-    # `causes`: a plan was built. The first one of all steps counts as `FIRST`.
+    # `causes`: a plan was built. The very first plan counts as `FIRST`.
     BATCH_CHANGED = "batch_changed", "other requests or paths, or another number of rows"
     TAIL_GROWTH = "tail_growth", "a request has outgrown the length that its tail was planned for"
 

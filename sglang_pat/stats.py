@@ -27,7 +27,7 @@ class PlanningTime(NamedTuple):
 
 
 def bound_of(nanoseconds: int) -> int:
-    """The smallest bound of `PlanningTimes` above a time."""
+    """Return the smallest histogram bound of `PlanningTimes` above a time."""
     shift = max(nanoseconds.bit_length() - 5, 0)
     return ((nanoseconds >> shift) + 1) << shift
 
@@ -85,11 +85,11 @@ class PlanningTimes(dict[str, Counter[int]]):
 class PlanStats:
     """Counters, summed over decode steps.
 
-    `causes` divides plans_built. "first": there was no plan. "batch_changed": the step had another
-    key or number of rows. "tail_growth": a request outgrew its planned length, or became shorter
-    than it. The kv_tokens_* fields sum `KvTokens` at the lengths of each step. planning_ns has one
-    time per step: from `DecodeBatch.begun_ns`, or the call of plan(), until plan() returns or the
-    step is known to repeat the last one.
+    `causes` splits plans_built by cause. "first": there was no plan. "batch_changed": the step
+    had another key or number of rows. "tail_growth": a request outgrew its planned length, or
+    became shorter than it. The kv_tokens_* fields sum `KvTokens` at the lengths of each step.
+    planning_ns has one time per step: from `DecodeBatch.begun_ns`, or the call of plan(), until
+    plan() returns or the step is known to repeat the last one.
     """
 
     plans_built: int = 0
@@ -114,7 +114,7 @@ Counters = dict[str, Any]
 def read_counters(stats: Sequence[PlanStats], **more: Sequence[Mapping[str, int]]) -> Counters:
     """Sum `stats` field by field, and the mappings that are given by name.
 
-    Returns a copy. Another thread than the one that counts may call it.
+    Returns a copy. A thread other than the counting one may call it.
     """
     counters: Counters = {}
     for name in (each.name for each in fields(PlanStats)):

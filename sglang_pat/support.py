@@ -1,7 +1,7 @@
 """Support of SGLang's features: the source of the documented table and of all refusals.
 
-`sglang-pat doctor --support-table` prints it. It also has the reasons for which a layer or a model
-falls back to SGLang's default backend.
+`sglang-pat doctor --support-table` prints the table. This module also has the reasons for which a
+layer or a model falls back to SGLang's default backend.
 
 Every public entry that refuses an argument takes its words from here, so messages and documentation
 promise the same.
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 BACKEND = "pat"  # the name of the attention backend in SGLang
-# Those that are tested (docs/sglang-versions.json): the oldest and the newest on each change.
+# Tested versions (docs/sglang-versions.json). Each change is tested on the oldest and the newest.
 SGLANG_VERSIONS = ("0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23")
 PYTHON_VERSIONS = ("3.11", "3.12")
 DTYPES = ("float16", "bfloat16", "float32")
 KERNEL_DTYPES = ("float16", "bfloat16")  # of DTYPES, those that the CUDA kernels compute in
-# Types of the KV cache, besides that of the queries.
+# dtypes of the KV cache that are allowed besides that of the queries.
 CONVERTED_KV_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 WIDE_HEAD_DIMS = (512, 512)  # the full layers of Gemma 4
 # head_dims of keys (and queries) and of values, of layers whose KV heads store both. A pair that is
@@ -43,25 +43,25 @@ CAPABILITIES = (
     (12, 1),
 )
 # GPUs with kernels for latent attention. Elsewhere the default backends use instructions
-# (tcgen05) that pat's do not.
+# (tcgen05) that pat's kernels do not use.
 LATENT_CAPABILITIES = (OLDEST_CAPABILITY, (8, 6), (8, 7), (8, 9), (9, 0), (12, 0), (12, 1))
 # The same for head_dim 512: two warpgroups share a row.
 WIDE_CAPABILITIES = ((9, 0),)
 # kMaxGroupSize and kMaxLatentGroupSize of kernels/contract/tile_table.h.
 MAX_GROUP_SIZE = 16
 MAX_LATENT_GROUP_SIZE = 64
-# Requests that a tile of latent attention must hold for pat to win 3% by a shared prefix, over the
-# better of FA3 and FlashMLA (`h100/mla-near-tile*.json`). Over an fp8 cache FlashMLA multiplies the
-# numbers as they are, and others convert the whole pool first.
+# Requests that a tile of latent attention must hold for pat to be 3% faster on a shared prefix than
+# the better of FA3 and FlashMLA (`h100/mla-near-tile*.json`). With an fp8 cache, FlashMLA
+# multiplies fp8 numbers directly, and the other backends convert the whole pool first.
 _LEAST_IN_TILE, _LEAST_BESIDE_FLASHMLA = 1.5, 4
 # SGLang's fa3 converts the whole pool of latent KV from fp8 in every layer, which takes 1.65 ns a
 # token on an H200. Where requests fill a tile, pat takes 0.45 ns longer for a token of a tile of
 # 64 rows (`h200/mla-fp8-pool-*.json`): with this many tokens in the pool per query row of the
-# largest step, it wins while requests have some 60,000 tokens on average.
+# largest step, pat wins while requests average up to some 60,000 tokens.
 _CONVERTS_POOL, _POOL_PER_ROW = "fa3", 256
 GROWTH_TOKENS = 256  # default of SGLANG_PAT_GROWTH_TOKENS and of PackAttention
 # SGLang's backends that pat can decode for: dense attention over the whole paged KV of a request.
-# Others read it in ways of their own.
+# Other backends do not.
 DEFAULT_BACKENDS = (
     "fa3",
     "fa4",
@@ -109,7 +109,7 @@ def max_group_size(head_dim: int, v_head_dim: int) -> int:
 def fills_tile(
     num_heads: int, num_drafts: int = 1, *, one_byte: bool = False, default: str = ""
 ) -> bool:
-    """True if requests of latent attention fill a tile so far that packing does not pay.
+    """Return True if so few requests of latent attention fit a tile that packing does not pay.
 
     num_drafts: rows of a request in a step, each with `num_heads` query heads. one_byte: the KV
     cache is fp8. default: SGLang's backend that would decode.
@@ -120,7 +120,7 @@ def fills_tile(
 
 
 def pool_decides(num_heads: int, *, one_byte: bool = False, default: str = "") -> bool:
-    """True if pat gains by a large pool, even where requests of latent attention fill a tile."""
+    """Return True if a large pool lets pat win even if `fills_tile` is true."""
     return one_byte and default == _CONVERTS_POOL and num_heads <= MAX_LATENT_GROUP_SIZE
 
 
@@ -148,7 +148,7 @@ def has_kernels(
 def device_reason(
     head_dim: int, v_head_dim: int, capability: tuple[int, int]
 ) -> Unsupported | None:
-    """Why pat decodes no layer of these head_dims on GPUs of a compute capability."""
+    """Return why pat decodes no layer of these head_dims on GPUs of a compute capability."""
     if has_kernels(head_dim, v_head_dim, capability):
         return None
     where = "on compute capability {}.{}".format(*capability)
@@ -296,7 +296,7 @@ def shape_reason(
     one_byte: bool = False,
     default: str = "",
 ) -> Unsupported | None:
-    """Return why pat does not decode a layer of this shape. None: it does. Heads are of a rank.
+    """Return why pat does not decode a layer of this shape. None: it does. Heads of one rank.
 
     one_byte, default: see `fills_tile`.
     """
@@ -336,7 +336,7 @@ def pool_too_small(
     one_byte: bool = False,
     default: str = "",
 ) -> Unsupported | None:
-    """Why latent attention is left alone over a pool, where `pool_decides`.
+    """Return why a small pool leaves latent attention to SGLang, if `pool_decides`.
 
     max_requests: of the largest step.
     """
