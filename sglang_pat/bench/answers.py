@@ -1,8 +1,8 @@
 """Compares the greedy answers of two runs, as far as rounding lets them agree.
 
-Where two tokens are equally probable within rounding, either may be answered, and from there on the
-texts differ rightly: a tie. Any other difference is an error. How far apart the two are is read in
-one of the runs, the reference.
+A tie: two tokens are equally probable within rounding. Either may be the answer, and the texts may
+differ from there on. Any other difference is an error. The probabilities are those of one of the
+runs, the reference.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ def with_candidates(count: int) -> dict[str, Any]:
 
 
 class Candidate(NamedTuple):
-    """One of the most probable tokens at a position. logprob: NaN if it is no number."""
+    """One of the most probable tokens at a position. logprob: NaN if the server gave null."""
 
     logprob: float
     token: int
 
 
 def number(logprob: float | None) -> float:
-    """Return a log-probability. JSON has null for one that is no number."""
+    """Return a log-probability, NaN for the null of JSON."""
     return math.nan if logprob is None else logprob
 
 
@@ -53,8 +53,8 @@ class Answer:
 class Parting(NamedTuple):
     """A position at which two answers part. A token is None after the end of its answer.
 
-    gap: by how much the reference finds its own token more probable, in log-probability, that is,
-    in logits; None if the other is not among its candidates, or one is no number.
+    gap: the log-probability of the reference's own token minus that of the other token, both in the
+    reference. None if the other is not among its candidates, or one is not a number.
     """
 
     request: int
@@ -66,7 +66,7 @@ class Parting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Two runs of the same requests. positions: tokens that were compared, and equal."""
+    """Two runs of the same requests. positions: number of tokens that were equal."""
 
     requests: int
     positions: int

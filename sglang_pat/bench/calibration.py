@@ -4,9 +4,9 @@ Each of a designed set of plans is timed as a graph of several layers. A layer's
 a sum: a constant, and a cost for each KV token from memory, each token that is read again, each
 partial row, each work item and each query row of an item. A short item takes as long as one of
 `shortest` tokens. The sum is fitted by non-negative least squares on the relative error, for each
-of some values of `shortest`; the best one stays. The bodies of the kernel are timed apart: by
-prefixes with exactly as many query rows as a body has. Latent attention has costs of its own: of 16
-query heads, over a cache of the queries' type and over one of fp8.
+of some values of `shortest`; the best one is kept. The bodies of the kernel are timed separately,
+with prefixes that have exactly as many query rows as a body. Latent attention has separate costs,
+which are measured with 16 query heads, over a cache of the queries' dtype and over an fp8 cache.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ LAYERS_OF = {
 
 
 class CalibrationError(RuntimeError):
-    """The fit is not to be used. The message says why."""
+    """The fit must not be used. The message says why."""
 
 
 class Features(NamedTuple):
@@ -115,7 +115,7 @@ class Features(NamedTuple):
 
 
 def missing_tokens(plan: DecodePlan, seq_lens: IntArray, num_kv_heads: int) -> list[float]:
-    """Tokens that work items lack to each length of `SHORTEST`, summed over items and KV heads."""
+    """Return, for each length of `SHORTEST`, the tokens that shorter work items lack in all."""
     kv_request, begin, end, _ = plan.kv_segments.T
     end = np.where(end == OPEN_END, seq_lens[np.maximum(kv_request, 0)], end)
     ends = np.concatenate([[0], np.cumsum(end - begin)])
@@ -127,8 +127,9 @@ def missing_tokens(plan: DecodePlan, seq_lens: IntArray, num_kv_heads: int) -> l
 class Design(NamedTuple):
     """A plan to measure.
 
-    It has `prefixes` of `prefix` tokens, each above `sharers` requests with `private` tokens of
-    their own. body: rows of the body that the plan measures; 0: it measures the sum.
+    It has `prefixes` prefixes of `prefix` tokens. `sharers` requests share each, and each request
+    has `private` tokens more. body: rows of the body that the plan measures; 0: it measures the
+    sum.
     """
 
     prefixes: int
@@ -154,7 +155,7 @@ class Design(NamedTuple):
 
 
 def designs(kind: str = PLAIN) -> list[Design]:
-    """Memory-bound plans that differ in what they are made of, and one for each body."""
+    """Return memory-bound plans of different composition, and one plan for each body."""
     unshared = [
         Design(count, 0, 1, tokens)
         for count, tokens in (
@@ -216,7 +217,7 @@ def _for_body(rows: int, shape: HeadConfig) -> Design:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a layer of a design takes. missing: see `missing_tokens`."""
+    """The measured time of a layer of a design. missing: see `missing_tokens`."""
 
     design: Design
     features: Features
@@ -239,7 +240,7 @@ def measure(report: Callable[[str], None], kind: str = PLAIN) -> list[Measuremen
 
 
 class _Timer:
-    """K and V of layers for all designs; of latent attention they are one."""
+    """K and V of layers for all designs. In latent attention, V is a view of K."""
 
     def __init__(self, layers: Layers, most_tokens: int) -> None:
         self._of = layers
@@ -293,7 +294,7 @@ class _Timer:
         return Measurement(design, features, missing, us / len(layers))
 
     def _layers(self, num_slots: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Layers of `num_slots` slots each. If they must overlap, shifted as far as they can."""
+        """Yield layers of `num_slots` slots each. If memory is short, they overlap."""
         stride = min(num_slots, (len(self._k) - num_slots) // (LAYERS - 1))
         for begin in range(0, LAYERS * stride, stride):
             yield self._k[begin : begin + num_slots], self._v[begin : begin + num_slots]
@@ -353,7 +354,7 @@ def fit(measurements: Sequence[Measurement]) -> Fit:
 def _fit(measurements: Sequence[Measurement], shortest: int) -> Fit:
     matrix = np.array([_counted(each, shortest) for each in measurements])
     us = np.array([each.us for each in measurements])
-    # Columns of one size, rows over their time: the error of each row is relative.
+    # Scale the columns to one size, and divide each row by its time: its error is then relative.
     scale = matrix.max(axis=0)
     scale[scale == 0] = 1
     relative = matrix / scale / us[:, None]
@@ -362,7 +363,7 @@ def _fit(measurements: Sequence[Measurement], shortest: int) -> Fit:
 
 
 def _counted(measured: Measurement, shortest: int) -> Features:
-    """Return the features. What short items lack counts as tokens."""
+    """Return the features. The tokens that short items lack are added."""
     missing = measured.missing[SHORTEST.index(shortest)]
     return measured.features._replace(token=measured.features.token + missing)
 
@@ -435,7 +436,7 @@ def _check(found: Fit) -> None:
 
 
 def _rate(measured: Measurement, found: Fit) -> float:
-    """Return the cost of a token in a body over one from memory, by the time that is left."""
+    """Return a token's cost in a body over its cost from memory, from the remaining time."""
     us = found.microseconds
     tokens = measured.features.token * us.token
     rest = measured.us - float(np.dot(_counted(measured, found.shortest), us)) + tokens

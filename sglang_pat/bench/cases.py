@@ -1,19 +1,19 @@
-"""Batches of requests that start together: what a server is timed with."""
+"""The batches of requests that a server is timed with. The requests of a batch start together."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
 
-FIRST_TOKEN = 256  # below: special tokens, in some models
+FIRST_TOKEN = 256  # lower ids are special tokens in some models
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """A batch of requests to time.
 
-    `groups` prefixes of `prefix` tokens, `batch / groups` requests with each, `private` tokens more
-    per request, and `generated` tokens answered. At temperature 0 answers can be compared.
+    There are `groups` prefixes of `prefix` tokens, with `batch / groups` requests each. A request
+    has `private` more tokens and gets `generated` tokens. At temperature 0 answers can be compared.
     """
 
     batch: int

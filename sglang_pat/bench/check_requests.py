@@ -20,7 +20,7 @@ from typing import Any
 
 from sglang_pat.bench.cases import FIRST_TOKEN
 
-LEAST_PROMPTS = 8  # different ones, of which resamples differ
+LEAST_PROMPTS = 8  # with fewer, resamples hardly differ
 SAMPLED_EVERY = 4  # every fourth prompt is also sampled
 TAIL_TOKENS = (1, 48)
 KINDS = (
@@ -51,7 +51,7 @@ class Asked:
         """Return the request as SGLang takes it, at `/generate` or by `Engine.generate`."""
         sampling: dict[str, Any] = {"max_new_tokens": self.tokens, "ignore_eos": True}
         if self.samples:
-            # All are given: a model's own defaults would make other probabilities of the logits.
+            # All parameters are given: a model's own defaults would change the probabilities.
             sampling |= {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
             sampling["n"] = self.samples
         else:
@@ -62,12 +62,12 @@ class Asked:
 def generate(
     number: int, *, prefix: int, tokens: int, samples: int, chunk: int, vocab_size: int, seed: int
 ) -> list[Asked]:
-    """Generate requests of random tokens; equal arguments give equal ones.
+    """Generate requests of random tokens. Equal arguments give equal requests.
 
     Parameters
     ----------
     number : int
-        Number of prompts. `len(KINDS)` of them have all kinds.
+        Number of prompts. At `len(KINDS)` or more, all kinds occur.
     prefix : int
         Tokens of the longest shared prefix, about.
     tokens : int
@@ -111,7 +111,7 @@ def generate(
 def ask(prompts: Sequence[Sequence[int]], *, tokens: int, samples: int, seed: int) -> list[Asked]:
     """Ask every prompt once greedily, and every fourth one also for samples.
 
-    Answers have a quarter of `tokens` to all of them.
+    Answers have from a quarter of `tokens` to all of them.
     """
     rng = random.Random(seed)
     asked = []

@@ -6,8 +6,8 @@ each rounds in another order than the reference. pat is as close if its distance
 the other backend's. Five measures have a limit, a multiple of the other backend's own measure:
 
 - mean distance and 99th percentile: 1.1; mean KL divergence: 1.21, since it grows with the square
-  of a distance. They find errors of many tokens. An excess counts if it is no accident of these
-  prompts: it must show in 99.5% of 1000 samples of the prompts, drawn with replacement.
+  of a distance. They find errors of many tokens. An excess counts only if it appears in
+  99.5% of 1000 samples of the prompts, drawn with replacement, so that it is not due to chance.
 - worst answer, by its mean distance: 2. It finds an error of one request, such as a wrong slot or a
   stale path. A mean over an answer has a light tail, so that the largest ones are similar.
 - worst token: 3. It finds an error of a single step. The largest distances of two correct backends
@@ -49,7 +49,7 @@ ROUNDING = {"float32": 2.0**-16, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 LEAST_KL = 1e-6  # log-probabilities are float32
 RESAMPLES = 1000
 CERTAIN = 0.995  # of the resamples
-_NOT_A_NUMBER = 1e6  # the distance of a log-probability that is no number
+_NOT_A_NUMBER = 1e6  # the distance if a log-probability is NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Measure:
     pat, other : float
         In natural units of log-probability.
     limit : float
-        The largest value of pat that is as close.
+        The largest value with which pat counts as close.
     certainty : float
         The share of resamples in which pat is beyond the limit. A worst value has no resamples: 1
         beyond the limit, otherwise 0.

@@ -34,7 +34,7 @@ Tell = Callable[[str], None]
 
 
 class ComparedModel(NamedTuple):
-    """path: what the server is given, a folder. vocab_size and context_len: of its decoder."""
+    """The model of both servers. path: its folder. vocab_size, context_len: of its decoder."""
 
     path: Path
     vocab_size: int
@@ -128,7 +128,7 @@ def measure(
     report
         Called with a line for each event.
     into
-        Gets each number as soon as it is there: what was measured stays if the rest fails.
+        Gets each number at once, so that measured numbers are kept if the rest fails.
     exactly
         Another server has served these cases: they must not change.
     rounds
@@ -189,7 +189,7 @@ def _runs(
     server.flush()
     if case.prefix:  # alone at first, so that the prompts find it in the tree
         server.generate([prompts[0][: case.prefix]], sampling_of(1))
-    server.generate(prompts, sampling_of(4))  # compiles what is compiled at first use
+    server.generate(prompts, sampling_of(4))  # warm-up: some kernels are compiled at first use
 
     def ask() -> DecodeRun:
         return decode_run(server, prompts, case.generated)

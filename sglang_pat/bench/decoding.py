@@ -1,4 +1,4 @@
-"""Time per output token of a batch on a server: of the steps in which all of its requests decode.
+"""Time per output token of a batch, over the steps in which all of its requests decode.
 
 Prefill, admission and the end of a batch are left out: the window opens when the last request has
 its first token, and closes when the first one ends. One request, the observer, streams each of its
@@ -31,15 +31,15 @@ class DecodeRun:
     slices_ms
         Milliseconds per token, by the token of the observer with which a slice begins.
     first_ms, ttft_ms
-        Until the last request had its first token, and in the mean of all.
+        Time until the last request had its first token, and the mean time to first token.
     job_ms
-        Until the last request had its last token.
+        Time until the last request had its last token.
     cached
         Share of the prompts' tokens that were in the prefix cache.
     answers
         The last chunk of each request.
     held_up_ms
-        Milliseconds per token of the pass that this one replaces. None: it replaces none.
+        Milliseconds per token of the pass that this one replaces. None: it is an original.
     """
 
     slices_ms: Mapping[int, float]
@@ -104,8 +104,8 @@ def ask_again_if_held_up(
 
     It was seen where the prompts of a batch have a million tokens: tokens came 0.13 ms apart, while
     a step took 5 ms. A pass counts as held up if its time per token is less than half of the
-    slowest pass's. `ask` makes another pass, once for each, which keeps the time of the first.
-    `report` gets a line for each.
+    slowest pass's. `ask` makes one other pass for each, which records the time of the
+    replaced one in `held_up_ms`. `report` gets a line for each.
     """
     slowest = max(run.tpot_ms for run in runs)
     for index, run in enumerate(runs):
@@ -140,7 +140,7 @@ def slices_of(arrivals: Sequence[tuple[float, int]]) -> dict[int, float]:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A median with its quartiles, and the standard error that they let expect of the median."""
+    """A median with its quartiles, and the standard error of the median, estimated from them."""
 
     median: float
     low: float

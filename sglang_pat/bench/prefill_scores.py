@@ -20,7 +20,7 @@ from sglang_pat.bench.check_requests import Asked
 from sglang_pat.bench.server import Server
 
 CANDIDATES = 20  # most probable tokens, over which KL is computed
-_LEAST_REST = 1e-6  # float32 knows the rest of a distribution no better
+_LEAST_REST = 1e-6  # the precision of float32 for the rest of a distribution
 
 Ask = Callable[[Sequence[dict[str, Any]]], Sequence[Any]]
 """Sends all requests at once, each a body of `/generate`; returns what SGLang answers to each."""
@@ -90,7 +90,7 @@ def serve(ask: Ask, asked: Sequence[Asked]) -> tuple[list[Reply], int]:
 
 
 def score(ask: Ask, asked: Sequence[Asked], replies: Sequence[Reply]) -> Scores:
-    """Let a prefill score each answer, once for equal ones. By prompt and answer.
+    """Let a prefill score each distinct answer. Returns scores by prompt and answer.
 
     RuntimeError if the server scores other tokens than it was asked to.
     """

@@ -32,8 +32,8 @@ LAUNCH = (sys.executable, "-m", "sglang_pat.sglang.cpu")
 class Contender:
     """A server to measure.
 
-    Its name in tables, SGLang's name of the backend (None: SGLang chooses), and variables that it
-    gets.
+    It has a name for tables, SGLang's name of the backend (None: SGLang chooses), and the
+    environment variables of its process.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Contender:
         return self.backend == "pat"
 
 
-# `pat-replan` makes a new plan at every other step: what planning costs where it is never reused.
+# `pat-replan` makes a new plan at every other step, to measure what planning costs.
 REPLAN = Contender("pat-replan", "pat", {"SGLANG_PAT_GROWTH_TOKENS": "1"})
 DEFAULT = Contender("default", None)
 _SPECIAL = {special.name: special for special in (REPLAN, DEFAULT)}
@@ -154,7 +154,7 @@ class Server:
         return read_stats(self.stats_file)
 
     def _post(self, path: str, body: dict[str, Any], *, stream: bool = False) -> requests.Response:
-        """RuntimeError with what the server said, or the end of its log, if it does not comply."""
+        """Send a request. RuntimeError with the answer or the end of the log if it fails."""
         try:
             response = requests.post(
                 f"{self.url}/{path}",
@@ -195,7 +195,7 @@ def running_server(
     environment
         Variables beside those of the contender.
     name
-        Of the files in `folder`. None: the contender's.
+        Name of the files in `folder`. None: the contender's name.
     wait
         Whether to wait until it can be asked. If not, `http_server.wait_for_all` does.
     flags
@@ -208,7 +208,7 @@ def running_server(
     RuntimeError, TimeoutError
         The server does not start. With the end of the log.
     """
-    # A benchmark that is asked to end must end its servers too, which are no group of its own.
+    # On SIGTERM, a benchmark must end its servers too: they are in other process groups.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     name = contender.name if name is None else name
     stats_file = folder / f"{name}-stats.json" if contender.is_pat else None
@@ -300,7 +300,7 @@ def running_servers(
             options = {**own_port, **arguments, **more}
             server = running_server(contender, model, folder, **options)
             servers[name] = stack.enter_context(server)
-        # Before the end of one is waited for: each takes its time to give back the GPU's memory.
+        # Signal all before waiting for one: each takes time to free the GPU's memory.
         for started in servers.values():
             stack.callback(started.process.signal_all)
         try:
@@ -308,7 +308,7 @@ def running_servers(
                 processes = {name: server.process for name, server in servers.items()}
                 wait_for_all(processes, START_SECONDS)
             yield servers
-        except SystemExit:  # told to end, by somebody to whom it took too long
+        except SystemExit:  # on SIGTERM, perhaps after a timeout
             for name, each in servers.items():
                 print(f"--- the log of {name} ends:\n{each.process.tail()}", file=sys.stderr)
             raise

@@ -1,7 +1,7 @@
-"""Stand-ins: what only looks like a package that SGLang imports.
+"""Finds stand-ins: modules that only look like a package that SGLang imports.
 
-An empty module in the place of a missing package lets a server start, and its functions compute
-nothing: what such a server answers, and how fast, means nothing.
+An empty module in place of a missing package lets a server start, but its functions compute
+nothing. The answers and the speed of such a server mean nothing.
 
 A package is a stand-in if no installed distribution has it where it would be imported from, if it
 holds nothing, or if it answers any name. Submodules are not looked at.
@@ -26,7 +26,7 @@ _IMPORT = re.compile(
     rb"^[ \t]*(?:import|from(?=[\w. \t]* import\b))[ \t]+([A-Za-z_]\w*)", re.MULTILINE
 )
 _TOP_LEVEL = re.compile(r'^"?([^/.,\n]+)', re.MULTILINE)  # of the files that RECORD lists
-_TINY = 4096  # bytes of a package's Python files: so small, it is imported and asked
+_TINY = 4096  # bytes of Python files: packages up to this size are imported and tested
 _NO_NAME = "no_package_has_this_name"
 _COMPILED = (".so", ".pyd", ".dll")
 

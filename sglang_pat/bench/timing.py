@@ -30,7 +30,7 @@ def interleaved_us(
     warmup: int = 3,
     dirty: bool = False,
 ) -> dict[str, float]:
-    """Median microseconds of each. Every round runs each once, with an L2 that holds other data.
+    """Return the median microseconds of each. Each round runs all once, with other data in the L2.
 
     That data was only read, because the write-back of written data would be part of the time.
     dirty: it was written, as the previous layer may leave it.

@@ -1,4 +1,4 @@
-"""Slots for a batch that no KV pool holds."""
+"""KV slots for a batch without a KV pool."""
 
 from __future__ import annotations
 
