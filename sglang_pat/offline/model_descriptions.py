@@ -66,7 +66,7 @@ def describe_model(path: str, flags: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _parameters(model: torch.nn.Module) -> dict[str, int]:
-    """Count parameters by what they are; those that two modules share, once."""
+    """Count parameters by role. Parameters that modules share count once."""
     from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     from sglang_pat.sglang.start.layer_rules import attention_layers
@@ -112,7 +112,7 @@ def _experts(model: torch.nn.Module) -> list[int]:
 def main() -> None:
     """Answer each line of the input; see the module."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # SGLang's words
+    os.dup2(2, 1)  # SGLang prints to stdout
     enable_cpu_engine()
     logging.disable(logging.WARNING)
     from sglang_pat.offline.model_support import without_gpu

@@ -38,11 +38,11 @@ from sglang_pat.support import BACKEND, DEFAULT_BACKENDS, Unsupported
 
 # By the values of --kv-cache-dtype.
 _KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-_CAPABILITY = (9, 0)  # of an H100, for which the answer is where there is no GPU to ask
+_CAPABILITY = (9, 0)  # of an H100, which is assumed if there is no GPU
 
 
 def layers_of_config(path: str, flags: Sequence[str] = ()) -> LayerSupport:
-    """The choices that a server would make here; without a GPU, on an H100.
+    """Return the layer support of a server on this machine; without a GPU, on an H100.
 
     One process builds one model.
 
@@ -56,7 +56,7 @@ def layers_of_config(path: str, flags: Sequence[str] = ()) -> LayerSupport:
     Raises
     ------
     ValueError
-        SGLang does not take the flags, or as many ranks do not divide the heads.
+        SGLang does not take the flags, or the number of ranks does not divide the heads.
     Exception
         Whatever SGLang raises for a model that it cannot build in this process.
     """
@@ -73,7 +73,7 @@ def layer_table(support: LayerSupport) -> Iterator[tuple[str, str, str]]:
     """Yield (layers, route, reason) for each run of layers that have the same."""
     reasons = dict.fromkeys(support.shapes, "")
     reasons |= {layer_id: str(reason) for layer_id, reason in support.fallback.items()}
-    # In a run, the distance between ids and a count stays.
+    # Within a run, the difference between the ids and a counter is constant.
     ordered = enumerate(sorted(reasons))
     for (_, reason), run in groupby(ordered, lambda pair: (pair[1] - pair[0], reasons[pair[1]])):
         ids = [layer_id for _, layer_id in run]
@@ -216,7 +216,7 @@ def _server_arguments(path: str, flags: Sequence[str]) -> Any:
 
 
 def _become_a_rank(arguments: Any, config: Any) -> None:
-    """Set up what a model asks for while it is built: rank 0, whose others are not there."""
+    """Set up what a model needs while it is built: this is rank 0, without the other ranks."""
 
     def init_distributed() -> None:
         from sglang.srt.distributed import parallel_state
@@ -269,7 +269,7 @@ def _on_meta_device(config: Any) -> torch.nn.Module:
         with set_default_torch_dtype(config.dtype), torch.device("meta"):
             model: torch.nn.Module = model_class(config=config.hf_config, quant_config=None)
     except AssertionError as error:
-        # Classes that know no data-parallel attention divide their heads among all ranks.
+        # Classes without data-parallel attention divide their heads among all ranks.
         attention = parallel_state.get_attn_tp_group().world_size
         ranks = (attention, parallel_state.get_tensor_model_parallel_world_size())
         why = undivided(config.num_attention_heads, config.num_key_value_heads, ranks)

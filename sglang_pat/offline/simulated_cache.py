@@ -28,7 +28,7 @@ from sglang_pat.sglang.tree.radix_paths import path_reader
 
 
 class _CountingPool:
-    """In place of SGLang's KV allocator: how many tokens are free, in whole pages."""
+    """Replaces SGLang's KV allocator. It only counts free tokens, in whole pages."""
 
     def __init__(self, num_tokens: int, page_size: int) -> None:
         self.page_size = page_size
@@ -51,7 +51,7 @@ class _CountingPool:
 
 
 class _ZeroRows:
-    """In place of `req_to_token`, the table of slots: every row is the same, of zeros."""
+    """Replaces `req_to_token`, the table of slots. Every row is zeros."""
 
     def __init__(self) -> None:
         self._zeros = torch.zeros(1 << 16, dtype=torch.int32)
@@ -64,7 +64,7 @@ class _ZeroRows:
 
 
 class _CountingRows:
-    """In place of SGLang's ReqToTokenPool."""
+    """Replaces SGLang's ReqToTokenPool."""
 
     def __init__(self) -> None:
         self.req_to_token = _ZeroRows()
@@ -286,7 +286,7 @@ class IdTree(SGLangTree):
 
 
 def _cached(result: Any) -> int:
-    """Tokens of a match."""
+    """Return the number of matched tokens."""
     if hasattr(result, "device_prefix_len"):
         return int(result.device_prefix_len)
     return len(result.device_indices)
