@@ -38,15 +38,15 @@ from sglang_pat.workload.weights import (
     weight_bytes,
 )
 
-# Reached on an H100; bytes and operations as parts of the peak.
+# Rates reached on an H100, as fractions of the peak.
 _H100 = GPUS["H100"]
 _KV_SHARE = 2.91e12 / _H100.bytes_per_second  # KV from memory
 _PARTIAL_SHARE = 2.27e12 / _H100.bytes_per_second  # partial results, written and read
 _WEIGHT_SHARE = 2.96e12 / _H100.bytes_per_second
 _FLOPS_SHARE = 700e12 / _H100.flops_per_second
 _L2_PER_SM = 6.8e12 / _H100.num_sms  # bytes a second, KV that the L2 cache holds
-# Whoever reads a token, a tile of 64 query rows is multiplied with it. Fitted to latent attention:
-# other attention waits for it on GPUs of much bandwidth for their operations (H20).
+# Each token that is read is multiplied with a whole tile of 64 query rows. Fitted to latent
+# attention. Other attention is bound by this only on GPUs with much bandwidth per operation (H20).
 _LATENT_FLOPS_SHARE = 650e12 / _H100.flops_per_second
 # pat's other attention: a tile's rows are multiplied with each token that several requests share.
 _TILE_FLOPS_SHARE = 400e12 / _H100.flops_per_second
@@ -54,7 +54,8 @@ _TILE_ROWS = 64
 _OVERLAP = 4  # norm of the time in memory and the time in tensor cores: they hide each other well
 _ATTENTION_SECONDS = 8.5e-6  # of a layer's attention, in addition to what it moves
 _LAYER_SECONDS = 32e-6  # of a layer's norms and launches
-# Of launches more: what chooses and sorts experts, projects latent attention, and keeps a state.
+# Additional launches of a layer: to choose and sort experts, project latent attention, keep a
+# state.
 _EXPERTS_SECONDS, _LATENT_SECONDS, _STATE_SECONDS = 35e-6, 70e-6, 40e-6
 _PREFILL_SHARE = 650 / 989  # of the peak of the tensor cores, projections and MLPs
 _PREFILL_ATTENTION_SHARE = 350 / 989
@@ -73,17 +74,18 @@ _PARTIAL_BYTES, _LSE_BYTES = 2, 4  # of one number of a partial output, and of i
 _STATE_BYTES_PER_REQUEST = 4 << 20  # of a layer that keeps a state: read and written in every step
 
 
-# Tokens of its own that a request reads although others share them (`sglang_pat/window.py`).
+# Shared tokens that each request still reads by itself (`sglang_pat/window.py`).
 _WINDOW_SLACK = 64
 
 
 class Reads(NamedTuple):
     """KV that the attention of one layer reads in a step, in tokens of one KV head.
 
-    once: each distinct token, from memory. again: from memory, by another request of the batch.
-    cached: again, but from the L2 cache. partials: of one query row. cache_speed: of the reads from
-    the cache, over that of all SMs that do nothing else. in_tiles: those that pat's tiles read for
-    several requests. Their products hide the reads from the cache.
+    once: the distinct tokens, from memory. again: repeated reads from memory by other requests of
+    the batch. cached: repeated reads from the L2 cache. partials: partials of one query row.
+    cache_speed: the speed of reads from the cache, over that of all SMs that do nothing else.
+    in_tiles: tokens that pat's tiles read for several requests at once. Their products hide the
+    reads from the cache.
     """
 
     once: float
@@ -100,8 +102,8 @@ class Reads(NamedTuple):
     def in_windows(self, requests: int, kv_tokens: float, window: float) -> Reads:
         """Return the part of these reads that lies in the last `window` tokens of each request.
 
-        As if the requests were of one length and shared one prefix. What is left of it in windows
-        fits into the L2 cache. kv_tokens: of all requests.
+        This assumes requests of one length that share one prefix, and that the part of the prefix
+        in the windows fits into the L2 cache. kv_tokens: of all requests.
         """
         if kv_tokens <= requests * window:
             return self
@@ -289,7 +291,7 @@ class StepTime:
         kv_tokens
             Of all requests.
         ours, other
-            What a layer of full attention reads that pat accelerates, and one that it does not.
+            The reads of a full-attention layer that pat accelerates, and of one that it does not.
         """
         attention = 0.0
         for layer, count in self._alike.items():
@@ -310,7 +312,7 @@ class StepTime:
         Parameters
         ----------
         pairs
-            Of a new token and one that it attends to, summed over the requests.
+            Pairs of a new token and a token that it attends to, summed over the requests.
         """
         gpu, weights = self.gpu, self.weights
         matrices = 2 * new * (self._active - weights.vocabulary)

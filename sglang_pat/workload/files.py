@@ -15,7 +15,7 @@ from sglang_pat.workload.trace import TraceError
 
 _GZIP_MAGIC, _ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _CHUNK_BYTES = 1 << 20
-_MOST_BYTES = 2 << 30  # of JSON that is no JSON lines, which is held as a whole
+_MOST_BYTES = 2 << 30  # of JSON other than JSON lines, which is held in memory as a whole
 _BETWEEN = re.compile(r"[\s,\[\]]*")
 _raw_decode = json.JSONDecoder().raw_decode
 
@@ -102,8 +102,8 @@ def intact_lines(path: Path) -> Iterator[bytes]:
 def json_objects(path: Path, is_record: Callable[[Mapping[str, Any]], bool]) -> Iterator[bytes]:
     """The objects of an array, or one after another, each as JSON; whatever the lines are.
 
-    Commas that are too many are passed over. An object that is no record, but holds a list of
-    them, stands for these. What is left of a file that ends within an object comes last.
+    Superfluous commas are skipped. If an object is not a record but holds a list of records, these
+    are yielded instead. If the file ends within an object, the incomplete rest comes last.
 
     Raises
     ------

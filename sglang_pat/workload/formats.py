@@ -1,8 +1,8 @@
 """Traces from files: which format a file has, its records as requests, in order of arrival.
 
-One function per format makes requests of a record. Nothing is held in memory but the lines that may
-still have to be put in order, so a trace of JSON lines or CSV may have any length. SGLang's request
-dumps, which are pickles (`request_dump.py`), and JSON that is no JSON lines are held as a whole.
+One function per format makes requests of a record. Only lines that may still have to be reordered
+are held in memory, so a trace of JSON lines or CSV may have any length. SGLang's request
+dumps, which are pickles (`request_dump.py`), and JSON other than JSON lines are held as a whole.
 
 ========== ======================================================================================
 mooncake   JSON: `timestamp`, `input_length`, `output_length`, `hash_ids`: one id per block of
@@ -74,13 +74,13 @@ from sglang_pat.workload.trace import (
 # Requests that are held in memory, to be put in order of arrival: a log that several threads write
 # is a little out of order.
 REORDER_WINDOW = 1024
-BLOCK_TOKENS = 512  # of mooncake, where the lines do not tell
+BLOCK_TOKENS = 512  # of mooncake, unless the lines show another size
 
 _PICKLE_MAGIC = b"\x80"
 _DETECTION_LINES = 20
-# Records that tell how large a block and a time are, and how many bytes are one token.
+# Records from which the block size, the unit of times and the bytes per token are inferred.
 _SAMPLE = 256
-# Lines of larger files are not counted ahead: up to here it takes a second or two.
+# Lines of larger files are not counted in advance. Up to this size it takes a second or two.
 _COUNT_BYTES = 4 << 30
 _CHUNK_BYTES = 1 << 20
 _NO_RECORD = (b"", b"[", b"]", b",")  # lines of an array that has an object in each line
@@ -350,7 +350,7 @@ def _decoded(line: bytes) -> dict[str, Any]:
 
 
 def _lenient(part: bytes) -> dict[str, Any] | None:
-    """The object of a line that is JSON only for Python: with NaN, say, or half a character."""
+    """Return the object of a line that only Python accepts as JSON, for example with NaN."""
     try:
         found = json.loads(part.decode(errors="replace"))
     except ValueError:
@@ -455,7 +455,7 @@ def _parse_row(row: dict[str, str], columns: _Columns, content: int) -> TraceReq
 
 
 def _with_tokens(records: Iterator[_Record], errors: TraceErrors) -> Iterator[_Record]:
-    """The records, with tokens for texts: their first ones tell how many bytes are a token."""
+    """Yield the records with tokens in place of texts, by the bytes per token of the first ones."""
     head = list(islice(records, _SAMPLE))
     logged = [each.request for each in head if isinstance(each.request, LoggedRequest)]
     errors.bytes_per_token = bytes_per_token(logged) or errors.bytes_per_token
@@ -576,7 +576,7 @@ def _detected(path: Path, format: str) -> _Source:
 
 
 def _format_of(found: dict[str, Any]) -> str | None:
-    """The format of a JSON object. None if it is a request in none."""
+    """Return the format of a JSON object. None if it is not a request in any format."""
     if "hash_ids" in found:
         return "mooncake"
     if "input_ids" in found and "sampling_params" not in found:
@@ -589,7 +589,7 @@ def _is_record(found: Mapping[str, Any]) -> bool:
 
 
 def _header(line: bytes) -> list[str]:
-    """The columns that a first line names. None of what is no CSV."""
+    """Return the columns that a first line names; an empty list if it is not CSV."""
     try:
         return next(csv.reader([line.decode(errors="replace")]), [])
     except csv.Error:

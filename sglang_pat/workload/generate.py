@@ -2,7 +2,7 @@
 
 A workload yields bursts: requests that arrive together. `generate` gives them their times. The same
 name, seed and options make the same trace on every machine and in every version of Python. Lengths
-are in tokens. The docstrings say which numbers are a paper's and which are our choice.
+are in tokens. The docstrings say which numbers come from a paper and which are our choice.
 """
 
 from __future__ import annotations

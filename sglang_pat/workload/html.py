@@ -1,4 +1,4 @@
-"""The report of a replay: one HTML file without a network, for a desk and for a phone.
+"""The report of a replay: one HTML file that needs no network, for desktops and phones.
 
 Shapes are SVG that stretches with the page; words are HTML, so that they keep their size.
 """
@@ -18,7 +18,7 @@ from sglang_pat.workload.run import DEFAULT, PAT, SimulatedStep
 
 _POINTS = 240  # of the chart over time
 _MOST_BLOCKS = 1500
-_LEAST_ROWS = 1 / 800  # of the height: thinner blocks are not seen
+_LEAST_ROWS = 1 / 800  # of the height: thinner blocks would be invisible
 
 
 class Block(NamedTuple):
@@ -83,7 +83,7 @@ def write_report(report: ReplayReport, recorder: Recorder, command: str, path: P
 
 
 def bars(values: dict[str, float], backend: str, form: str) -> list[Bar]:
-    """Both backends, the larger one as wide as the page."""
+    """Return the bars of both backends. The larger one is as wide as the page."""
     most = max(values.values()) or 1.0
     return [
         Bar(shown, format(values[key], form), 100 * values[key] / most, key == PAT)

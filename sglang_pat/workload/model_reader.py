@@ -59,11 +59,11 @@ class Model(NamedTuple):
     config
         The decoder's part of its configuration.
     layers
-        Whole, as pat runs them on one of the GPUs.
+        All layers of the decoder, with what pat accelerates on one of the GPUs.
     weights
         Its parameters.
     note
-        What the reader should know about where this comes from; mostly empty.
+        A remark for the user about the source of this description; mostly empty.
     """
 
     label: str
@@ -74,7 +74,7 @@ class Model(NamedTuple):
 
 
 def check_model(name: str) -> tuple[str, Mapping[str, Any]]:
-    """Return a model's label and its decoder's configuration, without what takes long.
+    """Return a model's label and its decoder's configuration, without importing SGLang.
 
     ValueError for what `read_model` would refuse after it has imported SGLang.
     """
@@ -95,7 +95,7 @@ def read_model(name: str, tp: int = 1) -> Model:
     Raises
     ------
     ValueError
-        There is no such model, it is none that answers with tokens, or neither SGLang nor the
+        There is no such model, it does not answer with tokens, or neither SGLang nor the
         rules know its class.
     """
     label, config = check_model(name)
@@ -129,7 +129,7 @@ def _of_sglang(
         asked: list[dict[str, Any]] = [{"path": folder}]
         if tp > 1:
             asked.append({"path": folder, "flags": ["--tp", str(tp)]})
-        # One class is imported in a fraction of the time, if it needs no other by name.
+        # Importing one class takes a fraction of the time, if it needs no other model class.
         answers = _ask(asked, modules_without(_classes(whole)))
         if any(_NEEDS_MORE.search(each.get("error", each.get("class", ""))) for each in answers):
             answers = _ask(asked)

@@ -277,7 +277,7 @@ def _not_on_hub(name: str, reason: str) -> ValueError:
 
 def _from_hub(name: str) -> Path:
     """Get the `config.json` of a model from the hub. ValueError if that cannot be done."""
-    ask_hub(name)  # at once, where a download tries again and again
+    ask_hub(name)  # fails at once, while a download would retry for long
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:
@@ -289,7 +289,7 @@ def _from_hub(name: str) -> Path:
 
 
 def _told(name: object) -> str:
-    """A name for a message: most paths in full."""
+    """Return a name as messages show it. Most paths appear in full."""
     text = str(name)
     return repr(text) if len(text) <= _LONGEST_PATH else quoted(text)
 

@@ -25,21 +25,21 @@ _L2_SHARE = 0.5  # each half of the cache keeps its own copy of what all SMs rea
 
 
 class PlanReads(NamedTuple):
-    """again: fraction that a plan reads again. partials: per request, of one query row."""
+    """again: the fraction that a plan reads again. partials: of one query row, per request."""
 
     again: float = 0.0
     partials: float = 0.0
 
 
 class Ratios(NamedTuple):
-    """Parts of the tokens that are read again.
+    """Fractions of the tokens that could be read again.
 
     Attributes
     ----------
     from_memory
-        What query-centric attention finds in no cache.
+        The fraction that query-centric attention reads from memory, not from the cache.
     plans
-        By packing policy.
+        The reads of a plan, by packing policy.
     """
 
     from_memory: float
@@ -120,8 +120,8 @@ class Planner:
     def _from_memory(self, paths: PrefixPaths) -> float:
         """Return the tokens that a query-centric kernel reads from memory more than once.
 
-        Neighbours in the batch read a node at the same time, through the cache. Others find in it
-        the part of all shared nodes that fits.
+        Neighbours in the batch read a node at the same time, through the cache. Other
+        requests find as much of the shared nodes in the cache as fits there.
         """
         lengths = paths.kv_end - paths.kv_begin
         _, first, holders = np.unique(paths.node_id, return_index=True, return_counts=True)

@@ -32,7 +32,7 @@ class ForestNode:
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """The nodes on the paths of a batch, parents first; then what each request has alone."""
+    """The nodes on the paths of a batch, parents first; then the private part of each request."""
 
     step: int
     batch: int
@@ -48,7 +48,7 @@ class Recorder:
     forest_step
         The step whose forest is kept. None: the one that shares most.
     rows
-        Steps of one batch each; whenever there are too many, every second one goes.
+        Steps, each of one batch. Whenever there are too many, every second one is dropped.
     num_steps
         Steps so far.
     """

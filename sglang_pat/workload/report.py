@@ -34,7 +34,7 @@ class ReplayReport:
     verdict: Verdict
 
     def lines(self) -> list[str]:
-        """Name first what is not replayed, then the verdict, then what it rests on."""
+        """Return what was not replayed, then the verdict, then the numbers behind it."""
         verdict = self.verdict
         found = []
         if not_replayed := "; ".join(self.not_replayed()):
@@ -45,7 +45,7 @@ class ReplayReport:
         return found
 
     def not_replayed(self) -> Iterator[str]:
-        """Name what the verdict does not speak of."""
+        """Yield what the verdict does not cover."""
         errors, refused = self.trace.errors, self.answer.refused
         if errors.count:
             yield f"{errors.count:,} malformed lines ({_short(str(errors.first[0]))})"
@@ -58,7 +58,7 @@ class ReplayReport:
                 yield f"{count:,} requests longer than {limit}"
 
     def notes(self) -> Iterator[str]:
-        """Name what was estimated, and what else would help."""
+        """Yield what was estimated, and what else would help."""
         errors, refused = self.trace.errors, self.answer.refused
         size = f"{errors.bytes_per_token:.2g} bytes are one token"
         if errors.assumed:
@@ -196,5 +196,5 @@ def reads(answer: WorkloadAnswer) -> list[tuple[str, str, str]]:
 
 
 def _short(text: str, longest: int = 120) -> str:
-    """Input of others on one line."""
+    """Return input text shortened to one line."""
     return textwrap.shorten(text, longest, placeholder=" ...")

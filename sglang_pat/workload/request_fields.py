@@ -44,8 +44,9 @@ REFUSED = {
     "multi_item_delimiter_indices": "it scores and generates nothing",
     "token_indices_to_pool": "it scores and generates nothing",
 }
-# These choose tokens, end, return, route or label an answer; how long answers became is in the log.
-# Those of media change how many tokens media are, which `usage` counts or a note calls a guess.
+# Keys that choose tokens, or end, return, route or label an answer. The log has the resulting
+# lengths. Some change how many tokens media take. `usage` counts these, or else a note calls them a
+# guess.
 NO_EFFECT = _words(
     """
     temperature top_p top_k min_p typical_p frequency_penalty presence_penalty repetition_penalty
@@ -90,7 +91,7 @@ def plain(key: str) -> str:
     return re.sub(r"[^0-9a-z]", "", str(key).lower())
 
 
-# The first one of these decides, wherever it lies.
+# The first of these that a record has is its time, at any depth.
 TIMES = _words(
     """
     requestreceivedts receivedat receivedtime requestreceivedat requestreceived arrivaltime
@@ -100,7 +101,7 @@ TIMES = _words(
     created createdat createdtime date start asctime logtime
     """
 )
-# Some logs name so what a request took.
+# Some logs use these names for the duration of a request.
 DURATIONS = _words("requesttime time msec")
 # nginx writes its line when the answer is complete, with `$request_time`.
 OF_NGINX = _words("timeiso8601 timelocal msec")

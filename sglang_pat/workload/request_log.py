@@ -38,7 +38,7 @@ _Placed: TypeAlias = tuple[tuple[str, ...], Json]  # an object, and the keys tha
 
 _DEPTH = 6  # of objects within a record
 _LONG_VALUE = 200
-_LONGEST_ANSWER = 1e5  # seconds: a larger number is no duration
+_LONGEST_ANSWER = 1e5  # in seconds: larger numbers are not taken for durations
 _TEXTS = ("prompt", "text")  # may be JSON, which is no part of the record
 _MESSAGES = ("messages", "input", "conversation", "conversations")  # may be JSON as text
 _REQUEST_LINE = re.compile(r"[A-Z]{3,7} (\S+) HTTP/")
@@ -46,7 +46,7 @@ _decode = msgspec.json.Decoder().decode
 
 
 class _Answer(NamedTuple):
-    """An answer as a log has it. lengths: by choice, of its text or ids; empty if unknown."""
+    """An answer as a log has it. lengths: tokens of each choice, empty if unknown."""
 
     prompt_tokens: int | None
     output_tokens: int | None
@@ -230,7 +230,7 @@ def _inner(name: str, value: object) -> Iterator[Json]:
 
 
 def _parsed(text: str) -> object:
-    """Return what a text of JSON, or of server-sent events, holds. The text if it is neither."""
+    """Return the value of a text that is JSON or server-sent events, else the text itself."""
     stripped = text.strip()
     if stripped.startswith("{") and stripped.endswith("}"):
         return _json(stripped)
@@ -243,7 +243,7 @@ def _parsed(text: str) -> object:
 
 
 def _json(text: str) -> object:
-    """Return what a text of JSON holds; the text if it is none."""
+    """Return the value of a text that is JSON, else the text itself."""
     try:
         return _decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
@@ -339,7 +339,7 @@ def _arrival(objects: Sequence[_Placed]) -> float:
         )
     name = next((each for each in names if each not in took), names[0])
     arrival = seconds(*times[name])
-    # These write a line when its answer is complete.
+    # These logs write a line when the answer is complete.
     if name == "timestamp" and objects[0][1].get("event") == "request.finished":
         return arrival - next(
             (number_of(each["e2e_latency"]) or 0.0 for _, each in objects if "e2e_latency" in each),
@@ -349,7 +349,7 @@ def _arrival(objects: Sequence[_Placed]) -> float:
 
 
 def _note_unknown(asked: Json, errors: TraceErrors, is_flat: bool) -> None:
-    """Count the keys that no table has. Among a record's, only those that could hold a prompt."""
+    """Count keys that no table has. Of a flat record, only keys that could hold a prompt count."""
     for key in asked.keys() - fields.KNOWN:
         value, name = asked[key], fields.plain(key)
         is_large = isinstance(value, (list, Mapping)) or len(str(value)) > _LONG_VALUE
@@ -363,7 +363,7 @@ def _note_unknown(asked: Json, errors: TraceErrors, is_flat: bool) -> None:
 def _answer(objects: Sequence[_Placed]) -> _Answer:
     """Collect what all objects of a record say of its answer."""
     prompt: list[int] = []
-    output: dict[object, int] = {}  # by the answer that a /generate request may have several of
+    output: dict[object, int] = {}  # by answer: a /generate request may have several
     media: list[int] = []
     for found in _usages(objects):
         names = {fields.plain(key): value for key, value in found.items()}
@@ -387,8 +387,8 @@ def _answer(objects: Sequence[_Placed]) -> _Answer:
             if any(counts):
                 media.append(sum(filter(None, counts)))
     lengths, prompt_ids = _texts(objects)
-    # Events of a stream count on: the last one, which is the largest, is right. Some gateways count
-    # nothing of a stream: its text does.
+    # Counts of stream events are cumulative: the last and largest one is right. Some gateways do
+    # not count streams. Then the text of the stream is counted.
     counted = sum(output.values()) if output else None
     return _Answer(
         max(prompt, default=0) or None,
@@ -490,7 +490,7 @@ def _answer_bytes(value: object) -> int:
 
 
 def _mappings(value: object) -> list[Json]:
-    """The object, or the first one of a list: of a batch, whose sampling parameters are alike."""
+    """Return the object, or the first of a list: a batch has the same parameters throughout."""
     found = value[:1] if isinstance(value, list) else [value]
     return [each for each in found if isinstance(each, Mapping)]
 

@@ -1,4 +1,4 @@
-"""Prompts of requests to APIs: messages and texts as a chat template makes them, about, and tokens.
+"""Prompts of requests to APIs: messages and texts, about as a chat template renders them.
 
 The tokens of a text are estimated. `usage.prompt_tokens`, where the log has it, decides how many
 bytes are one token, and how long each prompt is (`to_request`).
@@ -39,7 +39,7 @@ _MASK = (1 << 62) - 1
 
 
 class Media(NamedTuple):
-    """An image, say, within a prompt. tokens: None if the log does not tell."""
+    """An image or other medium in a prompt. tokens: None if the log does not say."""
 
     kind: str
     identity: int
@@ -51,7 +51,7 @@ Part: TypeAlias = bytes | Media
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
-    """A request before it is known how many bytes are one token.
+    """A request of a log, whose texts have no token counts yet.
 
     Attributes
     ----------
@@ -121,7 +121,7 @@ def _id_lists(key: str, value: Any) -> list[Any]:
 
 
 def _media_of(asked: Json, index: int, count: int) -> Iterator[Media]:
-    """Images and other media beside a text, of prompt `index` of `count`."""
+    """Yield the media that accompany the text of prompt `index` of `count`."""
     for key in fields.MEDIA:
         value = asked.get(key)
         if not is_set(value) or value == [None]:
@@ -141,7 +141,7 @@ def _media(kind: str, value: object) -> Media:
 
 
 class _Rendered:
-    """A prompt as a chat template makes it, about: equal prefixes stay equal prefixes."""
+    """A prompt, about as a chat template renders it. Equal prefixes stay equal."""
 
     def __init__(self) -> None:
         self.parts: tuple[Part, ...] = ()
@@ -206,7 +206,7 @@ class _Rendered:
         return self
 
     def _head(self, asked: Json) -> None:
-        """Tools, which come first in every template, and documents."""
+        """Add tools, which come first in every template, and documents."""
         choice = asked.get("tool_choice")
         is_off = choice == "none" or (isinstance(choice, Mapping) and choice.get("type") == "none")
         for key in () if is_off else ("tools", "functions"):
@@ -307,7 +307,7 @@ def _text_of(source: object) -> object:
 
 
 def _address(value: object) -> object:
-    """Return what tells one medium from another: its address or data, without how to look at it."""
+    """Return what identifies a medium: its address or data, without options such as detail."""
     if isinstance(value, Mapping):
         for key in ("url", "data", "file_data", "file_id", "id"):
             if isinstance(value.get(key), str):
@@ -318,7 +318,7 @@ def _address(value: object) -> object:
 def checked(
     prompt: Any, counted: int | None, media_tokens: int | None, errors: TraceErrors
 ) -> tuple[Any, int | None]:
-    """The prompt, and how many tokens it has if the log says so. ValueError if that cannot be."""
+    """Return the prompt, and its number of tokens if the log has it. ValueError if impossible."""
     if not isinstance(prompt, tuple):
         tokens = _ids(prompt)
         if counted is not None and counted != len(tokens):
@@ -379,7 +379,7 @@ def _ids(value: Any) -> TokenIds:
 
 
 def bytes_per_token(found: Sequence[LoggedRequest]) -> float | None:
-    """Return the bytes of text per token that `usage` tells. None if no request has it."""
+    """Return the bytes of text per token, by `usage`. None if no request has it."""
     size = tokens = 0
     for each in found:
         if each.prompt_tokens is not None and isinstance(each.prompt, tuple):
@@ -396,8 +396,8 @@ def bytes_per_token(found: Sequence[LoggedRequest]) -> float | None:
 def to_request(logged: LoggedRequest, errors: TraceErrors) -> TraceRequest:
     """Return a request whose prompt has tokens.
 
-    A text has a token per `errors.bytes_per_token` bytes. Where `usage` counts more, tokens follow
-    that only equal prompts share; where it counts fewer, the last ones are dropped.
+    A text has a token per `errors.bytes_per_token` bytes. If `usage` counts more, tokens are
+    appended that only equal prompts share. If it counts fewer, the last ones are dropped.
     """
     if not isinstance(logged.prompt, tuple):
         tokens = logged.prompt
@@ -441,12 +441,12 @@ def role_of(value: object) -> object:
 
 
 def is_set(value: object) -> bool:
-    """True unless it is what a request without the key has as well."""
+    """Return True unless the value is the same as if the key were missing."""
     return value is not None and value is not False and value not in ("", [], {}, ())
 
 
 def whole_number(value: object) -> int | None:
-    """Return a number from 0 that is whole, though it may be written as 600.0; else None."""
+    """Return a non-negative whole number, which may be written as 600.0; else None."""
     if isinstance(value, str):
         try:
             value = float(value) if not value.isdecimal() else int(value)
@@ -458,7 +458,7 @@ def whole_number(value: object) -> int | None:
 
 
 def as_list(value: object) -> list[Any]:
-    """The value if it is a list, else none."""
+    """Return the value if it is a list, else an empty list."""
     return value if isinstance(value, list) else []
 
 

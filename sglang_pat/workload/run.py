@@ -26,7 +26,7 @@ DEFAULT, PAT = "default", "pat"
 Backend = str  # DEFAULT or PAT
 
 _PLANS = 1000  # of one server, about
-# A server that is starved for less of its time is as full as it gets.
+# A server counts as saturated if it is starved for less than this part of its time.
 _STARVED = 0.02
 # If first come first served computes this many times the distinct tokens, it is compared with
 # dfs-weight, for this many requests: dfs-weight looks at all waiting requests before each pass.
@@ -81,17 +81,17 @@ class ServerStats:
     seconds
         From the first arrival to the last answer.
     tpot_ms
-        From the first token of a request to its last, by token. Passes of others are in it.
+        Time from a request's first token to its last, per token. It includes prefills of others.
     attention, prefill
-        Their part of a decode step, and of the time in which the server computes.
+        Attention's part of a decode step, and prefill's part of the server's busy time.
     prompt_tokens, new_tokens
-        Of the requests served, and those that a pass computed.
+        Prompt tokens of the requests served, and the tokens that prefill computed.
     repeats
-        The part of the KV reads of query-centric attention that another request of the step has
-        done, in this server's batches.
+        The part of the KV reads of query-centric attention that repeat a read of another request in
+        the same step.
     kv_tokens
-        Read by an accelerated layer and KV head in all steps: query-centric, distinct, and by
-        packing policy. partials: written, by policy, of one query row.
+        KV tokens that an accelerated layer reads per KV head in all steps: query-centric, distinct,
+        and by packing policy. partials: partials written per query row, by policy.
     overloaded
         Requests wait longer than they are served.
     starved
@@ -207,7 +207,7 @@ def serve(
         for policy in setup.policies:
             reads = clock.pat_reads(*as_read, policy)
             partials[policy] += steps * reads.partials
-            # As a policy, query-centric has the name of a number that is counted anyway.
+            # query-centric is counted above in any case.
             if policy != "query-centric":
                 totals[policy] += steps * reads.tokens
         if watch is not None:
@@ -257,12 +257,12 @@ class WorkloadAnswer:
     default, pat
         At the rate of the trace.
     most
-        Requests per second, by backend, where all requests wait from the beginning.
+        Requests per second, by backend, if all requests wait from the beginning.
     distinct_tokens
-        Of all prompts: what an endless cache would leave to compute.
+        Distinct tokens of all prompts: what prefill would compute with an unlimited cache.
     by_weight
         `most` of pat for the first requests with first come first served and with `dfs-weight`.
-        None if the first computes few tokens more than once, or where the second is no better.
+        None if first come first served repeats little prefill, or if `dfs-weight` is no better.
     """
 
     setup: Setup

@@ -1,9 +1,10 @@
 """The simulated server: SGLang's scheduler over a tree and a clock.
 
-Prefills before decode steps; passes of `chunked_prefill_size` tokens, of which the last prompt is
-cut; admission while the KV pool is expected to suffice; eviction when it is short; retraction when
-that does not help. Prompts of one pass do not see each other: they enter the tree after it. The
-rules are those of SGLang 0.5.23 without its overlap, which begins each batch one step later.
+Prefills run before decode steps. A pass has `chunked_prefill_size` tokens, and its last prompt may
+be cut. Requests are admitted while the KV pool is expected to suffice. If it is short, KV is
+evicted, and if that is not enough, requests are retracted. Prompts of one pass do not see each
+other: they enter the tree after it. The rules are those of SGLang 0.5.23 without its overlap, which
+begins each batch one step later.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from sglang_pat.workload.tree import RadixTree, Tree
 
 SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight")
 
-# SGLang's defaults. The share of its remaining answer that a running request is expected to need
-# of the pool falls from step to step, and rises again when requests had to be retracted.
+# SGLang's defaults. The ratio is the share of its remaining answer for which a running request
+# reserves room in the pool. It falls from step to step, and rises when requests are retracted.
 _NEW_TOKEN_RATIO = 0.7
 _LEAST_NEW_TOKEN_RATIO = 0.7 * 0.14
 _RATIO_DECAY = (_NEW_TOKEN_RATIO - _LEAST_NEW_TOKEN_RATIO) / 600
@@ -65,7 +66,7 @@ class SimulatedRequest:
     Attributes
     ----------
     answer_length, asked
-        Tokens that it gets, and that it asked for.
+        Tokens that the request gets, and tokens that it asked for.
     kv_len
         Tokens whose KV is in the pool: of a running request, as of when the batch last changed.
     """
@@ -119,7 +120,7 @@ def accepted(
     """The requests that SGLang would take.
 
     The model's context and the pool limit a request. A prompt that leaves hardly a token for the
-    answer is refused, a longer answer is cut.
+    answer is refused. An answer that is too long is cut.
 
     Parameters
     ----------
@@ -206,7 +207,7 @@ class SimulatedServer:
     starved
         Seconds of decode steps for which no request waited although more were to come.
     retracted
-        How often a request was put back.
+        Number of times that a request was put back into the queue.
     """
 
     requests: Sequence[SimulatedRequest]
@@ -342,7 +343,7 @@ class SimulatedServer:
         return Prefill(begin, self.now - begin, tuple(admitted))
 
     def _sort_waiting(self) -> None:
-        """The order of admission. Looking at a prefix counts as its use."""
+        """Sort waiting requests into the order of admission. Finding a prefix counts as its use."""
         tree, waiting = self.tree, self._waiting
         policy = self.rules.schedule_policy
         if policy == "lpm" and len(waiting) > _MATCHED_WAITING:
@@ -444,7 +445,7 @@ class SimulatedServer:
             self._waiting.append(request)
             self.retracted += 1
             staying = np.sort(order[leaving:])
-            self.tree.make_room(_RETRACT_STEPS * len(staying))  # as much as can be had
+            self.tree.make_room(_RETRACT_STEPS * len(staying))  # as much as possible
             if self.tree.make_room(self._needed(self._lengths[staying], 1)):
                 break
         decoded = int(generated[staying].sum())

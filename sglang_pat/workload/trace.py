@@ -1,4 +1,4 @@
-"""Trace: requests in order of arrival, their prompts as segments instead of tokens.
+"""Trace: requests in order of arrival, with prompts as segments instead of tokens.
 
 First stage of the simulation. `formats.py` and `generate.py` produce it, `run.py` consumes it.
 """
@@ -133,12 +133,12 @@ class TraceError(ValueError):
         self.reason = reason
 
 
-# Told what is going on, how many requests are done, and of how many.
+# Called with the current activity, the number of requests done, and their total.
 Progress: TypeAlias = Callable[[str, int, int], None]
 
 
 def no_progress(what: str, done: int, of: int) -> None:
-    """The progress of work that nobody watches."""
+    """Report no progress."""
 
 
 class NotReplayed(Exception):
@@ -155,7 +155,7 @@ _HOPELESS = 1000  # malformed lines after which a file that holds little else is
 
 @dataclass(slots=True)
 class TraceErrors:
-    """Notes of a reader: what it has passed over or estimated so far.
+    """What a reader has skipped or estimated so far.
 
     Attributes
     ----------
@@ -172,21 +172,21 @@ class TraceErrors:
     estimated
         Requests whose prompt is text that `usage` does not count.
     counted, by_text
-        Tokens of the prompts that `usage` counts, and what 4 bytes a token would make of them.
+        Tokens of the prompts that `usage` counts, and their estimate at 4 bytes a token.
     bytes_per_token
-        Of all text.
+        Bytes of text per token.
     miscounted
         Requests whose token ids are fewer or more than `usage` counts.
     media
         Images whose tokens are a guess.
     limited
-        Answers that count as long as they were allowed to become: the log has neither.
+        Answers whose length is taken from the request's limit, because the log has no other.
     models
         Requests by the model that they name.
     unknown
         Requests by a key that no table of `request_log.py` has.
     assumed
-        What was read from the lines instead of being known of the format.
+        What was inferred from the lines because the format does not define it.
     """
 
     strict: bool = False
@@ -208,7 +208,7 @@ class TraceErrors:
     keep: int = 10
 
     def add(self, file: str, line: int, reason: str) -> None:
-        """Count a malformed line. Raises it as TraceError if `strict`, or if hardly one is not."""
+        """Count a malformed line. Raise it as TraceError if `strict`, or if nearly all are."""
         error = TraceError(file, line, reason)
         if self.strict:
             raise error

@@ -18,7 +18,7 @@ from sglang_pat.workload.trace import TokenIds
 
 
 class CachedRequest(Protocol):
-    """A request as far as a tree looks at it.
+    """The part of a request that a tree reads.
 
     Attributes
     ----------
@@ -29,7 +29,7 @@ class CachedRequest(Protocol):
     protected
         How many of its tokens the tree holds, locked while it runs. The tree sets it.
     handle
-        The tree's own; None before the tree has seen the request.
+        Set and read by the tree; None before the tree has seen the request.
     """
 
     prompt_length: int
@@ -54,7 +54,7 @@ class Tree(Protocol):
         Up to 0.5.17 a finished request keeps its place until the next decode step is prepared,
         which is after requests are admitted.
     refreshes_waiting
-        Prefixes of waiting requests count as used, now and then.
+        Whether the prefixes of waiting requests regularly count as used.
     """
 
     size: int
@@ -72,7 +72,7 @@ class Tree(Protocol):
     def match(self, request: CachedRequest, length: int) -> int:
         """Find and lock the cached prefix of the first `length` tokens. Returns its length.
 
-        One token at least is left to compute: its output is what the prefill is for.
+        At least one token is left to compute, because prefill must output the next token.
         """
 
     def find(self, request: CachedRequest, length: int) -> int:
@@ -82,10 +82,10 @@ class Tree(Protocol):
         """
 
     def unlock(self, request: CachedRequest) -> None:
-        """Let go of the prefix of a request that is not admitted after all."""
+        """Unlock the prefix of a request that is not admitted after all."""
 
     def make_room(self, num_tokens: int) -> bool:
-        """Evict unused KV until `tokens` tokens are free. Return False if that is not possible."""
+        """Evict unused KV until `num_tokens` tokens are free. Return False if impossible."""
 
     def allocate(self, num_tokens: int) -> None:
         """Allocate whole pages. They must be free."""
@@ -94,7 +94,7 @@ class Tree(Protocol):
         """Put the KV of a request into the tree. Its path ends there from now on."""
 
     def finish(self, request: CachedRequest) -> None:
-        """Put all of a request's KV into the tree, and let go of it."""
+        """Put all of a finished request's KV into the tree, and unlock it."""
 
     def release(self, request: CachedRequest) -> None:
         """Free the KV of a retracted request that is not in the tree, and unlock the rest."""
@@ -156,11 +156,11 @@ class RadixTree:
         return request.protected
 
     def common_prefix(self, tokens: TokenIds) -> int:
-        """Return how many of the first tokens the tree holds, on behalf of no request."""
+        """Return how many of the first tokens the tree holds, without a request or a lock."""
         return self._match(tokens, self._root, 0)[0]
 
     def insert(self, tokens: TokenIds) -> None:
-        """Insert tokens, and take nothing of the pool."""
+        """Insert tokens without taking slots of the pool."""
         self._insert(tokens, len(tokens))
 
     def unlock(self, request: CachedRequest) -> None:

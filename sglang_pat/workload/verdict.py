@@ -13,7 +13,7 @@ from sglang_pat.workload.weights import WeightBytes
 PAYS, MAY_PAY, DOES_NOT_PAY = "pays", "may pay", "does not pay"
 
 TPOT, RATE = "tpot_ms", "requests_per_second"
-# Error of an estimate: as recorded (tests compare), and a guess where no run is recorded.
+# Relative errors of the estimates: from recorded runs (tests compare), and a guess for other GPUs.
 ERRORS = {name: {TPOT: 0.10, RATE: 0.15} for name in ("H100", "H200")}
 _UNCHECKED = {TPOT: 0.25, RATE: 0.25}
 
@@ -51,7 +51,7 @@ class Verdict:
 
 
 def unchecked(time: StepTime) -> list[str]:
-    """Name what no recorded run was compared with."""
+    """Return the properties for which no recorded run was compared."""
     kinds = {layer.kind for layer in time.layers}
     reasons = {
         f"{time.gpu.name} is scaled by its data sheet": time.gpu.name not in ERRORS,
@@ -73,7 +73,7 @@ def verdict(found: WorkloadAnswer, model: str, workload: str) -> Verdict:
     Parameters
     ----------
     model, workload
-        What to call them.
+        Their names in the sentence.
     """
     time, default, pat = found.setup.time, found.default, found.pat
     tpot = {DEFAULT: default.tpot_ms, PAT: pat.tpot_ms}
@@ -97,7 +97,7 @@ def verdict(found: WorkloadAnswer, model: str, workload: str) -> Verdict:
 
 
 def _gains(tpot: dict[str, float], rate: dict[str, float]) -> dict[str, float]:
-    """The part of the time per token that pat saves, and the part of requests that it adds."""
+    """Return the relative gains of pat: in time per token, and in requests per second."""
     return {
         TPOT: round(1 - tpot[PAT] / tpot[DEFAULT], 2) if tpot[DEFAULT] else 0.0,
         RATE: round(rate[PAT] / rate[DEFAULT] - 1, 2),

@@ -96,12 +96,12 @@ class Weights:
     num_experts, experts_per_token
         Of one layer; 1 and 1 without experts.
     vocabulary
-        Of the output head, as many as an embedding has. They are part of `dense`.
+        Parameters of the output head, as many as an embedding has. They are part of `dense`.
     embedding
-        Held beside them: the embedding, unless it is the output head, and the encoders of images
-        and sounds.
+        Parameters held in addition: the embedding, unless it is the output head, and the encoders
+        of images and audio.
     attention
-        Of attention and of states, a part of `dense`.
+        Parameters of attention and of states, which are part of `dense`.
     """
 
     dense: int
@@ -133,7 +133,7 @@ class WeightBytes:
 
 
 def read_weights(config: Mapping[str, Any], layers: Sequence[Layer]) -> Weights:
-    """The parameters of a model. ValueError names a key that is missing or has no sense."""
+    """The parameters of a model. ValueError names a key that is missing or wrong."""
     hidden = positive(config, "hidden_size")
     vocabulary = hidden * positive(config, "vocab_size")
     attention = sum(_mixer(config, layer, hidden) for layer in layers)
@@ -319,7 +319,7 @@ def _mamba(config: Mapping[str, Any], hidden: int) -> int:
 
 
 def _encoders(config: Mapping[str, Any], hidden: int) -> int:
-    """Parameters of the encoders of a multimodal model; 0 of one that is not understood."""
+    """Return the parameters of a multimodal model's encoders. Unknown encoders count as 0."""
     return sum(
         _encoder(each, hidden) for each in config.get("encoders", ()) if isinstance(each, Mapping)
     )
@@ -355,7 +355,7 @@ def _any(config: Mapping[str, Any], *keys: str) -> int:
 def weight_bytes(config: Mapping[str, Any]) -> WeightBytes:
     """Bytes of a parameter, as the checkpoint is quantised.
 
-    2 if the configuration does not say, or says it in a way that is not known here.
+    2 if the configuration does not say, or uses an unknown method.
     """
     quantisation = quantisation_of(config)
     if not quantisation:
