@@ -1,5 +1,5 @@
-// Conversion of one-byte floating-point numbers to fp16: exact, NaN and infinity included; and of floats to them. With
-// ptx.cuh and wgmma.cuh the only file with inline PTX.
+// Conversion of one-byte floating-point numbers to fp16: exact, NaN and infinity included; and of floats to them. Only
+// this file, ptx.cuh and wgmma.cuh have inline PTX.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace pat::fp8 {
 
-// Each byte of the result is the byte of the word that its digit of kSelector names, or 0 for a digit of 4; with 8
-// added to the digit, all bits are that byte's highest.
+// Permutes bytes. Each digit of kSelector says which byte of the word becomes this byte of the result; 4 stands for a
+// byte of 0. If 8 is added to the digit, all bits are the highest bit of that byte.
 template <uint32_t kSelector>
 __device__ __forceinline__ uint32_t permuted(uint32_t bytes) {
   uint32_t result;
@@ -40,7 +40,7 @@ __device__ __forceinline__ uint32_t to_half(uint32_t bytes) {
     // 15: the multiplication makes up for it, for subnormal numbers too.
     const uint32_t placed = (upper & 0x80008000) | (upper >> 1 & 0x3f803f80);
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(halves) : "r"(placed), "r"(0x5c005c00));  // 2^8
-    // NaN, which has become 480: what a carry reaches in 0x7f + 1 is all ones.
+    // NaN has become 480. Only NaN carries in 0x7f + 1, and what the carry reaches is set to all ones.
     const uint32_t carries = (bytes & 0x7f7f7f7f) + 0x01010101;
     halves |= permuted < kPair == 0 ? 0x9988 : 0xbbaa > (carries);
 #endif
@@ -55,8 +55,8 @@ __device__ __forceinline__ uint2 convert(uint32_t bytes) {
 }
 
 #if __CUDA_ARCH__ >= 890
-// Two numbers as bytes, `low` in the lower one, rounded to nearest. Right for magnitudes up to kLargestRounded alone:
-// the instruction makes the largest number of those beyond, and loses the sign of NaN.
+// Two numbers as bytes, `low` in the lower one, rounded to nearest. Correct only for magnitudes up to
+// kLargestRounded: the instruction turns greater ones into the largest number, and loses the sign of NaN.
 template <KvType kType>
 inline constexpr uint32_t kLargestRounded =  // 464, and the last float below 61440
     kType == KvType::kE4m3 ? 0x43e80000 : 0x476fffff;

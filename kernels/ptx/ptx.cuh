@@ -1,5 +1,5 @@
-// The only file with inline PTX: asynchronous copies, mbarriers, matrix instructions, fast math. Each function
-// is one instruction, or one instruction and what it cannot do without.
+// Inline PTX, which only this file, fp8.cuh and wgmma.cuh have: asynchronous copies, mbarriers, matrix instructions,
+// fast math. Each function is one instruction, or one instruction with what it requires.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -27,7 +27,7 @@ __device__ __forceinline__ void copy_async_16(uint32_t shared, const void* globa
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
-// For copies of what is the first to leave the L2 again.
+// The L2 policy for copies of data that should be evicted first.
 __device__ __forceinline__ uint64_t evict_first() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -41,7 +41,7 @@ __device__ __forceinline__ void copy_async_16(uint32_t shared, const void* globa
                : "memory");
 }
 
-// The first one where `valid`, else 16 bytes of zeros; `global` must be a valid address either way.
+// Copies 16 bytes if `valid`, else writes 16 bytes of zeros; `global` must be a valid address either way.
 __device__ __forceinline__ void copy_async_16_or_zero(uint32_t shared, const void* global,
                                                       bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
@@ -64,8 +64,8 @@ __device__ __forceinline__ void store_shared_16(uint32_t address, const uint4& v
                : "memory");
 }
 
-// Makes shared memory, as far as this thread knows that its copies or stores have ended, visible to matrix instructions
-// that read it there.
+// Makes shared memory visible to matrix instructions that read it there: what this thread has stored, and copies whose
+// end it has waited for.
 __device__ __forceinline__ void fence_shared_memory() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -85,7 +85,7 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Barriers that this thread has set up are so for what copies by tensor maps do to them. From 9.0 on.
+// Makes the barriers that this thread has initialised visible to copies by tensor maps. From compute capability 9.0 on.
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -99,7 +99,7 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
       : "memory");
 }
 
-// For so many at once. From compute capability 9.0 on.
+// Arrives kArrivals times at once. From compute capability 9.0 on.
 template <int kArrivals>
 __device__ __forceinline__ void barrier_arrive_for(uint32_t barrier) {
   asm volatile(
@@ -140,7 +140,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       ".reg .pred done;\n"
       "wait:\n"
       "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-      "@done bra finished;\n"  // not .uni: the lanes of a warp may see the phase end apart
+      "@done bra finished;\n"  // not .uni: lanes of a warp may see the phase end at different times
       "bra wait;\n"
       "finished:\n"
       "}" ::"r"(barrier),
@@ -177,13 +177,13 @@ __device__ __forceinline__ void named_barrier_arrive() {
 
 // --- tensor maps ---
 
-// Bytes that copies will bring, for which the present phase of a barrier waits.
+// Lets the present phase of a barrier wait for copies of this many bytes.
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
-// The box at (column, row) of what a tensor map describes.
+// Copies the box at (column, row) of what a tensor map describes.
 __device__ __forceinline__ void copy_box(uint32_t shared, const void* map, int column, int row,
                                          uint32_t barrier) {
   asm volatile(
@@ -203,7 +203,7 @@ __device__ __forceinline__ void copy_box(uint32_t shared, const void* map, int c
 
 // --- registers ---
 
-// From here on, a thread of this warpgroup has so many registers: all its warps must call it.
+// From here on, each thread of this warpgroup has kRegisters registers. All of its warps must call it.
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -215,7 +215,7 @@ __device__ __forceinline__ void setmaxnreg_dec() {
 
 // --- programmatic dependent launch ---
 
-// Waits until the kernels that this launch depends on have finished. Nothing on a plain launch.
+// Waits until the kernels that this launch depends on have finished. Does nothing on a plain launch.
 __device__ __forceinline__ void wait_for_dependencies() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

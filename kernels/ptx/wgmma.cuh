@@ -1,5 +1,5 @@
 // Warpgroup matrix instructions of Hopper (sm_90a): 64 rows at once, the right-hand side straight from shared
-// memory, read once for all four warps. With ptx.cuh and fp8.cuh the only file with inline PTX.
+// memory, read once for all four warps. Only this file, ptx.cuh and fp8.cuh have inline PTX.
 //
 // The left-hand side comes from registers, in the layout of ptx::Fragment; accumulators have the layout of
 // mma.m16n8k16, warp w of the warpgroup holding rows 16 w to 16 w + 15.
@@ -23,7 +23,7 @@ struct Operand {
   __device__ __forceinline__ explicit Operand(uint32_t address)
       : low((address >> 4) + (kLeadingBytes >> 4 << 16)) {}
 
-  // Descriptor of the part that begins `offset` bytes behind.
+  // Descriptor of the part that begins `offset` bytes after the start.
   __device__ __forceinline__ uint64_t at(uint32_t offset) const {
     constexpr uint32_t kSwizzle128 = 1u << 30;
     return uint64_t{kSwizzle128 | kStrideBytes >> 4} << 32 | (low + (offset >> 4));
@@ -54,7 +54,7 @@ __device__ __forceinline__ void tie(float (&acc)[kTiles][4]) {
   }
 }
 
-// Hides what an address is: what follows from it is computed again, where registers are too few to keep it.
+// Hides an address from the compiler, so that values derived from it are computed again and do not occupy registers.
 __device__ __forceinline__ uint32_t computed_again(uint32_t address) {
   asm volatile("" : "+r"(address));
   return address;
@@ -112,7 +112,8 @@ __device__ __forceinline__ void multiply_keys(float (&acc)[4][4], const ptx::Fra
   }
 }
 
-// acc[64 x keys] (+)= a[64x16] * b[16 x keys] of T, both from shared memory. `a`, `b` and `predicate`: their placeholders.
+// acc[64 x keys] (+)= a[64x16] * b[16 x keys] of T, both from shared memory. `a`, `b` and `predicate`: their
+// placeholders.
 #define PAT_MULTIPLY_SHARED_KEYS(type, keys, tiles, left, right, predicate)                     \
   asm volatile(                                                                                 \
       "{\n"                                                                                     \
