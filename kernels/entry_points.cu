@@ -27,7 +27,7 @@ using Element = PAT_ELEMENT;
 using Dims = HeadDims<PAT_HEAD_DIM, PAT_V_HEAD_DIM, KvType::PAT_KV_TYPE,
                       kLatentTokens<KvType::PAT_KV_TYPE>, kQueryTerms<Element>>;
 using Partial = ComputeType<Element, Dims>;
-// Latent attention has a second body where the first one has tiles of more rows than most plans without sharing need.
+// Latent attention has a second body if tiles of the first have more rows than most plans without sharing need.
 constexpr bool kHasTwoBodies = kHasLatentWgmma<Dims>;
 using FewRows = HeadDims<PAT_HEAD_DIM, PAT_V_HEAD_DIM, KvType::PAT_KV_TYPE, kStageTokens>;
 constexpr int kSharedBytes =

@@ -10,7 +10,7 @@ namespace pat {
 
 inline constexpr int kGatherThreads = 256;
 
-// With kGatherThreads threads. Spans along x, chunks of a span along y; both strided, so that any grid is right.
+// Runs with kGatherThreads threads: spans along x, chunks of a span along y, both strided, so that any grid is right.
 __device__ __forceinline__ void gather_slots(const GatherParams& params) {
   const int num_spans = params.plan.header->num_gather_spans;
   for (int i = blockIdx.x; i < num_spans; i += gridDim.x) {

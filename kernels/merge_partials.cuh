@@ -1,10 +1,11 @@
 // merge_partials: the second kernel of a decode step. Requests whose KV was read in several pieces get the
 // LSE-weighted sum of their partials.
 //
-// Rows are (request, query head) pairs, dealt out one by one: row r belongs to CTA r % gridDim.x, so a few rows
-// occupy as many CTAs. Of long outputs, a row is some of the columns of such a pair. One warp sums a row of few
-// partials. All warps of a CTA share a row of many: each takes a contiguous part, and one combines the parts in shared
-// memory. Parts and orders depend on the number of partials alone, so the result does not depend on the launch.
+// Rows are (request, query head) pairs, dealt out one by one: row r belongs to CTA r % gridDim.x, so each of a few
+// rows has its own CTA. If outputs are long, a row is only some of the columns of such a pair. One warp sums a row with
+// few partials. All warps of a CTA share a row with many: each takes a contiguous part, and one warp combines the parts
+// in shared memory. The parts and their order depend on the number of partials alone, so the result does not depend on
+// the launch.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +21,7 @@ namespace pat {
 
 inline constexpr int kMergeWarps = 16;
 inline constexpr int kMergeCtasPerSm = 2;
-// A row of up to this many partials is one warp's: at most two rounds of loads; more, where rows are many.
+// One warp sums a row of up to this many partials: in at most two rounds of loads, or in more if there are many rows.
 template <int kColumns>
 inline constexpr int kWarpPartials = kColumns > 256 ? 48 : 12;
 // Partials that make another warp worthwhile in a row of more.
@@ -30,7 +31,7 @@ inline constexpr int kPartPartials = 6;
 template <int kFew>
 struct Few {};
 
-// Waits for pack_decode, and lets the successor start. false: the CTA has none of the rows.
+// Waits for pack_decode, and lets the successor start. Returns false if the CTA has no row.
 //
 // In a graph, the grid is that of the largest plan. CTAs without rows make room for the successor at once. But the
 // first one waits in any case: pack_decode must have ended when this kernel ends, which is all that the successor
@@ -39,15 +40,15 @@ __device__ __forceinline__ bool wait_for_partials(int num_rows) {
   const bool has_rows = static_cast<int>(blockIdx.x) < num_rows;
   if (!has_rows && blockIdx.x > 0) return false;
   if (num_rows == 0) ptx::launch_dependents();
-  // Only now: the plan was there before pack_decode began, the partials are what it writes.
+  // Waits only now: the plan was complete before pack_decode began, but pack_decode writes the partials.
   ptx::wait_for_dependencies();
   if (!has_rows) return false;
   ptx::launch_dependents();
   return true;
 }
 
-// With kMergeWarps warps. T, Partial: of outputs and partials. kScales: the partials do not have the scale of the
-// values in them yet. kSinks: the layer has attention sinks.
+// Runs with kMergeWarps warps. T, Partial: types of outputs and of partials. kScales: the partials have not been
+// multiplied with the scale of the values yet. kSinks: the layer has attention sinks.
 template <typename T, typename Partial, int kColumns, bool kScales, bool kSinks>
 __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
   using Sum = PartialSum<Partial, kMergeColumns<kColumns>, kColumns, kSinks>;
@@ -70,11 +71,11 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
   if (blockIdx.x == 0 && threadIdx.x == 0 && __ldcg(params.partials_owner) != params.launch_tag) {
     __trap();  // another graph, on another stream, writes the partials that this one is about to read
   }
-  // Several rounds at once, if the CTA's rows have few partials each: one has few loads to wait for. Rounds are as many
-  // in every warp.
+  // If the CTA's rows have few partials each, several rounds run at once, because one has too few loads in flight. All
+  // warps have the same number of rounds.
   int first_own = blockIdx.x;
   const auto merge_few = [&]<int kFew>(Few<kFew>) {
-    constexpr int kMost = kMergeSlices<kColumns> > 1 ? 2 : 4;  // by registers
+    constexpr int kMost = kMergeSlices<kColumns> > 1 ? 2 : 4;  // limited by registers
     constexpr int kRows = std::max(std::min(Sum::kInFlight / kFew, kMost), 1);
     if constexpr (kRows == 1) return false;
     MergeRow rows[kRows];
@@ -137,7 +138,7 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
     if (__syncthreads_or(is_long)) {
       if (lane == 0) shared_rows[warp] = is_long ? row : MergeRow{};
       __syncthreads();
-      // So many warps have a row.
+      // The number of warps that have a row.
       num_turns = min(kMergeWarps, (num_rows - first_own - 1) / static_cast<int>(gridDim.x) + 1);
     }
 #pragma unroll 1

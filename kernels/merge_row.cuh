@@ -8,7 +8,7 @@
 
 namespace pat {
 
-// Columns of a row, of outputs of so many.
+// Columns of a row, for outputs of kColumns columns.
 template <int kColumns>
 inline constexpr int kMergeColumns = kColumns > 256 ? 128 : kColumns;
 template <int kColumns>
@@ -41,7 +41,7 @@ struct MergeRow {
   }
 };
 
-// A row's output and LSE: 0 and -inf where all partials are empty, NaN where a weight is. T: of the output.
+// A row's output and LSE: 0 and -inf if all partials are empty, NaN if a weight is NaN. T: type of the output.
 template <typename T, bool kScales, int kColumns, typename Sum>
 __device__ __forceinline__ void store_sum(const DecodeParams& params, const Sum& sum,
                                           const MergeRow<kColumns>& row, float v_scale, int lane) {

@@ -1,4 +1,4 @@
-// The online softmax over the partials of a row, in one warp: loads them, adds them up by their LSEs, and adds parts.
+// The online softmax over the partials of a row, in one warp. It loads and sums them, and combines parts.
 #pragma once
 
 #include <cmath>
@@ -15,9 +15,9 @@ struct PartialRow {
   int num_heads;  // rows from one partial to the next
 };
 
-// Weighted sum of some partials of a row, in a warp. kStride: from one output to the next. kLanes lanes hold a row,
-// kVectors times 4 columns each. Where that is half the warp, each half takes every other partial; lanes that are left
-// over do what the first ones do.
+// Weighted sum of some partials of a row, in a warp. kStride: elements from one output to the next. kLanes lanes hold a
+// row, kVectors times 4 columns each. Where that is half the warp, each half takes every other partial; surplus lanes
+// do the same as the first ones.
 template <typename T, int kColumns, int kStride, bool kSinks>
 struct PartialSum {
   static constexpr int kVectors = (kColumns + 127) / 128;
@@ -32,8 +32,8 @@ struct PartialSum {
   float weight = 0.f;          // sum of exp(LSE - maximum)
   float4 columns[kVectors]{};  // not yet divided by `weight`; kLanes * 4 columns apart
 
-  // Partials [begin, end). Past L1: its lines may be older than what the predecessor, which may still have been
-  // running when this kernel was launched, has written.
+  // Sums partials [begin, end). Loads bypass L1: the predecessor may still have been running when this kernel was
+  // launched, so that lines of L1 may be older than what it has written.
   __device__ __forceinline__ static PartialSum of(const PartialRow<T>& row, int begin, int end,
                                                   int lane) {
     PartialSum sum;
@@ -68,7 +68,7 @@ struct PartialSum {
     return sum;
   }
 
-  // The same of several rows with up to kFew partials each, to the same bits. counts: 0 for none.
+  // The same for several rows with up to kFew partials each, with the same bits. counts: partials of each row, maybe 0.
   template <int kFew, int kRows>
   __device__ __forceinline__ static void of_few(PartialSum (&sums)[kRows],
                                                 const PartialRow<T> (&rows)[kRows],
@@ -119,14 +119,14 @@ struct PartialSum {
     return sum;
   }
 
-  // One more partial, of value 0.
+  // Adds one more partial, whose value is 0.
   __device__ __forceinline__ void add_sink(float sink) {
     raise(sink);
     weight += ptx::exp2((sink - shift()) * kLog2E);
   }
 
  private:
-  // Subtrahend of LSEs: not -inf, from which nothing can be subtracted, where all partials are empty.
+  // What to subtract from LSEs: the maximum, but 0 if all partials are empty, because -inf - -inf is NaN.
   __device__ __forceinline__ float shift() const { return maximum == -INFINITY ? 0.f : maximum; }
 
   __device__ __forceinline__ void raise(float latest) {

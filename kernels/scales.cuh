@@ -23,7 +23,7 @@ struct KvScales {
 
 template <>
 struct KvScales<true> {
-  float key;  // beside what logit_scale has of the host
+  float key;  // in addition to the host's part in logit_scale
   float values;
 
   // After wait_for_dependencies().

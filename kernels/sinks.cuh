@@ -1,4 +1,4 @@
-// Attention sinks: a logit per query head, which no value belongs to, in the denominator of every row. It is added
+// Attention sinks: one more logit per query head, without a value, in the denominator of every row. It is added
 // to a row's complete sum: where the row is stored directly, or where its partials are merged; never to a partial.
 #pragma once
 

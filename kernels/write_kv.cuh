@@ -1,9 +1,10 @@
-// write_kv: keys and values of a step's new tokens into their slots of the KV cache: as they are, or into a cache of
-// one-byte numbers scaled and rounded. In latent attention, the first columns of a row and the others take their places. The bytes are those of SGLang's pool, which has a store of its own for that, and
-// before it up to four kernels of torch that scale and round.
+// write_kv: writes keys and values of a step's new tokens into their slots of the KV cache: unchanged, or scaled and
+// rounded into a cache of one-byte numbers. In latent attention, the "keys" are the first columns of a row, and the
+// "values" are the others. The bytes are those that SGLang's pool writes by a store kernel, after up to four kernels of
+// torch that scale and round.
 //
-// Such a small kernel costs its start. So the code that runs is short: keys and values share it where they have
-// as many columns, and what is rare (numbers too large, NaN) is behind a branch.
+// The time of such a small kernel is mostly its start. So the code that runs is short: keys and values share it if they
+// have equally many columns, and rare cases (numbers too large, NaN) are behind a branch.
 #pragma once
 
 #include <type_traits>
@@ -17,9 +18,9 @@
 namespace pat {
 
 inline constexpr int kWriteThreads = 128;
-inline constexpr int kWriteColumns = 8;  // of a thread: 16 bytes in, as many or 8 out
+inline constexpr int kWriteColumns = 8;  // per thread: it reads 16 bytes, and writes 16 or 8
 
-// Scaled, and rounded to T again, in which torch computes.
+// Scales numbers and rounds them to T again, as torch does, which computes in T.
 template <typename T>
 __device__ __forceinline__ void apply_scale(float (&numbers)[kWriteColumns], ScaleUse use,
                                             float scale) {
@@ -67,7 +68,7 @@ __device__ __forceinline__ uint2 to_bytes(const float (&numbers)[kWriteColumns],
   return make_uint2(words[0], words[1]);
 }
 
-// Eight numbers, given as pairs of T, as bytes.
+// Converts eight numbers, given as pairs of T, to bytes.
 template <typename T, KvType kType>
 __device__ __forceinline__ uint2 scaled_bytes(const uint4& columns, ScaleUse use, float scale,
                                               uint32_t overflow) {
@@ -83,15 +84,14 @@ __device__ __forceinline__ uint2 scaled_bytes(const uint4& columns, ScaleUse use
   return to_bytes<kType>(numbers, overflow);
 }
 
-// Chunk `chunk` of a token's heads, into its slot.
+// Writes chunk `chunk` of a token's heads into the token's slot.
 template <typename T, KvType kType, int kColumns>
 __device__ __forceinline__ void write_chunk(const WriteParams& params, const NewRows& rows,
                                             uint32_t token, uint32_t chunk) {
   constexpr int kChunks = kColumns / kWriteColumns;
   static_assert(kChunks * kWriteColumns == kColumns);
   constexpr bool kAsTheyAre = kType == KvType::kAsQueries;
-  // Past L1, as all that the predecessor may have written: it may still have been running when this kernel was
-  // launched.
+  // Bypasses L1, because the predecessor may still have been writing the slots when this kernel was launched.
   const int64_t slot = load_index_past_l1(params.slots, token);
   const T* const source = static_cast<const T*>(rows.source) + token * rows.token_stride +
                           chunk / kChunks * rows.head_stride + chunk % kChunks * kWriteColumns;
@@ -109,8 +109,8 @@ __device__ __forceinline__ void write_chunk(const WriteParams& params, const New
   }
 }
 
-// With kWriteThreads threads, one per chunk of a token's keys and values. A token has a column of the grid: which token
-// a thread has must not take a division.
+// With kWriteThreads threads, one per chunk of a token's keys and values. Each token has a column of the grid, so that
+// a thread finds its token without a division.
 template <typename T, typename Dims>
 __device__ __forceinline__ void write_kv(const WriteParams& params) {
   // Waits first: pack_decode reads its plan before it waits for this kernel, and may then begin as soon as all that
