@@ -1,4 +1,4 @@
-"""The parser of every command and benchmark, and the types of its numbers: each has two bounds.
+"""The parser of every command and benchmark, and argparse types of bounded numbers.
 
 Files are in `output_file.py`.
 """
@@ -57,7 +57,7 @@ def bounded(error: object) -> str:
 def fail(command: str, error: object, status: int = 2) -> int:
     """Print one line that says why a command ends, and return its exit status.
 
-    command: empty for what all commands do.
+    command: empty for an error that belongs to no single command.
     """
     name = f"sglang-pat {command}: error" if command else "sglang-pat"
     print(f"{name}: {bounded(error)}", file=sys.stderr)

@@ -4,8 +4,8 @@ Two starts of SGLang's server and the batches between take two to five minutes. 
 unless `--weights` is given: the time of a token does not depend on them. If it is stopped, what has
 been measured is shown and kept.
 
-pat comes second: on a new machine the first start also compiles modules of SGLang's own, and a GPU
-that has become warm is no faster.
+pat comes second. On a new machine, the first start also compiles modules of SGLang. A warm GPU is
+no faster, so the second server gains nothing by the order.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             _conclude(arguments, gpus, measured, "interrupted")
             return 130
-        except SystemExit:  # told to end, by somebody to whom it took too long
+        except SystemExit:  # on SIGTERM, perhaps after a timeout
             _conclude(arguments, gpus, measured, "told to end")
             raise
     return 0 if _conclude(arguments, gpus, measured, failure) else 1
@@ -163,7 +163,7 @@ def _refuse(error: object) -> int:
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
-    """ValueError for what the servers would refuse, or what would spoil the comparison."""
+    """Raise ValueError for options that servers refuse, or that would spoil the comparison."""
     if arguments.weights and arguments.model in MODEL_NAMES:
         raise ValueError(f"--weights: {arguments.model} has none; allowed: with a model's folder")
     check_server_options(arguments)
@@ -183,7 +183,7 @@ def _cases(arguments: argparse.Namespace) -> dict[str, Case]:
 def _measure(
     arguments: argparse.Namespace, model: Any, folder: Path, measured: dict[str, Measured]
 ) -> None:
-    """Both servers; the first one decides how large the cases are."""
+    """Measure both servers. The first one decides how large the cases are."""
     from sglang_pat.bench import comparison
 
     given = {

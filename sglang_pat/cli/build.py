@@ -104,7 +104,7 @@ def _build(arguments: argparse.Namespace, source: str, words: list[str]) -> int:
 
     try:
         cache = arguments.cache or kernel_cache.default_cache()
-        if not os.path.exists(cache):  # one that exists may be complete, and need not be written
+        if not os.path.exists(cache):  # an existing cache may be complete and read-only
             kernel_cache.make_folder(cache)
     except (ValueError, kernel_cache.KernelCacheError) as error:
         return _fail(2, _advised(error, arguments))
@@ -154,7 +154,7 @@ def _has_kernels(
 
 
 def _check_alone(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for an option that must not be given with --model, which decides it."""
+    """Raise ValueError for an option whose value --model decides."""
     for name in ("dtype", "kv_dtype", "head_dim"):
         if getattr(arguments, name):
             raise ValueError(f"--{name.replace('_', '-')}: allowed: without --model, which says it")
@@ -188,7 +188,7 @@ def _needs_of(model: str, source: str, words: list[str]) -> KernelNeeds | int:
 
 
 def _advised(error: Exception, arguments: argparse.Namespace) -> str:
-    """Word an error. Its advice is about `--cache` where that was given."""
+    """Return the message of an error. If `--cache` was given, its advice names that option."""
     from sglang_pat.executors.kernel_cache import ANOTHER_FOLDER
 
     if arguments.cache is None:

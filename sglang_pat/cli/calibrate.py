@@ -1,7 +1,7 @@
 """`sglang-pat calibrate`: fit the planner's cost model to the GPU of this machine.
 
 Takes less than a minute. Every server that is started later with the same GPU, driver and kernels
-reads the result. Each kind of layer has costs of its own: `plain`, `latent` (MLA) and `latent-fp8`.
+reads the result. Each kind of layer has separate costs: `plain`, `latent` (MLA) and `latent-fp8`.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ def run(arguments: argparse.Namespace) -> int:
         kinds = {PLAIN: None}
     measured: dict[str, Sequence[Measurement]] = {}
     statuses = []
-    for kind in kinds:  # each is kept before the next one, which may fail
+    for kind in kinds:  # each is saved before the next one, which may fail
         try:
             report = print if arguments.verbose else lambda _: None
             measured[kind] = calibration.measure(report, kind)
-            if arguments.samples is not None:  # before the fit: a bad one is when they are wanted
+            if arguments.samples is not None:  # before the fit: samples are needed most if it fails
                 arguments.samples.write_text(calibration.samples_json(machine, measured))
         except calibration.CalibrationError as error:
             statuses.append(_fail(1, f"{kind}: {error} Its file was not changed."))

@@ -48,16 +48,16 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "check that pat is as close to a model as the present attention backend is"
 MAX_RUNNING_REQUESTS = 24
-CHUNK_TOKENS = 256  # of prefill: few, so that prompts are cut; any page divides them
+CHUNK_TOKENS = 256  # of prefill: small, so that prompts are cut; a multiple of any page size
 ENVIRONMENT = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"}  # admitted as if answers were short
 LEAST_CONTEXT = 4 * CHUNK_TOKENS  # the longest generated prompt has two chunks and a prefix
 _CPU_BACKEND = "torch_native"  # SGLang's default needs a CPU with AMX
 _GPU_REFERENCE = "triton"  # serves nearly every model
-_SHARE_OF_CONTEXT = 4  # that the longest shared prefix may have
+_SHARE_OF_CONTEXT = 4  # the longest shared prefix has at most this part of the context
 
 
 class _Served(NamedTuple):
-    """Answers of one server, with its own account of itself."""
+    """Answers of one server, and its server info."""
 
     replies: list[Reply]
     retractions: int
@@ -176,7 +176,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _prepare(arguments: argparse.Namespace) -> tuple[ComparedModel, str, list[Asked]]:
     """Check the input.
 
-    Returns the model, the type that SGLang may be left to choose, and the requests. ValueError,
+    Returns the model, the dtype that SGLang would choose, and the requests. ValueError,
     RuntimeError and OSError name what is wrong.
     """
     file = config_file(arguments.model)
@@ -234,7 +234,7 @@ def _chosen_dtype(config: Any) -> str:
 
 
 def _resolved(chosen: str, info: dict[str, Any]) -> str:
-    """Return the type that the server has run, by its own account where it names one."""
+    """Return the dtype that the server has run: the one in its info, or else the chosen one."""
     named = {"half": "float16", "float": "float32", "auto": chosen}
     dtype = str(info.get("dtype", "auto")).removeprefix("torch.")
     return named.get(dtype, dtype)

@@ -1,6 +1,6 @@
 """`sglang-pat doctor`: check that everything pat needs is here, and say what to do if not.
 
-A check never raises: what goes wrong is what it reports. torch and SGLang may be missing or broken,
+A check never raises: it reports what goes wrong. torch and SGLang may be missing or broken,
 so they are imported by the checks, not by this module.
 """
 
@@ -51,7 +51,7 @@ _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report. advice: what to do about it; empty where nothing is to be done."""
+    """One line of the report. advice: what to do about it; empty if there is nothing to do."""
 
     topic: str
     status: Status
@@ -280,7 +280,7 @@ def check_self_test() -> Check:
 
 
 def import_failed(error: Exception) -> Check:
-    """The check in place of all that need SGLang, where it cannot be imported."""
+    """Return the check that replaces those that need SGLang, if it cannot be imported."""
     return Check(
         "import of SGLang",
         "failed",
@@ -314,7 +314,7 @@ def check_packages() -> Check:
 
 
 def check_scheduler() -> Check:
-    """The compiled half of the package."""
+    """Check that the compiled scheduler can be imported."""
     try:
         from sglang_pat._scheduler import TILE_TABLE
     except ImportError as error:
@@ -521,7 +521,7 @@ def _size(folder: Path) -> int:
 
 
 def check_sglang() -> Check:
-    """Its version."""
+    """Check the version of SGLang."""
     supported = ", ".join(support.SGLANG_VERSIONS)
     try:
         found = version("sglang")

@@ -50,7 +50,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first position of a request where the runs disagree. None: that output had ended."""
+    """The first position where the runs differ. A token is None if that output had ended."""
 
     request: int
     position: int
@@ -195,7 +195,7 @@ class DemoReport:
 
 
 def show_answers(requests: Sequence[DemoRequest], tokens: Sequence[Sequence[int]]) -> None:
-    """The questions that end the first prompts, and pat's answers in words."""
+    """Print the questions at the end of the first prompts, and pat's answers as text."""
     words = Words()
     table = Table(title="what the model answered", show_lines=True)
     table.add_column("end of the prompt")

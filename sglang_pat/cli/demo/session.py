@@ -1,4 +1,4 @@
-"""Runs a command so that Ctrl-C ends it with all that it has started, and nothing is left behind.
+"""Runs a command so that Ctrl-C ends it and all processes that it has started.
 
 An SGLang engine is several processes. A terminal sends Ctrl-C to each of them, and each would print
 a traceback. Here the command gets a session of its own, which Ctrl-C does not reach. This process
@@ -111,7 +111,7 @@ def _shared_memory_of(session: int) -> set[int]:
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise SystemExit, so that what is to be cleaned up is."""
+    """Let SIGTERM and SIGHUP raise SystemExit in this context, so that cleanup runs."""
 
     def stop(number: int, frame: object) -> None:
         sys.exit(128 + number)
@@ -126,7 +126,7 @@ def _signals_raise() -> Iterator[None]:
 
 @contextmanager
 def _deaf_to_ctrl_c() -> Iterator[None]:
-    """A second Ctrl-C does not interrupt the cleaning up after the first."""
+    """Ignore Ctrl-C in this context, so that a second one does not interrupt the cleanup."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
