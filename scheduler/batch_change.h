@@ -1,4 +1,4 @@
-// The places of a batch's requests in the batch before. The address of a request identifies it.
+// The places of a batch's requests in the previous batch. The address of a request identifies it.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace pat {
 using Request = const void*;
 
 struct BatchChange {
-  // Per request: its place in the batch before if it was there and has not moved, otherwise -1.
+  // Per request: its place in the previous batch if it was there and has not moved, otherwise -1.
   std::vector<int32_t> kept;
   int32_t num_joined = 0;
   int32_t num_left = 0;

@@ -1,4 +1,4 @@
-// PAT_CHECK: input checks that name the offending value. Throws std::invalid_argument (ValueError in Python).
+// PAT_CHECK: an input check that names the offending value. It throws std::invalid_argument (ValueError in Python).
 #pragma once
 
 #include <sstream>

@@ -1,4 +1,4 @@
-// The cost models of packing and of the KV split, each with a unit of its own, and their values for GPUs.
+// The cost models of packing and of the KV split, each with its own unit, and their values for GPUs.
 #pragma once
 
 #include <array>
@@ -87,7 +87,7 @@ struct CostModel {
   }
 };
 
-// Costs for GPUs: those of the first whose name is part of the device's. Measured ones are fitted to runs of
+// Costs for GPUs. The first entry whose name is part of the device's name applies. Measured ones are fitted to runs of
 // `sglang-pat calibrate` on this GPU, the others are estimates from its bandwidths.
 struct ShippedCosts {
   std::string_view gpu;

@@ -27,8 +27,8 @@ struct UpdateCounts {
 };
 
 // Goes from the batch `before`, whose paths the forest has, to `now`. Reads the paths of requests that joined or moved.
-// If these show that the tree has split nodes of kept paths, reads those paths again; if they only make a split
-// possible, one path per possibly split node. These may show more splits. The third time, reads all paths.
+// If these paths show that the tree has split nodes of kept paths, reads those paths again. If they only make a split
+// possible, reads one path per node that may be split. These may show more splits; the third time, reads all paths.
 //
 // Returns nothing if the batches are equal and no request moved. Does not use the spans after the first call of the
 // reader. Throws what the reader and PrefixForest::update() throw; the next update must then be from an empty batch.

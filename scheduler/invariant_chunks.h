@@ -2,8 +2,8 @@
 //
 // The order of the sums in a request's result, and so each of its bits, depends on the request's length alone. Its KV
 // is cut at the boundaries of the ChunkGrid and nowhere else, and each chunk is one partial. Within a chunk, steps
-// begin at multiples of ChunkGrid::kStepTokens. Other requests in the work item change nothing, because a step that is
-// not for a row leaves the row as it is.
+// begin at multiples of ChunkGrid::kStepTokens. Other requests in the work item change nothing, because a row ignores
+// the steps of other rows.
 #pragma once
 
 #include <cstdint>
@@ -66,7 +66,7 @@ class InvariantChunks {
                 int32_t first, int32_t end, Packing& packing, Split& split);
   int32_t span_of(const PrefixForest& forest, int32_t node, int32_t kv_begin, int32_t kv_end,
                   int32_t request, Packing& packing);
-  // Makes tickets that shrink with the work that is left. Shared work is drawn among private work, as in
+  // Makes tickets that shrink with the work that is left. Shared and private work are interleaved, as in
   // GuidedSelfScheduling.
   void assign_tickets(Split& split) const;
 

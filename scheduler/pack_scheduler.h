@@ -55,16 +55,16 @@ class PackScheduler {
   explicit PackScheduler(const SchedulerConfig& config);
 
   // Builds a plan for the requests of a forest, which is arranged for it. With a window, it is a plan of the rows of a
-  // WindowCut. Throws std::invalid_argument on bad input, and std::length_error if the plan is too large for its format.
-  // The last plan then stays in force.
+  // WindowCut. Throws std::invalid_argument on bad input, and std::length_error if the plan is too large for its
+  // format. The last plan then stays in force.
   void plan(PrefixForest& forest, std::span<const int32_t> seq_lens);
-  // The same for paths that are in no forest.
+  // The same, for paths that are not in a forest.
   void plan(const PathsView& paths, std::span<const int32_t> seq_lens);
 
   // Whether the last plan is right and still balanced for the same batch at these lengths: every request is at least as
-  // long as when it was planned, and at most growth_tokens longer, or fewer where few requests are cut into short pieces
-  // (Split::balanced_growth). A request without a private range must not grow,
-  // because no work item would read its new tokens.
+  // long as when it was planned, and at most growth_tokens longer, or fewer where few requests are cut into short
+  // pieces (Split::balanced_growth). A request without a private range must not grow, because no work item would read
+  // its new tokens.
   LengthCheck check_lengths(std::span<const int32_t> seq_lens) const;
 
   // How many tokens every request may grow from these lengths, which the last plan serves, until it no longer does or
@@ -130,7 +130,7 @@ struct PlanBounds {
 
 // Throws std::invalid_argument if max_requests or num_workers is out of range, or the bounds exceed int32.
 PlanBounds plan_bounds(int32_t max_requests, int32_t num_workers, const TileSelection& tiles);
-// The same of batch-invariant plans, for requests of up to `max_seq_len` tokens.
+// The same for batch-invariant plans, with requests of up to `max_seq_len` tokens.
 PlanBounds invariant_plan_bounds(int32_t max_requests, int32_t max_seq_len);
 
 }  // namespace pat

@@ -20,7 +20,7 @@ namespace pat {
 enum class Policy {
   kMemory,  // runs of neighbours in the tree, cut where that moves the fewest bytes: SubtreeTiler
   kPaper,  // PAT's Algorithm 1 as printed: a child takes its parent's range along where 4 * requests >= its length
-  kCompute,  // FastTree's cost model: where tiles are padded less, and partials avoided
+  kCompute,  // FastTree's cost model: merges if that saves padding of tiles, and partials
   kPerNode,  // never: every forest node is a pack of its own
   kQueryCentric,  // always: every request reads its whole KV alone, as decode attention without packing does
 };
@@ -50,8 +50,8 @@ class Packer {
   // Every policy but `memory` is PAT's Algorithm 1 (section 5.1), generalised to any group size and to packs of several
   // tiles: one decision per edge, parents before children, in time linear in nodes, edges and packed requests.
   //
-  // In very deep trees the result may exceed kMaxPacksPerRequest. pack() then repeats it with partials at two, four,
-  // ... times the price until it does not, so the edges that cost most leave first.
+  // In very deep trees the result may exceed kMaxPacksPerRequest. pack() then doubles the price of partials and
+  // repeats, until the limit holds. So the edges that cost most leave first.
   //
   // Throws std::length_error if int32 cannot count the requests of all packs, or their shared slots.
   void pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out);
@@ -63,7 +63,7 @@ class Packer {
     int32_t remaining;  // requests still in the node's pack
     int32_t cursor;     // next free place in the pack's run of Packing::requests
     int32_t below;      // holders that also hold a child; they come first
-    int32_t passed;     // first holders that emit_requests() has handled
+    int32_t passed;     // how many of the first holders emit_requests() has handled
     bool left_parent;   // merged into its parent: its requests are not in the parent's pack
   };
 

@@ -240,7 +240,7 @@ void PrefixForest::drop_outdated(std::vector<int32_t>& dropped) {
   }
 }
 
-// One request for each suspect node that still has one.
+// Chooses one request for each suspect node that still has requests.
 void PrefixForest::choose_suspects(std::vector<int32_t>& suspects) {
   ++num_passes_;
   for (size_t request = 0; request < last_node_.size(); ++request) {
