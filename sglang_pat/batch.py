@@ -193,7 +193,7 @@ def _checked_nodes(
     if nodes.dtype == np.int64 and nodes.ndim == 2 and nodes.shape[1] == 3:
         positions = nodes[:, 1:]
         fit = positions.min() >= -1 << 31 and positions.max() < 1 << 31
-        # NumPy turns bools beside integers into integers.
+        # NumPy turns bools among integers into integers.
         if fit and _BOOLS.isdisjoint(map(type, chain.from_iterable(flat))):
             return nodes
     for index, node in enumerate(flat):

@@ -265,7 +265,7 @@ class _Timer:
         shape = (slots, self._of.shape.num_kv_heads, columns)
         if not self._of.one_byte:
             return torch.empty(shape, dtype=self._of.kv_dtype, device="cuda").normal_()
-        # From 0.25 to below 2: e4m3 has these bytes for them.
+        # These bytes are the e4m3 numbers from 0.25 to below 2.
         drawn = torch.randint(0x28, 0x40, shape, dtype=torch.uint8, device="cuda")
         return drawn.view(self._of.kv_dtype)
 
@@ -304,9 +304,9 @@ class _Timer:
 class Fit:
     """Fitted costs.
 
-    microseconds: of each feature. shortest: tokens of a short item. bodies: rows of a body -> cost
-    of a token in it, over that of a token from memory. errors: relative, of each plan that was
-    fitted.
+    microseconds: cost of each feature. shortest: tokens of a short item. bodies: by rows of a body,
+    the cost of a token in it over that of a token from memory. errors: the relative error of each
+    fitted plan.
     """
 
     microseconds: Features

@@ -29,7 +29,7 @@ ROUNDS = 3
 POOL_SHARE = (
     0.8  # of the KV pool that a batch may take: answers of earlier rounds stay in the cache
 )
-MOST_NOISE = 0.10  # distance of the quartiles of a ratio, over its median
+MOST_NOISE = 0.10  # interquartile range of a ratio, over its median
 Tell = Callable[[str], None]
 
 

@@ -160,7 +160,7 @@ class Spread:
 
     @property
     def noise(self) -> float:
-        """Return the distance of the quartiles over the median."""
+        """Return the interquartile range over the median."""
         return (self.high - self.low) / self.median
 
     def as_dict(self) -> dict[str, float | None]:

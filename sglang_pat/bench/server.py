@@ -139,7 +139,7 @@ class Server:
         self._post("start_profile", options)
 
     def info(self) -> dict[str, Any]:
-        """SGLang's server info: all arguments as resolved, and more."""
+        """Return SGLang's server info, which has all resolved arguments."""
         response = requests.get(f"{self.url}/server_info", timeout=ANSWER_SECONDS)
         response.raise_for_status()
         info: dict[str, Any] = response.json()
@@ -235,8 +235,8 @@ def running_server(
 def unused_ports(count: int) -> list[int]:
     """Find ports that no connection takes before a server listens there.
 
-    SGLang 0.5.17 looks for one among the ports that the kernel gives to any connection, and listens
-    seconds later: of servers that start together, some then find theirs taken.
+    SGLang 0.5.17 chooses a port from the kernel's ephemeral range, and listens on it seconds later.
+    If servers start together, some of them then find their port taken.
     """
     candidates = random.sample(range(20_000, 30_000), 100)
     with contextlib.ExitStack() as stack:

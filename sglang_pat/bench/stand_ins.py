@@ -92,7 +92,7 @@ def _is_owned(place: Path, owned: Mapping[Path, set[str] | None]) -> bool:
 
 
 def _places(name: str) -> list[Path] | None:
-    """The file that would be imported, or the folders of a package without one. None: none."""
+    """Return the file to be imported, or a namespace package's folders. None: not found."""
     try:
         spec = find_spec(name)
     except (ImportError, ValueError):  # a module without a spec

@@ -63,7 +63,7 @@ def server_words(arguments: argparse.Namespace) -> list[str]:
 
 
 def _without_pat(words: list[str]) -> list[str]:
-    """Leave out the flag that asks for pat: users give the arguments that they start with."""
+    """Remove the flag that asks for pat, which users may copy from their launch command."""
     kept: list[str] = []
     for word in words:
         if word == BACKEND and kept[-1:] == [_FLAG]:

@@ -116,7 +116,7 @@ def usable_gpus(arguments: argparse.Namespace) -> list[Gpu]:
 def check_flags(words: Sequence[str], backend: str = _BACKEND_OPTION) -> None:
     """ValueError for flags that SGLang does not know, or that the command itself sets.
 
-    backend: what is to be said of a flag that names one.
+    backend: the advice to give if a flag names a backend.
     """
     if words and not words[0].startswith("-"):
         raise ValueError(f"--server-args: {quoted(words[0])} is no flag; allowed: flags of SGLang")
@@ -140,7 +140,7 @@ def check_flags(words: Sequence[str], backend: str = _BACKEND_OPTION) -> None:
 def server_flags(arguments: argparse.Namespace) -> list[str]:
     """Return --tp and the words of --server-args.
 
-    ValueError for a quotation without an end, and for --tp in both.
+    ValueError for an unclosed quotation, or if --tp is given in both places.
     """
     given, tp = arguments.server_args or "", arguments.tp
     try:

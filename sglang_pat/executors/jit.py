@@ -160,7 +160,7 @@ class KernelConfig:
 
     @property
     def has_tensor_maps(self) -> bool:
-        """True if the kernels copy slots that follow one another by tensor maps (`kHasTma`)."""
+        """True if the kernels copy runs of consecutive slots by tensor maps (`kHasTma`)."""
         return self.arch == (9, 0)
 
     @property

@@ -166,7 +166,7 @@ class LoadedKernels:
 
 @functools.cache
 def load_kernels(config: KernelConfig, device_index: int) -> LoadedKernels:
-    """The kernels of `config` on the current device, whose index is given; loaded once.
+    """Return the kernels of `config` on the current device, loaded once per device index.
 
     Raises
     ------

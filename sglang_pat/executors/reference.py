@@ -278,7 +278,7 @@ class ReferenceExecutor:
         self._execution = None
 
     def run(self, layer: LayerInputs) -> None:
-        """One layer; writes its `out`, and `lse` if given."""
+        """Compute attention of one layer. Writes its `out`, and `lse` if given."""
         assert self._plan is not None
         assert self._row_step is not None
         if self._execution is None:

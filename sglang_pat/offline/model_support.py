@@ -118,8 +118,8 @@ def kernels_of_model(path: str, flags: Sequence[str] = ()) -> tuple[KernelNeeds,
 def without_gpu() -> Iterator[None]:
     """Let SGLang's models be imported and built where there is no GPU, which none of them needs.
 
-    Some ask for a stream, for the compute capability, or for kernels of the CPU that are compiled
-    for others than this one. A machine with a GPU is left as it is.
+    Some models ask for a stream, for the compute capability, or for CPU kernels that were compiled
+    for another CPU. A machine with a GPU is left as it is.
     """
     if torch.cuda.is_available():
         yield

@@ -30,7 +30,7 @@ def compression(path: Path) -> str | None:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """The bytes of a file, decompressed."""
+    """Open a file for reading its decompressed bytes."""
     found = compression(path)
     if found == "gzip":
         return cast(BinaryIO, gzip.open(path, "rb"))
@@ -139,7 +139,7 @@ def json_objects(path: Path, is_record: Callable[[Mapping[str, Any]], bool]) -> 
 
 
 def _next(text: str, place: int) -> int:
-    """Where the next object begins, after spaces, commas and brackets of arrays."""
+    """Return where the next object begins, after spaces, commas and brackets of arrays."""
     found = _BETWEEN.match(text, place)
     return found.end() if found else place
 

@@ -148,7 +148,7 @@ class _Source:
     Attributes
     ----------
     is_lines
-        A record is a line; else JSON objects are looked for.
+        Each record is a line. False: the file is searched for JSON objects.
     untimed
         Records may have no time.
     """

@@ -231,7 +231,7 @@ def quantised_config(label: str, config: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def config_file(name: str | Path) -> Path:
-    """The file that a model's name stands for, if it is no name that is known here."""
+    """Return the config file for a path: of a folder, the `config.json` in it."""
     path = Path(name)
     if os.path.isdir(path):
         return path / _CONFIG

@@ -186,7 +186,7 @@ def server_rows(answer: WorkloadAnswer) -> list[tuple[str, str, str]]:
 
 
 def reads(answer: WorkloadAnswer) -> list[tuple[str, str, str]]:
-    """(policy, KV tokens, times fewer than query-centric) of the server with pat."""
+    """Return (policy, KV tokens, how many times fewer than query-centric) for pat's server."""
     tokens = answer.pat.kv_tokens
     most = tokens["query-centric"]
     return [

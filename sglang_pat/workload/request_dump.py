@@ -107,7 +107,8 @@ def _parse_record(record: object, errors: TraceErrors) -> LoggedRequest:
 def dump_files(folder: Path) -> list[Path]:
     """The dumps of a folder, by name, which is by time; SGLang makes a folder per host.
 
-    ValueError if there are none. Nothing deeper is searched: a whole disk takes its time.
+    ValueError if there are none. Deeper folders are not searched, because a whole disk would take
+    long.
     """
     files = sorted([*folder.glob("*.pkl"), *folder.glob("*/*.pkl")])
     if not files:

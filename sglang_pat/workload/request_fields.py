@@ -152,9 +152,9 @@ GENERATES_NOTHING = re.compile(
     r"|metrics|count_tokens|/encode|batches|/files\b",
     re.IGNORECASE,
 )
-# Tracers keep the steps around a call of a model, which may hold its prompt again: LangSmith by
-# `run_type`, of which only "llm" is a call; OpenInference and Datadog by `span_kind`; Langfuse by
-# `type`, in capitals.
+# Tracers also record the steps around a model's call, which may repeat its prompt. These kinds of
+# steps are not calls. LangSmith names the kind in `run_type` (only "llm" is a call), OpenInference
+# and Datadog in `span_kind`, and Langfuse in `type`, in capitals.
 STEPS = frozenset(
     _words(
         "span event trace chain agent tool retriever retrieval workflow task evaluator guardrail "

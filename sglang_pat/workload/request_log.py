@@ -110,7 +110,7 @@ def requests_of(
     is_flat: bool = False,
     expands: bool = True,
 ) -> list[LoggedRequest]:
-    """Return the requests of a request to an API. It raises as `read_record` does.
+    """Return the generation requests of one API request. It raises as `read_record` does.
 
     Parameters
     ----------
@@ -361,7 +361,7 @@ def _note_unknown(asked: Json, errors: TraceErrors, is_flat: bool) -> None:
 
 
 def _answer(objects: Sequence[_Placed]) -> _Answer:
-    """Collect what all objects of a record say of its answer."""
+    """Collect what the objects of a record say about its answer."""
     prompt: list[int] = []
     output: dict[object, int] = {}  # by answer: a /generate request may have several
     media: list[int] = []

@@ -29,7 +29,7 @@ from sglang_pat.workload.trace import (
 Json: TypeAlias = Mapping[str, Any]
 
 IMAGE_TOKENS = 1024  # of an image that `usage` does not count
-# Tokens of English, of code and of other scripts have 1 to 8 bytes; of a few they may have more.
+# Tokens of English, code and most other scripts have 1 to 8 bytes.
 _BYTES_PER_TOKEN = (1.0, 8.0)
 # Outside of these limits the text in the log is not the prompt that `usage` has counted. Any
 # template may add tokens: a system prompt of its own, for one.
@@ -174,7 +174,7 @@ class _Rendered:
         return self._closed()
 
     def completion(self, asked: Json, text: str, media: list[Media]) -> _Rendered:
-        """A text, with media where it marks their places; at its beginning where it does not."""
+        """Add a text, with media at the places that it marks, or else at its beginning."""
         self._system(asked.get("system"))
         marks = [*_MARK.finditer(text)]
         step = max(1, len(marks) // max(1, len(media)))  # a model may mark begin and end
@@ -270,7 +270,7 @@ class _Rendered:
             raise ValueError(f"a message's content is {quoted(value)}; a text or parts are needed")
 
     def _block(self, block: Json) -> None:
-        """One part of a content."""
+        """Add one part of a message's content."""
         kind = str(block.get("type", ""))
         source = block.get("source")
         if kind == "tool_use":

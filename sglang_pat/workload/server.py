@@ -34,7 +34,7 @@ _SPARE_FOR_ANSWER = 5  # tokens that a prompt must leave
 _MATCHED_WAITING = 128  # most waiting requests whose prefixes are looked up
 _REFRESH_PASSES = 32
 _SHORT_PREFIX = 32  # lpm: below it, a request waits for one with the same beginning
-_ANSWERS = 0x5EED << 48  # contents of the answers' segments: out of the way of small numbers
+_ANSWERS = 0x5EED << 48  # base of the answers' content ids: far from small numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class SimulatedRequest:
     answer_length, asked
         Tokens that the request gets, and tokens that it asked for.
     kv_len
-        Tokens whose KV is in the pool: of a running request, as of when the batch last changed.
+        Tokens whose KV is in the pool. For a running request: when the batch last changed.
     """
 
     number: int
@@ -433,7 +433,7 @@ class SimulatedServer:
         """Put requests back into the queue until the others fit: at least one, never all."""
         generated = [each.answer_length for each in self._batch] - self._left
         prompts = np.array([each.prompt_length for each in self._batch])
-        # The shortest answer first, of equal ones that with the longest prompt.
+        # The shortest answer first. Of equal answers, the one with the longest prompt first.
         order = np.lexsort((np.arange(len(prompts)), -prompts, generated))
         for leaving in range(1, len(order)):
             index = int(order[leaving - 1])

@@ -55,7 +55,7 @@ _TIED = (
     *("cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text"),
     *("gpt2", "gpt_bigcode", "lfm2", "lfm2_moe", "opt", "phi3small", "starcoder2"),
 )
-_STATE_SQUARES = 6  # of a layer with a state of an unknown kind, in squares of hidden_size
+_STATE_SQUARES = 6  # parameters of an unknown kind of state, in units of hidden_size ** 2
 # By quant_method, or by the quant_algo of modelopt: bytes of one parameter, with the scales of its
 # block.
 _BYTES = {
@@ -166,7 +166,7 @@ def read_weights(config: Mapping[str, Any], layers: Sequence[Layer]) -> Weights:
 
 
 def _first(config: Mapping[str, Any], keys: Iterable[str]) -> int:
-    """Return the value of the first key that is set, of a list its largest. 0: no key is set."""
+    """Return the value of the first key that is set; for a list, its largest. 0: none is set."""
     for key in keys:
         value = config.get(key)
         if isinstance(value, list) and value:
@@ -260,7 +260,7 @@ def _shared_width(config: Mapping[str, Any], width: int) -> int:
 
 
 def _mixer(config: Mapping[str, Any], layer: Layer, hidden: int) -> int:
-    """Parameters of what mixes tokens in a layer: attention, or what is in its place."""
+    """Return the parameters of a layer's token mixer: attention or its replacement."""
     if layer.kind == NO_ATTENTION:
         return 0
     if layer.kind in (FULL, WINDOW, CHUNK):

@@ -22,7 +22,7 @@ DELEGATED_ARGUMENTS = {
 }
 # Algorithms by the form of their drafts. CHAINS: a draft model drafts one token after the other
 # (with a topk above 1 it branches into trees). BLOCKS: a draft model gives a block of drafts at
-# once. TREES: drafts are trees of earlier text.
+# once. TREES: drafts are found in earlier text, and form trees.
 CHAINS = ("EAGLE", "EAGLE3", "FROZEN_KV_MTP", "NEXTN", "STANDALONE")
 BLOCKS = ("DFLASH", "DSPARK")
 TREES = ("NGRAM",)
