@@ -79,7 +79,7 @@ class PrefixForest {
   void arrange(std::span<const int32_t> seq_lens);
 
   const std::vector<ForestNode>& nodes() const { return nodes_; }
-  // The requests that hold `node`. They are contiguous, because requests are in tree order.
+  // The requests that hold `node`: a contiguous run, because requests are in tree order.
   std::span<const int32_t> holders(const ForestNode& node) const {
     return std::span(holders_).subspan(node.holder_begin, node.num_holders);
   }
@@ -100,7 +100,7 @@ class PrefixForest {
     int32_t kv_end;
     uint32_t visited;         // number of the last pass that visited it
     int32_t num_holders = 0;  // 0 in a free place
-    bool outdated = false;    // used within update() only, as the next two
+    bool outdated = false;    // this field and the next two are for update() only
     bool suspect = false;
     int32_t new_child_end = kNoNewChild;  // smallest end of a possible split by a new child
     int32_t shared_node = -1;  // its index in nodes() in the last arrangement; -1 at root level

@@ -23,8 +23,7 @@ struct Segment {
   int32_t kv_end;    // at planning time
   int32_t first;     // requests [first, end) of the pack
   int32_t end;
-  bool
-      is_open;  // it ends where its request does, however long that becomes; a private segment that no cut has ended
+  bool is_open;       // it grows with its request: a private segment that no cut has ended
   bool is_read_once;  // no other pack or tile reads any of it, as far as is known
 
   bool is_private() const { return span == kPrivate; }

@@ -12,8 +12,8 @@ class TileSelection {
  public:
   // table: the bodies of the layers' kind; it must outlive the selection.
   // max_block_q: the largest body that the device has; must be one of the table's.
-  // one_tile: everything is executed in that body, so that a row is computed alike in each work item even where the
-  // bodies differ in how they add up.
+  // one_tile: that body executes all work items, so that a row has the same bits in each of them, even if bodies sum in
+  // different orders.
   TileSelection(const TileTable& table, int32_t group_size, int32_t max_block_q,
                 bool one_tile = false)
       : table_(&table), group_size_(group_size), one_tile_(one_tile) {
