@@ -304,7 +304,7 @@ def test_run_writes_into_out() -> None:
         ((8, 3, 64), {}, "multiple of num_kv_heads, got 8 and 3"),
         ((0, 1, 64), {}, "positive multiple of num_kv_heads, got 0 and 1"),
         ((17, 1, 64), {}, "query heads per KV head = 17; supported: 1 to 16"),
-        ((8, 2, 72), {}, "head_dim = 72; supported: 64, 80, 96, 128, 192/128, 256, 576/512"),
+        ((8, 2, 72), {}, "head_dim = 72; supported: 64, 80, 96, 128, 192/128, 256, 512, 576/512"),
         ((8, 2, 128), {"v_head_dim": 64}, "head_dim = 128/64; supported: 64, 80"),
         ((8, 2, 64), {"dtype": torch.float64}, "float64; supported: float16"),
         ((8, 2, 64), {"kv_dtype": torch.int8}, "torch.float32 and torch.int8; supported: float16"),
