@@ -46,8 +46,8 @@ def attention_backends(arguments: Any) -> tuple[str, str]:
 def batch_invariant(arguments: Any, environment: Environment) -> bool:
     """Return True if pat must compute the same bits for a request in any batch.
 
-    Its own environment variable asks for this, or SGLang's deterministic inference, which
-    --rl-on-policy-target turns on.
+    Its own environment variable asks for this, or SGLang's deterministic inference, which an
+    on-policy RL target turns on.
     """
     deterministic = resolved(arguments, "enable_deterministic_inference")
     return environment.batch_invariant or bool(deterministic)
