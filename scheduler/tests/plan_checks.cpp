@@ -1,7 +1,10 @@
 #include "plan_checks.h"
 
 #include <algorithm>
+#include <map>
+#include <numeric>
 
+#include "chunk_grid.h"
 #include "runner.h"
 
 namespace pat::testing {
@@ -21,9 +24,72 @@ bool share(const Path& a, const Path& b, Range range) {
   return !a.empty() && a.back().kv_end >= range.end;
 }
 
+// What work items read of the KV of nodes, and of that which requests have alone.
+class Readers {
+ public:
+  explicit Readers(const Batch& batch) : batch_(batch) {}
+
+  // A range that this request holds.
+  void add(int32_t request, Range range, bool is_read_once) {
+    int32_t end = 0;  // of the nodes
+    for (const Node& node : batch_.paths[request]) {
+      add({true, node.id}, range, {node.kv_begin, node.kv_end}, is_read_once);
+      end = node.kv_end;
+    }
+    add({false, request}, range, {end, INT32_MAX}, is_read_once);
+  }
+
+  // No other work item reads what the plan says that one alone reads.
+  void check_read_once() {
+    for (auto& [owner, reads] : reads_) {
+      std::ranges::sort(reads, {}, [](const Read& read) { return read.range.begin; });
+      int32_t end = 0, end_of_once = 0;  // of those before
+      for (const auto& [range, is_read_once] : reads) {
+        CHECK(range.begin >= (is_read_once ? end : end_of_once));
+        end = std::max(end, range.end);
+        if (is_read_once) end_of_once = std::max(end_of_once, range.end);
+      }
+    }
+  }
+
+ private:
+  using Owner = std::pair<bool, int64_t>;  // a node, or a request
+  struct Read {
+    Range range;
+    bool is_read_once;
+  };
+
+  void add(Owner owner, Range range, Range part, bool is_read_once) {
+    const Range inner{std::max(range.begin, part.begin), std::min(range.end, part.end)};
+    if (inner.begin < inner.end) reads_[owner].push_back({inner, is_read_once});
+  }
+
+  const Batch& batch_;
+  std::map<Owner, std::vector<Read>> reads_;
+};
+
+// Tokens that the requests have: each one's, and those of a node once.
+void check_tokens(const KvTokens& tokens, const Batch& batch) {
+  std::map<int64_t, int32_t> nodes;
+  int64_t alone = 0;
+  for (size_t request = 0; request < batch.paths.size(); ++request) {
+    const Path& path = batch.paths[request];
+    for (const Node& node : path) nodes[node.id] = node.kv_end - node.kv_begin;
+    alone += batch.seq_lens[request] - (path.empty() ? 0 : path.back().kv_end);
+  }
+  int64_t distinct = alone;
+  for (const auto& [id, count] : nodes) distinct += count;
+  CHECK_EQ(tokens.query_centric,
+           std::accumulate(batch.seq_lens.begin(), batch.seq_lens.end(), int64_t{0}));
+  CHECK_EQ(tokens.lower_bound, distinct);
+  CHECK(tokens.lower_bound <= tokens.planned && tokens.planned <= tokens.query_centric);
+}
+
 }  // namespace
 
-void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, const Batch& batch) {
+void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, const Batch& batch,
+                std::span<const int32_t> grown) {
+  const std::span<const int32_t> seq_lens = grown.empty() ? batch.seq_lens : grown;
   const std::vector<int32_t> buffer = plan_bytes(scheduler);
   const PlanHeader& h = scheduler.last_plan().header();
   const PlanView plan = PlanView::at(buffer.data(), PlanLayout::of(PlanCapacity::of(h)));
@@ -54,6 +120,7 @@ void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, c
     int32_t partial_slot;
   };
   std::vector<std::vector<Read>> reads(batch.seq_lens.size());
+  Readers readers(batch);
   std::vector<char> taken(h.num_item_requests, 0);
   int64_t planned = 0;
   int32_t next_segment = 0, largest_tile = 0;
@@ -94,10 +161,12 @@ void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, c
       } else {
         CHECK_EQ(end, first + 1);
         CHECK_EQ(segment.kv_request, plan.item_requests[item.request_begin + first].request);
-        if (range.end == kOpenEnd) range.end = batch.seq_lens[segment.kv_request];
+        if (range.end == kOpenEnd) range.end = seq_lens[segment.kv_request];
       }
       CHECK(range.begin >= 0 && range.begin < range.end);
       planned += range.end - range.begin;
+      readers.add(span != nullptr ? span->request : segment.kv_request, range,
+                  segment.is_read_once());
       for (int32_t r = first; r < end; ++r) {
         const int32_t request = plan.item_requests[item.request_begin + r].request;
         if (span != nullptr && request != span->request) {
@@ -117,7 +186,11 @@ void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, c
   CHECK_EQ(next_segment, h.num_kv_segments);
   CHECK(std::count(taken.begin(), taken.end(), 1) == h.num_item_requests);
   CHECK_EQ(h.largest_tile, largest_tile);
-  CHECK_EQ(planned, scheduler.last_plan().kv_tokens().planned);
+  readers.check_read_once();
+  if (grown.empty()) {
+    CHECK_EQ(planned, scheduler.last_plan().kv_tokens().planned);
+    check_tokens(scheduler.last_plan().kv_tokens(), batch);
+  }
 
   // Merges: one for each request that has not just one read; its partials are a dense run, by position.
   int32_t next_partial = 0, next_merge = 0;
@@ -128,10 +201,15 @@ void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, c
     int32_t position = 0;
     for (const Read& read : all) {
       CHECK_EQ(read.ranges.front().begin, position);
+      if (config.batch_invariant) {  // chunks of the grid, in the same steps whatever is shared
+        CHECK_EQ(read.ranges.back().end, ChunkGrid::chunk_end(position, seq_lens[request]));
+        for (const Range& range : read.ranges)
+          CHECK_EQ((range.begin - position) % ChunkGrid::kStepTokens, 0);
+      }
       position = read.ranges.back().end;
       CHECK_EQ(read.partial_slot, all.size() == 1 ? kDirectStore : next_partial++);
     }
-    CHECK_EQ(position, batch.seq_lens[request]);
+    CHECK_EQ(position, seq_lens[request]);
     if (all.size() == 1) continue;
     CHECK(next_merge < h.num_merges);
     const MergeEntry& merge = plan.merges[next_merge++];

@@ -45,6 +45,7 @@ TEST(invariant_chunks_are_right_plans) {
     PackScheduler scheduler(config);
     scheduler.plan(arrays.view(), batch.seq_lens);
     check_plan(scheduler, config, batch);
+    check_bounds(scheduler, config, batch.seq_lens);
   }
 }
 

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <array>
+#include <map>
 
 #include "batches.h"
 #include "packing.h"
@@ -21,6 +22,123 @@ Packed pack(const Batch& batch, Policy policy, int32_t group_size = 4, int32_t m
   Packer packer(policy, {}, {kTiles, group_size, max_block_q});
   packer.pack(result.forest, batch.seq_lens, result.packing);
   return result;
+}
+
+using Ranges =
+    std::vector<std::array<int32_t, 3>>;  // first position, tokens, requests that read them
+
+// The ranges of shared KV, in order.
+Ranges shared_ranges(const Batch& batch, Policy policy) {
+  const auto [forest, packing] = pack(batch, policy);
+  std::map<int32_t, std::array<int32_t, 3>> found;  // by span
+  for (const Segment& segment : packing.segments) {
+    if (segment.is_private()) continue;
+    auto& [begin, tokens, requests] = found[segment.span];
+    begin = segment.kv_begin;
+    tokens = static_cast<int32_t>(segment.num_tokens());
+    requests += segment.end - segment.first;
+  }
+  Ranges ranges;
+  for (const auto& [span, range] : found) ranges.push_back(range);
+  std::ranges::sort(ranges);
+  return ranges;
+}
+
+using Requests = std::vector<std::vector<int32_t>>;
+
+// The requests of every pack of `memory`, in tree order.
+Requests packs_of(const Batch& batch, int32_t group_size = 4) {
+  const auto [forest, packing] = pack(batch, Policy::kMemory, group_size);
+  Requests packs;
+  for (const Pack& each : packing.packs) {
+    const auto requests = packing.requests_of(each);
+    packs.emplace_back(requests.begin(), requests.end());
+  }
+  return packs;
+}
+
+std::vector<size_t> sizes_of(const Requests& packs) {
+  std::vector<size_t> sizes;
+  for (const auto& pack : packs) sizes.push_back(pack.size());
+  return sizes;
+}
+
+// A root with two children of three requests each, which have long tails.
+Batch siblings(int32_t root, int32_t child) {
+  std::vector<std::pair<int, int32_t>> requests;
+  for (int i = 0; i < 6; ++i) requests.push_back({1 + i % 2, 5000});
+  return make_batch({{-1, root}, {0, child}, {0, child}}, requests);
+}
+
+TEST(packing_of_a_pack_per_node_or_of_none) {
+  CHECK((shared_ranges(siblings(10, 400), Policy::kPerNode) ==
+         Ranges{{0, 10, 6}, {10, 400, 3}, {10, 400, 3}}));
+  CHECK(shared_ranges(siblings(1000, 400), Policy::kQueryCentric).empty());
+  const Batch one_holder = make_batch({{-1, 100}, {0, 50}}, {{1, 10}, {0, 20}});
+  CHECK((shared_ranges(one_holder, Policy::kPerNode) == Ranges{{0, 100, 2}}));
+}
+
+// Algorithm 1 splits where 4 * c.size < root.len: three requests are merged up to 12 tokens.
+TEST(packing_of_the_paper_merges_at_four_requests_per_token) {
+  CHECK((shared_ranges(siblings(12, 400), Policy::kPaper) == Ranges{{0, 412, 3}, {0, 412, 3}}));
+  CHECK((shared_ranges(siblings(13, 400), Policy::kPaper)[0] == std::array{0, 13, 6}));
+}
+
+// A child merges if that pads tiles of 64 rows no more: 16 requests of one child leave a root of 19 with 3 of a pack
+// of 16 rows. Apart, the root's 76 rows need two tiles, 52 rows of them padding.
+TEST(packing_by_compute_merges_where_tiles_are_padded_no_more) {
+  const auto tree = [](int of_child, int of_root) {
+    std::vector<std::pair<int, int32_t>> requests(of_child, {1, 1000});
+    requests.insert(requests.end(), of_root, {0, 1000});
+    return make_batch({{-1, 500}, {0, 200}}, requests);
+  };
+  CHECK((shared_ranges(tree(16, 3), Policy::kCompute) == Ranges{{0, 500, 3}, {0, 700, 16}}));
+  CHECK((shared_ranges(tree(16, 3), Policy::kPerNode) == Ranges{{0, 500, 19}, {500, 200, 16}}));
+  // 6 of the root and 10 of the child fill one tile: nothing is gained.
+  CHECK((shared_ranges(tree(10, 6), Policy::kCompute) == Ranges{{0, 500, 16}, {500, 200, 10}}));
+}
+
+TEST(packing_by_memory_fills_as_few_tiles_of_equal_size_as_it_can) {
+  const Batch one_node =
+      make_batch({{-1, 1000}}, std::vector<std::pair<int, int32_t>>(40, {0, 100}));
+  CHECK((sizes_of(packs_of(one_node)) == std::vector<size_t>{13, 13, 14}));
+  CHECK((sizes_of(packs_of(one_node, 16)) == std::vector<size_t>(10, 4)));
+}
+
+// A tile of 16 requests holds parts of two children of 10 only if they are short.
+TEST(packing_by_memory_cuts_where_neighbours_share_least) {
+  const auto children = [](int32_t tokens) {
+    std::vector<std::pair<int, int32_t>> requests;
+    for (int i = 0; i < 30; ++i) requests.push_back({1 + i / 10, 50});
+    return make_batch({{-1, 100}, {0, tokens}, {0, tokens}, {0, tokens}}, requests);
+  };
+  CHECK((sizes_of(packs_of(children(500))) == std::vector<size_t>{10, 10, 10}));
+  // Two tiles read the root once less: worth more than a short child.
+  CHECK((sizes_of(packs_of(children(20))) == std::vector<size_t>{14, 16}));
+}
+
+TEST(packing_by_memory_reads_the_levels_of_a_tree_together) {
+  const Batch batch = make_batch({{-1, 300}, {0, 400}, {0, 280}}, {{1, 9}, {2, 9}, {1, 9}, {0, 9}});
+  CHECK((packs_of(batch) == Requests{{0, 2, 1, 3}}));
+  // The second child has one holder, so its KV is private.
+  CHECK((shared_ranges(batch, Policy::kMemory) == Ranges{{0, 300, 4}, {300, 400, 2}}));
+  const auto [forest, packing] = pack(batch, Policy::kMemory);
+  CHECK_EQ(std::ranges::count(packing.segments, true, &Segment::is_private), 4);
+}
+
+TEST(packing_by_memory_leaves_unshared_requests_alone) {
+  Requests packs = packs_of(make_batch({{-1, 30}}, {{-1, 5}, {-1, 5}, {0, 5}, {0, 5}, {-1, 5}}));
+  std::ranges::sort(packs);
+  CHECK((packs == Requests{{0}, {1}, {2, 3}, {4}}));
+  const Batch two_roots = make_batch({{-1, 300}, {-1, 400}}, {{0, 9}, {1, 9}, {0, 9}, {1, 9}});
+  CHECK((shared_ranges(two_roots, Policy::kMemory) == Ranges{{0, 300, 2}, {0, 400, 2}}));
+}
+
+TEST(packing_of_nodes_with_the_same_holders_is_of_one_range) {
+  const Batch chain = make_batch({{-1, 100}, {0, 50}, {1, 25}}, {{2, 10}, {2, 20}});
+  for (const Policy policy : {Policy::kMemory, Policy::kPaper, Policy::kPerNode}) {
+    CHECK((shared_ranges(chain, policy) == Ranges{{0, 175, 2}}));
+  }
 }
 
 TEST(packing_keeps_tree_order) {

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <ctime>
+#include <numeric>
 
 #include "plan_checks.h"
 #include "runner.h"
@@ -24,6 +25,44 @@ TEST(plans_of_random_forests_are_right) {
     check_plan(scheduler, made, batch);
     check_bounds(scheduler, made, batch.seq_lens);
   }
+}
+
+TEST(plans_serve_requests_that_grow) {
+  Random random(32);
+  int num_served = 0;
+  for (int round = 0; round < 1500; ++round) {
+    const SchedulerConfig made = config();
+    PackScheduler scheduler(made);
+    const Batch batch = random_batch(random, {.max_requests = draw(random, 1, 40)});
+    plan(scheduler, batch);
+    const auto growth = static_cast<int32_t>(draw(random, 1, one_in(random, 2) ? 32 : 300));
+    const int64_t part = draw(random, 1, 8);
+    std::vector<int32_t> grown = batch.seq_lens;
+    for (int32_t& length : grown) length += one_in(random, part) ? growth : 0;
+    const bool grows = grown != batch.seq_lens;
+    const LengthCheck found = scheduler.check_lengths(grown);
+    CHECK_EQ(found.total, std::accumulate(grown.begin(), grown.end(), int64_t{0}));
+    CHECK_EQ(found.longest, std::ranges::max(grown));
+    if (found.served) {
+      ++num_served;
+      CHECK(growth <= 256 || !grows);
+      check_plan(scheduler, made, batch, grown);
+    } else if (growth <= 32) {  // refused only where nothing of the plan reads the new tokens
+      bool is_read = true;
+      for (size_t i = 0; i < grown.size(); ++i) {
+        const Path& path = batch.paths[i];
+        const bool has_own = batch.seq_lens[i] > (path.empty() ? 0 : path.back().kv_end);
+        is_read &= grown[i] == batch.seq_lens[i] || has_own;
+      }
+      CHECK(!is_read);
+    }
+    CHECK(!scheduler.check_lengths(std::span(grown).first(grown.size() - 1)).served);
+    if (batch.seq_lens[0] == 0) continue;
+    grown = batch.seq_lens;
+    --grown[0];
+    CHECK(!scheduler.check_lengths(grown).served);
+  }
+  CHECK(num_served > 100);
 }
 
 TEST(plans_fit_what_is_reserved_for_their_requests) {

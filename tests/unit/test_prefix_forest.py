@@ -1,4 +1,4 @@
-"""PrefixForest: paths that are kept give the plans that paths read again would give."""
+"""PrefixForest in Python: what it reads and refuses. Its plans: `scheduler/tests`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from sample_forests import ForestCase, forest_cases
 
 from sglang_pat import PathNode, PrefixPaths
 from sglang_pat._scheduler import PackScheduler, PrefixForest, same_objects
@@ -19,8 +16,8 @@ from sglang_pat.plan import copy_plan, new_scheduler
 class Request:
     """Equal to all others: only identity tells them apart."""
 
-    def __init__(self, path: list[PathNode], seq_len: int = 400) -> None:
-        self.path, self.seq_len = path, seq_len
+    def __init__(self, path: list[PathNode]) -> None:
+        self.path = path
 
     def read(self) -> list[tuple[int, int, int, int, int, int]]:
         """Nodes in the format of SGLang's trees: id, parent, begin, end, tokens, children."""
@@ -71,40 +68,12 @@ class Batches:
         self.reads.append([*map(id, requests)])
         return [request.read() for request in requests]
 
-    def check(self, padding: int = 0) -> None:
-        lens = [*(request.seq_len for request in self.requests), *[0] * padding]
-        seq_lens = np.array(lens, dtype=np.int32)
+    def check(self) -> None:
+        seq_lens = np.full(len(self.requests), 400, dtype=np.int32)
         paths = [request.path for request in self.requests]
         self.scheduler.plan(self.forest, seq_lens)
-        assert plan_bytes(self.scheduler) == from_scratch([*paths, *[[]] * padding], seq_lens)
+        assert plan_bytes(self.scheduler) == from_scratch(paths, seq_lens)
         assert self.forest.paths() == [[*map(tuple, path)] for path in paths]
-
-
-@settings(max_examples=40, deadline=None)
-@given(case=forest_cases(max_requests=12), data=st.data())
-def test_kept_paths_give_the_plan_of_paths_read_anew(case: ForestCase, data: st.DataObject) -> None:
-    places = [*zip(case.paths, case.seq_lens.tolist(), strict=True)]
-    everyone = [Request(path, seq_len) for path, seq_len in places]
-    some = st.lists(st.sampled_from(range(len(everyone))), unique=True)
-    batches, before = Batches(), set[int]()
-    for _ in range(data.draw(st.integers(1, 6))):
-        now = data.draw(some)  # leave, join, reorder
-        moved = set(data.draw(some))
-        for i in moved:  # to where another one is
-            everyone[i].path, everyone[i].seq_len = data.draw(st.sampled_from(places))
-        counts = batches.go_to([everyone[i] for i in now], [everyone[i] for i in moved])
-        if counts is not None:
-            stayed = before & {*now}
-            assert counts[:3] == (
-                len({*now} - before),
-                len(before - {*now}),
-                len(stayed & moved),
-            )
-            to_read = [id(everyone[i]) for i in now if i not in stayed - moved]
-            assert batches.reads[:1] == ([to_read] if to_read else [])
-            assert counts[3] == sum(map(len, batches.reads[1:]))
-        batches.check(padding=data.draw(st.integers(0, 3)))
-        before = {*now}
 
 
 def test_batches_that_are_alike() -> None:
