@@ -13,7 +13,7 @@ import inspect_backend as inside
 import pytest
 import torch
 from fakes.backends import KVPool
-from scene import Scene, Steps, assert_left
+from scene import BRANCHES, Scene, Steps, assert_left, grown
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang_trees import late_lengths
 
@@ -25,8 +25,6 @@ pytestmark = pytest.mark.usefixtures("as_on_a_gpu")
 DRAFTS, STEPS = 3, 3
 NAMED = "speculative_draft_attention_backend"
 NAMED_FLAG = "--speculative-draft-attention-backend"
-# A draft token and a branch beside it: the third one does not read the second.
-BRANCHES = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
 
 
 def served(algorithm: str | None, is_checked: bool) -> Steps:
@@ -96,10 +94,6 @@ def counts(scene: Scene) -> Counter[str]:
     return found
 
 
-def grown(lens: list[int], accepted: list[int]) -> list[int]:
-    return [length + more for length, more in zip(lens, accepted, strict=True)]
-
-
 @pytest.mark.parametrize("kind", SPECULATING.values(), ids=SPECULATING)
 def test_steps_are_repeated_without_a_plan(kind: Kind) -> None:
     """They answer and count as those that are planned. The fourth finds a request outgrown."""
@@ -119,11 +113,16 @@ def test_steps_are_repeated_without_a_plan(kind: Kind) -> None:
     assert counted[0].total() > 0
 
 
+OF_ALL = ("moved", "reset", "graph", "eager", "others")
+OF_DRAFTS = ("shorter", "outgrown")  # in decode steps requests grow by one token
+
+
 @pytest.mark.parametrize(
-    "what", ["moved", "reset", "graph", "eager", "shorter", "outgrown", "others"]
+    ("name", "what"),
+    [(name, what) for name in KINDS for what in OF_ALL + OF_DRAFTS * (name in SPECULATING)],
 )
-@pytest.mark.parametrize("kind", SPECULATING.values(), ids=SPECULATING)
-def test_steps_that_are_no_repetition_are_planned(kind: Kind, what: str) -> None:
+def test_steps_that_are_no_repetition_are_planned(name: str, what: str) -> None:
+    kind = KINDS[name]
     steps, lens, graph = kind.steps(), [25, 31], 2
     scene = steps.scene
     scene.commit(lens)

@@ -37,12 +37,6 @@ pytestmark = pytest.mark.usefixtures("server_context")
 # --- the subclass ---
 
 
-def test_unknown_variables_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_PAT_POLICIES", "paper")
-    with pytest.raises(ValueError, match="unknown variable SGLANG_PAT_POLICIES"):
-        pat_backend(runner())
-
-
 def test_the_default_backend_is_extended() -> None:
     default = DefaultBackend()
     backend = with_pat(default, "triton", runner())
@@ -239,31 +233,6 @@ def test_such_arguments_in_the_warm_up_of_a_graph() -> None:
     assert inside.planner(backend).counters()["plans_built"] == planned  # pat has no layer any more
 
 
-def test_graphs_that_pat_was_captured_in_are_planned_after_all_layers_fell_back() -> None:
-    """Their kernels read the plan in each replay, whoever decodes eager steps by then."""
-    model_runner = runner()
-    backend = pat_backend(model_runner)
-    backend.init_cuda_graph_state(max_bs=2, max_num_tokens=2)
-    backend.init_forward_metadata_out_graph(decode_batch([0], [1], [0]), in_capture=True)
-    eager = decode_batch([1], [2], [9])
-    backend.init_forward_metadata(eager)
-    for layer_id in (0, 1):
-        forward(backend, model_runner, layer_id, eager, score_mod=max)
-    assert not inside.layer_support(backend).shapes
-    view = replay_view([1], [3], [10], 1)
-    backend.calls.clear()
-    backend.init_forward_metadata_out_graph(view)
-    assert inside.plans(backend).last.seq_lens.tolist() == [3]
-    # FlashInfer and FA3 look up what they prepared in the capture, which was nothing.
-    assert backend.calls == []
-    # Graphs that are captured from now on have no layer of pat.
-    backend.init_cuda_graph_state(max_bs=2, max_num_tokens=2)
-    planned = inside.planner(backend).counters()["plans_built"]
-    backend.init_forward_metadata_out_graph(view, in_capture=True)
-    backend.init_forward_metadata_out_graph(view)
-    assert inside.planner(backend).counters()["plans_built"] == planned
-
-
 def test_each_graph_is_prepared_for_the_layers_that_it_was_captured_with() -> None:
     """SGLang captures large graphs first, and a layer may fall back in the warm-up of a small one.
 
@@ -290,6 +259,12 @@ def test_each_graph_is_prepared_for_the_layers_that_it_was_captured_with() -> No
     assert not inside.layer_support(backend).shapes
     backend.init_forward_metadata_out_graph(replay_view([1], [4], [10], 1))
     assert inside.plans(backend).last.seq_lens.tolist() == [4]
+    # Graphs that are captured anew have no layer of pat.
+    backend.init_cuda_graph_state(max_bs=2, max_num_tokens=2)
+    planned = inside.planner(backend).counters()["plans_built"]
+    backend.init_forward_metadata_out_graph(small, in_capture=True)
+    backend.init_forward_metadata_out_graph(replay_view([1], [4], [10], 1))
+    assert inside.planner(backend).counters()["plans_built"] == planned
 
 
 def test_such_arguments_are_refused_in_strict_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +282,8 @@ def test_such_arguments_are_refused_in_strict_mode(monkeypatch: pytest.MonkeyPat
 def test_reads_end_where_those_of_the_later_backend_do(mixed_runner: Any) -> None:
     from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 
-    backend = pat_backend(mixed_runner)
+    alone, backend = pat_backend(runner()), pat_backend(mixed_runner)
+    assert alone.shared_read_ends(ForwardMode.DECODE) is SharedReadEnds.IN_REPLAY
     assert backend.shared_read_ends(ForwardMode.DECODE) is SharedReadEnds.IN_REPLAY
     assert backend.shared_read_ends(ForwardMode.EXTEND) is SharedReadEnds.UNKNOWN
     backend.ends = SharedReadEnds.PRE_REPLAY
@@ -445,10 +421,6 @@ def test_nothing_is_stored_where_the_model_stores_itself() -> None:
     backend.forward(q, kv, kv, layer, batch, save_kv_cache=False)
     backend.forward(q, None, None, layer, batch)
     assert torch.equal(model_runner.token_to_kv_pool.keys[0], before)
-
-
-def test_an_empty_batch_is_not_planned() -> None:
-    pat_backend(runner()).init_forward_metadata(decode_batch([], [], []))
 
 
 def test_a_plan_that_does_not_fit_a_graph_shares_nothing(

@@ -22,8 +22,6 @@ from fakes.backends import (
     server_arguments,
 )
 
-from sglang_pat._scheduler import num_chunks
-
 pytestmark = pytest.mark.usefixtures("server_context")
 
 LENGTHS = [700, 1, 512, 513, 3000, 1025]
@@ -106,20 +104,6 @@ def test_a_row_is_the_same_in_any_batch_and_graph() -> None:
         assert torch.equal(alone[0], together[row])
         assert torch.equal(alone[0], replayed[row])
         assert torch.equal(alone, requests.decode([row], graph_rows=2))
-
-
-def test_eager_steps_and_graphs_are_planned_in_chunks() -> None:
-    requests = Requests(enable_deterministic_inference=True)
-    requests.backend.init_cuda_graph_state(8, 8)
-    everyone = list(range(len(LENGTHS)))
-    requests.decode(everyone)
-    requests.decode(everyone, graph_rows=len(everyone))
-    plans = list(inside.microbatch(requests.backend).plans())
-    assert len(plans) == 2
-    for each in plans:
-        for attention in inside.attentions(each):
-            chunks = sum(map(num_chunks, LENGTHS))
-            assert attention._plan.header.num_item_requests == chunks > len(LENGTHS)
 
 
 @pytest.mark.parametrize(("width", "longest"), [(20, 20), (100_000, SLOTS)])

@@ -20,26 +20,17 @@ pytestmark = pytest.mark.usefixtures("as_on_a_gpu")
 BLOCK = 4
 
 
-def scene_of(
-    kind: str = TREE_KINDS[0],
-    *,
-    algorithm: str = "DFLASH",
-    named: str | None = None,
-    has_table: bool = False,
-    default: Any = None,
-    **more: Any,
-) -> tuple[Scene, Blocks]:
+def scene_of(kind: str = TREE_KINDS[0], *, algorithm: str = "DFLASH") -> tuple[Scene, Blocks]:
     """A served model, and its draft model."""
     scene = Scene(
         kind,
         drafts=BLOCK,
         speculative_algorithm=algorithm,
         speculative_draft_attention_backend="triton",  # resolved
-        speculative_draft_window_size=64 if has_table else None,
-        **more,
+        speculative_draft_window_size=None,
     )
-    scene.arguments._sglang_pat_draft_backend = named
-    return scene, scene.blocks(default, has_table=has_table)
+    scene.arguments._sglang_pat_draft_backend = None
+    return scene, scene.blocks()
 
 
 def bounded(lens: list[int], graph: int, bound: int | None = BLOCK) -> dict[str, Any]:

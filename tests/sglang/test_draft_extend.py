@@ -20,7 +20,7 @@ from fakes.backends import (
     pat_backend,
     runner,
 )
-from scene import Scene, kv_pool
+from scene import BRANCHES, Scene, grown, kv_pool
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -32,8 +32,6 @@ from sglang_pat.support import Unsupported
 pytestmark = pytest.mark.usefixtures("as_on_a_gpu")
 
 DRAFTS = 3
-# The first token is the root of two branches.
-TREE = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
 
 
 class Extending(Scene):
@@ -68,10 +66,10 @@ def test_each_token_reads_those_before_it(verified_in: int, read_in: int, topk: 
     scene = Extending(arguments={"speculative_eagle_topk": topk})
     for graph in (4, 2):
         scene.extend.capture(graph)
-    lens, reads = [25, 31], None if topk == 1 else TREE
+    lens, reads = [25, 31], None if topk == 1 else BRANCHES
     mask = None if reads is None else reads.flatten().repeat(2)
     for accepted in ([0, 0], [1, 3], [2, 1]):
-        lens = [length + more for length, more in zip(lens, accepted, strict=True)]
+        lens = grown(lens, accepted)
         view = scene.served.step(lens, verified_in, mask=mask)
         scene.served.assert_exact(view, lens, reads)
         view = scene.extend.step(lens, read_in)
@@ -89,7 +87,7 @@ def test_each_token_reads_those_before_it(verified_in: int, read_in: int, topk: 
 def test_the_plan_of_the_verify_step_is_used(place: tuple[int, int], topk: int) -> None:
     scene = Extending(arguments={"speculative_eagle_topk": topk})
     for lens in ([25, 31], [26, 33]):
-        scene.verify(lens, place[0], TREE.flatten().repeat(2))
+        scene.verify(lens, place[0], BRANCHES.flatten().repeat(2))
         before = scene.counters
         scene.extend.step(lens, place[1])
         for name in ("plans_built", "plans_reused", "kv_tokens_planned"):
@@ -287,7 +285,7 @@ def test_layers_that_pat_does_not_do_are_the_default_backends() -> None:
 @pytest.mark.parametrize("topk", [1, 2])
 def test_a_layer_that_is_passed_more_is_left_to_the_default_backend(topk: int) -> None:
     scene = Extending(arguments={"speculative_eagle_topk": topk})
-    scene.verify([25, 31], 2, TREE.flatten().repeat(2))
+    scene.verify([25, 31], 2, BRANCHES.flatten().repeat(2))
     view = scene.extend.step([25, 31], 2)
     scene.extend.attend(view, rope=1)
     assert scene.extend.backend.calls[-3:] == ["out_graph in capture", "in_graph", "extend"]

@@ -19,7 +19,7 @@ from fakes.backends import (
     runner,
     server_arguments,
 )
-from scene import ROWS, DefaultSteps, Scene
+from scene import ROWS, DefaultSteps, Scene, grown
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_trees import TREE_KINDS
@@ -47,14 +47,12 @@ class Drafting(Scene):
         topk: int = 1,
         is_checked: bool = True,
         graphs: tuple[int, ...] = (),
-        steps: Any = STEPS,
-        arguments: dict[str, Any] | None = None,
         **change: Any,
     ) -> None:
         """graphs: those that are captured."""
-        given = {"speculative_eagle_topk": topk} | (arguments or {})
-        super().__init__(kind, drafts=STEPS + 2, is_checked=is_checked, **given)
-        self.round = self.rounds(steps, **change)
+        options = {"drafts": STEPS + 2, "is_checked": is_checked, "speculative_eagle_topk": topk}
+        super().__init__(kind, **options)
+        self.round = self.rounds(STEPS, **change)
         if graphs:
             self.round.reserve()
         for each in graphs:
@@ -75,7 +73,7 @@ def test_each_step_of_a_round_reads_one_token_more(kind: str, topk: int) -> None
     lens = [25, 31]
     # Different numbers of accepted tokens; graphs with and without padding, and eager rounds.
     for accepted, graph in (([0, 0], 2), ([1, 3], 4), ([2, 1], 0), ([41, 41], 2), ([1, 1], 0)):
-        lens = [length + more for length, more in zip(lens, accepted, strict=True)]
+        lens = grown(lens, accepted)
         view = scene.round.step(lens, graph)
         scene.round.assert_exact(view, lens)
         if topk == 1:
@@ -112,7 +110,7 @@ def test_one_plan_serves_all_steps_of_rounds_in_which_requests_grow() -> None:
     scene.round.reserve(2)
     before, lens = scene.counters, [25, 31]
     for accepted in ([0, 0], [1, 3], [3, 1], [2, 2]):
-        lens = [length + more for length, more in zip(lens, accepted, strict=True)]
+        lens = grown(lens, accepted)
         scene.round.step(lens, 2)
     assert before["draft"] == {"steps": 0, "rows": 0, "plans_built": 0, "plans_reused": 0}
     after = scene.counters

@@ -5,20 +5,14 @@ Decode steps without drafts; those with drafts have files of their own.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import inspect_backend as inside
 import pytest
 import torch
-from fakes.backends import dense_rows, replay_view
+from fakes.backends import dense_rows
 from scene import GRAPH, WIDTH, Scene
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_trees import TREE_KINDS
-
-from sglang_pat.reasons import StepReason
-from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER
 
 pytestmark = pytest.mark.usefixtures("as_on_a_gpu")
 
@@ -78,37 +72,10 @@ def test_requests_share_beside_any_padding(scene: Scene, is_captured: bool, more
         scene.served.assert_padding_is_zero(view, 2)
 
 
-def test_an_idle_rank_replays_nothing_but_padding(scene: Scene) -> None:
-    view = replay_view([], [], [], GRAPH)
-    assert view.actual_forward_mode is ForwardMode.IDLE
-    assert view.num_padding == view.batch_size
-    scene.served.backend.init_forward_metadata_out_graph(view)
-    scene.served.assert_padding_is_zero(view, 0)
-
-
 def test_graphs_of_all_sizes_and_eager_steps_take_turns(scene: Scene) -> None:
     for length, graph in ((22, 2), (23, 4), (24, 0), (25, 3), (26, 2)):
         lens = [length, length + 9]
         scene.served.assert_exact(scene.served.step(lens, graph), lens)
-
-
-def test_reads_of_shared_rows_end_where_sglang_assumes(scene: Scene) -> None:
-    # Nothing that a graph replays reads rows of other requests: 0.5.17 does not ask, and takes such
-    # reads to end before a replay.
-    backend = scene.served.backend
-    backend.calls.clear()
-    backend.init_forward_metadata_in_graph(scene.served.view([22, 31]))
-    assert backend.calls == []
-    if hasattr(AttentionBackend, "shared_read_ends"):
-        assert backend.shared_read_ends(ForwardMode.DECODE).name == "IN_REPLAY"
-
-
-def test_requests_share_in_a_replay_that_does_not_name_them(scene: Scene) -> None:
-    scene.served.assert_exact(scene.served.step([32, 32], GRAPH), [32, 32])
-    microbatch = inside.microbatch(scene.served.backend)
-    stats = microbatch.captured.last.stats
-    assert (stats.kv_tokens_query_centric, stats.kv_tokens_planned) == (64, 44)
-    assert StepReason.NO_REQUESTS not in microbatch.builder.steps_without_sharing
 
 
 # --- steps that repeat the last one ---
@@ -132,31 +99,6 @@ def test_what_was_not_planned_is_counted(scene: Scene) -> None:
     assert counted["kv_tokens_query_centric"] == 2 * (31 + 32 + 33)
     assert counted["kv_tokens_planned"] == 3 * 20 + 2 * (11 + 12 + 13)
     assert counted["planning_ns"]["unchanged"].total() == 2
-
-
-def test_a_step_is_planned_if_anything_may_have_changed(scene: Scene) -> None:
-    def others() -> None:
-        scene.scheduled.reqs = [scene.reqs[0], copy.copy(scene.reqs[1])]
-
-    def nobody() -> None:
-        scene.scheduled.reqs = []
-
-    length, graph = 32, GRAPH
-    for change in (
-        lambda: None,  # the first step
-        lambda: REQUEST_TRACKER.invalidate([scene.reqs[1]]),
-        REQUEST_TRACKER.invalidate_all,  # the tree was reset
-        lambda: scene.served.step([22, 22]),  # an eager step
-        others,
-        nobody,  # a warm-up
-    ):
-        change()
-        assert is_planned(scene, length + 1, graph)
-        assert is_planned(scene, length + 2, graph) == (change is nobody)
-        length += 2
-    scene.scheduled.reqs = scene.reqs
-    assert is_planned(scene, length + 1)
-    assert is_planned(scene, length + 2, graph=3)  # another graph
 
 
 def test_graphs_that_are_captured_anew_are_planned_and_forget_no_count(scene: Scene) -> None:

@@ -13,8 +13,6 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_pat.sglang.start import hooks
 from sglang_pat.sglang.start.hooks import AFTER, Hook
-from sglang_pat.sglang.tree import request_tracker
-from sglang_pat.sglang.tree.request_tracker import TRACKER_HOOKS
 
 
 @pytest.fixture
@@ -93,17 +91,3 @@ def test_hooks_of_other_plug_ins_on_the_same_method_stay(
     hooks.install_hooks(made)
     owner().run()
     assert called == ["theirs", "run"]
-
-
-def test_the_hooks_take_hold_in_this_sglang() -> None:
-    hooks.install_hooks(TRACKER_HOOKS)
-    hooks.check_hooks(TRACKER_HOOKS)
-    hooked = {function: target.partition(":")[2] for target, function, _ in TRACKER_HOOKS}
-    assert hooked == {
-        request_tracker._after_init_new: "ForwardBatch.init_new",
-        request_tracker._around_forward: "ModelRunner._forward_raw",
-        request_tracker._after_retraction: "Req.reset_for_retract",
-    }
-    for target, function, _ in TRACKER_HOOKS:
-        assert hooks._is_hooked(target, function)
-        assert not hooks._is_hooked(target, lambda: None)

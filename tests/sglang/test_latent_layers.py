@@ -13,7 +13,6 @@ import pytest
 import torch
 from fakes.backends import (
     SLOTS,
-    DefaultBackend,
     config,
     decode_batch,
     pat_backend,
@@ -380,11 +379,17 @@ def test_models_that_are_left_to_the_default_backend(
 
 
 @pytest.mark.parametrize("default", ["fa3", "flashinfer", "triton", "flashmla", "torch_native"])
-@pytest.mark.parametrize("page_size", [1, 2])
-def test_models_that_pat_decodes(default: str, page_size: int) -> None:
-    model_runner = latent_runner(token_to_kv_pool=make_pool(page_size=page_size))
-    backend = pat_backend(model_runner, default)
-    assert type(backend) is not DefaultBackend
+@pytest.mark.parametrize(
+    "model_runner",
+    [
+        latent_runner,
+        lambda: latent_runner(token_to_kv_pool=make_pool(page_size=2)),
+        lambda: fp8_runner(scale=1.0),  # SGLang stores it without scales, and so it is read
+    ],
+    ids=["tokens", "pages", "fp8"],
+)
+def test_models_that_pat_decodes(model_runner: Callable[[], Any], default: str) -> None:
+    backend = pat_backend(model_runner(), default)
     assert [*inside.planner(backend).layer_support.shapes] == [0, 1]
 
 
@@ -415,13 +420,6 @@ def test_latent_layers_among_layers_with_a_state() -> None:
     hybrid["token_to_kv_pool"].full_kv_pool.use_dsa = True
     layer_support = layers_of_runner(latent_runner(**hybrid), "fa3")
     assert {str(each) for each in layer_support.fallback.values()} == {"KV pool MLATokenToKVPool"}
-
-
-@pytest.mark.parametrize("default", ["fa3", "flashinfer", "triton", "flashmla", "torch_native"])
-def test_models_over_an_fp8_cache(default: str) -> None:
-    """SGLang stores it without scales, and so it is read."""
-    backend = pat_backend(fp8_runner(scale=1.0), default)
-    assert [*inside.planner(backend).layer_support.shapes] == [0, 1]
 
 
 @pytest.mark.parametrize("default", ["triton", "flashmla"])

@@ -91,11 +91,6 @@ def test_a_graph_replay_shows_a_namespace_with_padding(tree: Tree, reqs: list[An
     assert batch.read_paths().path_begin.tolist() == [0, 2, 3, 3, 3]
 
 
-def test_data_parallel_padding_is_not_announced(tree: Tree, reqs: list[Any]) -> None:
-    batch = read(DecodeBatchBuilder(), reqs, tree.cache, batch_of([6, 5, 1]))
-    assert batch.seq_lens.tolist() == [6, 5, 0]
-
-
 # Data parallelism: a replayed graph, and an eager step.
 @pytest.mark.parametrize(
     "view",

@@ -22,7 +22,7 @@ from fakes.backends import (
     runner,
     server_arguments,
 )
-from scene import GRAPH, ROWS, Scene, chain
+from scene import BRANCHES, GRAPH, ROWS, Scene, chain, grown
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from sglang_trees import TREE_KINDS, late_lengths, place
@@ -39,8 +39,6 @@ pytestmark = pytest.mark.usefixtures("as_on_a_gpu")
 
 DRAFTS = 3
 CHAIN = chain(DRAFTS)
-# A draft token and a branch beside it: the third one does not read the second.
-BRANCHES = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
 # By algorithm: what draft tokens read of each other.
 READS = {"EAGLE3": CHAIN, "NGRAM": BRANCHES}
 both_algorithms = pytest.mark.parametrize("algorithm", READS)
@@ -72,18 +70,6 @@ def counts(scene: Scene) -> dict[str, int]:
     counters = scene.counters
     tokens = {name: number for name, number in counters.items() if "tokens" in name}
     return tokens | counters["verify"]
-
-
-def grown(lens: list[int], accepted: list[int]) -> list[int]:
-    return [length + more for length, more in zip(lens, accepted, strict=True)]
-
-
-def test_each_draft_token_reads_those_before_it(scene: Scene) -> None:
-    lens = [25, 31]
-    # Different numbers of accepted tokens; graphs with and without padding, and an eager step.
-    for accepted, graph in (([0, 0], 2), ([1, 3], 4), ([2, 1], 0), ([3, 3], 2)):
-        lens = grown(lens, accepted)
-        scene.served.assert_exact(scene.served.step(lens, graph), lens)
 
 
 def test_branches_do_not_read_each_other(branching: Scene) -> None:
@@ -197,13 +183,6 @@ def test_a_step_of_another_kind_is_no_repetition(algorithm: str, is_checked: boo
     assert scene.served.num_repeated == 0
 
 
-def test_decode_steps_in_between(scene: Scene) -> None:
-    scene.served.step([25, 31], 2)
-    decoding = scene.decoding()
-    decoding.assert_exact(decoding.step([26, 32]), [26, 32])
-    scene.served.assert_exact(scene.served.step([27, 33], 2), [27, 33])
-
-
 @pytest.mark.parametrize("is_captured_anew", [True, False])
 @pytest.mark.parametrize("kind", TREE_KINDS)
 def test_graphs_that_do_not_write_their_rows_are_never_repeated(
@@ -238,10 +217,6 @@ def test_what_has_long_been_committed_is_read_once_again(scene: Scene) -> None:
 
 
 # --- masks of trees ---
-
-
-def test_trees_ask_for_no_lengths_on_the_host(branching: Scene) -> None:
-    assert not branching.served.backend.needs_cpu_seq_lens
 
 
 def test_masks_of_trees_are_computed_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,15 +393,6 @@ def test_a_step_of_a_plan_stream_is_prepared_once(scene: Scene) -> None:
     fall_back(scene)
     with pytest.raises(NotImplementedError):
         backend.update_verify_buffers_to_fill_after_draft(view.spec_info, 2)
-
-
-def test_prefill_is_the_default_backends(scene: Scene) -> None:
-    backend = scene.served.backend
-    backend.calls.clear()
-    q = torch.zeros(1, QO_HEADS * HEAD_DIM)
-    batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
-    backend.forward_extend(q, None, None, scene.target.model[0], batch)
-    assert backend.calls == ["extend"]
 
 
 def test_lengths_of_rows() -> None:

@@ -46,6 +46,8 @@ WIDTH, SLOTS = 300, 900  # tokens of a request, and slots of a pool; the last 20
 PREFIX, PREFIX_SLOTS = list(range(1, 21)), list(range(100, 120))
 ROWS = (1, 2)
 GRAPH = 4  # requests of the largest graph
+# A token and two branches beside each other: the third one does not read the second.
+BRANCHES = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
 # The forward of the last step. Not of a scene: one that is collected late would end another's.
 _RUNNING = ExitStack()
 
@@ -57,6 +59,11 @@ def kv_pool(seed: int) -> KVPool:
     made.keys = [torch.randn(shape, generator=generator) for _ in range(2)]
     made.values = [torch.randn(shape, generator=generator) for _ in range(2)]
     return made
+
+
+def grown(lens: Sequence[int], accepted: Sequence[int]) -> list[int]:
+    """Lengths after a step with these numbers of accepted tokens."""
+    return [length + more for length, more in zip(lens, accepted, strict=True)]
 
 
 def chain(count: int) -> torch.Tensor:

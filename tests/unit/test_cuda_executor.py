@@ -463,7 +463,8 @@ def test_pinned_memory_is_written_again_only_after_it_was_copied(device: Device)
     assert used[:3] * 2 == used[:6]
 
 
-def test_siblings_send_their_plan_again_when_the_other_was_there(device: Device) -> None:
+@pytest.mark.parametrize("by", ["plan", "run"])
+def test_siblings_send_their_plan_again_when_the_other_was_there(by: str, device: Device) -> None:
     first = device.without_plan(BufferSizes.for_requests(64, 4000, num_workers=33, group_size=4))
     second = first.sharing_buffers()
     assert second.buffers is first.buffers
@@ -474,37 +475,17 @@ def test_siblings_send_their_plan_again_when_the_other_was_there(device: Device)
     written = of_first.memory.copy()
     second.reuse_plan(NO_STEP)
     assert len(device.sent) == 2, "its plan is in the buffers"
+    layer: Any = None
     for _ in range(2):
-        first.reuse_plan(NO_STEP)
+        if by == "plan":
+            first.reuse_plan(NO_STEP)
+        else:
+            with pytest.raises(AttributeError):  # there is no layer
+                first.run(layer)
     assert device.sent[2:] == [of_first]
     assert np.array_equal(of_first.memory, written)
     second.reuse_plan(NO_STEP)
     assert device.sent[-1] is of_second
-
-
-def test_a_run_sends_its_plan_again_when_a_siblings_is_there(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = device.without_plan(BufferSizes.for_requests(64, 4000, num_workers=33, group_size=4))
-    second = first.sharing_buffers()
-    first.load_plan(planned(SMALL), NO_STEP)
-    second.load_plan(planned(LARGE), NO_STEP)
-    of_first = device.sent[0]
-
-    class SetsLayerError(Exception):
-        """So far goes the run: nothing is launched."""
-
-    def stop(*_: object) -> None:
-        raise SetsLayerError
-
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(CudaExecutor, "_set_layer", stop)
-    layer: Any = None
-    for _ in range(2):
-        with pytest.raises(SetsLayerError):
-            first.run(layer)
-        assert first.buffers.staging is of_first
-    assert device.sent[2:] == [of_first]
 
 
 def test_buffers_that_may_move_are_not_shared(device: Device) -> None:
