@@ -127,15 +127,6 @@ class _Everywhere:
             assert answer["output_ids"] == whole[: whole.index(request.stop) + 1]
             assert answer["meta_info"]["finish_reason"]["type"] == "stop"
 
-    def test_aborts_in_mid_decode(
-        self, engine: Any, workload: Workload, expected: Expected
-    ) -> None:
-        aborted, staying = workload.long_answers[:2], workload.long_answers[2:5]
-        received = run(engine, answers_with_aborts(engine, [*aborted, *staying], [10, 10]))
-        assert received[2:] == [expected.of(request) for request in staying]
-        assert_begun(received, aborted, [10, 10], expected)
-        assert all(len(some) < workload.long_answers[0].num_tokens for some in received[:2])
-
     def test_flush_between_waves(self, engine: Any, workload: Workload, expected: Expected) -> None:
         for _ in range(2):
             flush(engine)

@@ -537,21 +537,6 @@ def test_a_slot_outside_of_the_caches_is_named(slot: int, batch_invariant: bool)
     attention.run(torch.zeros(2, 8, 64), *caches)
 
 
-def test_values_may_be_a_part_of_the_keys_of_one_head() -> None:
-    """One buffer, of which the first columns are values too, as latent attention keeps them."""
-    attention = PackAttention(4, 1, 192, v_head_dim=128, dtype=torch.float32)
-    attention.plan(**good_step())
-    q, kv = torch.randn(2, 4, 192), torch.randn(9, 1, 192)
-    out = attention.run(q, kv, kv[..., :128])
-    assert torch.equal(out, attention.run(q, kv, kv[..., :128].contiguous()))
-    assert out.shape == (2, 4, 128)
-
-
-def test_run_needs_a_plan() -> None:
-    with pytest.raises(RuntimeError, match="call plan"):
-        make_attention().run(torch.zeros(1, 8, 64), torch.zeros(1, 2, 64), torch.zeros(1, 2, 64))
-
-
 # --- later steps under one plan ---
 
 

@@ -317,6 +317,7 @@ def test_without_headers(monkeypatch: pytest.MonkeyPatch) -> None:
         ((torch.float16, 72, (9, 0)), "head_dim = 72"),
         ((torch.float16, 128, (9, 0), 64), "head_dim = 128/64"),
         ((torch.float16, 128, (7, 5)), r"8\.0 \(Ampere\) or newer; got 7\.5"),
+        ((torch.bfloat16, 576, (10, 0), 512), "for head_dim 576/512 on compute capability 10.0"),
     ],
 )
 def test_unsupported_configs(arguments: tuple, message: str) -> None:

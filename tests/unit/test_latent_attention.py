@@ -14,7 +14,6 @@ from problems import Problem
 from sample_forests import make_case
 
 from sglang_pat import PackAttention
-from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.support import LATENT_HEAD_DIMS, POLICIES
 
 KEYS, VALUES = LATENT_HEAD_DIMS
@@ -86,18 +85,6 @@ def test_queries_in_two_parts_are_whole_queries(batch_invariant: bool) -> None:
     assert torch.equal(attention.run(strided, problem.k, problem.v), whole)
 
 
-@pytest.mark.parametrize("num_heads", [8, 16, 20, 33, 64])
-def test_a_tile_of_64_rows_reads_what_its_requests_share_once(num_heads: int) -> None:
-    case = make_case([(-1, 300)], [(0, 10)] * 16)
-    problem = make_problem(num_heads, case)
-    attention = planned(problem, make_attention(num_heads))
-    tiles = math.ceil(16 / (64 // num_heads))
-    assert attention.step_tokens.planned == 300 * tiles + 16 * 10
-    plan = attention._plan
-    assert plan is not None
-    assert "tile 64 rows" in plan.describe()
-
-
 def test_values_are_the_view_of_the_keys() -> None:
     problem = make_problem(8)
     attention = planned(problem, make_attention(8))
@@ -140,11 +127,3 @@ def test_other_attention_has_whole_queries() -> None:
 def test_unsupported_heads(heads: tuple[int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PackAttention(*heads, KEYS, v_head_dim=VALUES, dtype=torch.float32)
-
-
-def test_a_gpu_without_these_kernels_is_refused() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"no CUDA kernels for head_dim 576/512 on compute capability 10.0",
-    ):
-        KernelConfig(torch.bfloat16, KEYS, (10, 0), VALUES)

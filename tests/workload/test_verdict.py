@@ -92,11 +92,6 @@ def test_redundant_reads_are_counted_exactly() -> None:
     assert found.kv_tokens["distinct"] == 2 * (1000 + 4 * 201.5)
 
 
-def test_two_equal_prompts_repeat_half_of_the_reads() -> None:
-    requests = [TraceRequest(0.0, (Segment(-1, 4000),), 5) for _ in range(2)]
-    assert serve(requests, setup(), DEFAULT).repeats == pytest.approx(0.5, abs=0.001)
-
-
 def test_a_server_that_is_never_starved_gives_its_most() -> None:
     requests = list(generate("conversation", requests=120).stream)
     many = [each._replace(arrival=each.arrival / 1000) for each in requests]
