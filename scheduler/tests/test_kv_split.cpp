@@ -200,7 +200,7 @@ TEST(kv_split_counts_what_parting_tiles_costs) {
   // Nine tiles are parted: too many for two workers, which get an even share each. Seven are not.
   CHECK_EQ(num_tickets(36, 8'192, 2), 2);
   CHECK(num_tickets(28, 8'192, 2) > 2);
-  CHECK(num_tickets(7, 32'768, 7) <= 7);  // two tiles, whose partials leave none for shrinking tickets
+  CHECK(num_tickets(7, 32'768, 7) <= 7);   // two tiles: no partials are left for more tickets
   CHECK(num_tickets(24, 131'072, 8) > 8);  // with chunks as long as its partials demand
 }
 

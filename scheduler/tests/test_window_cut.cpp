@@ -71,7 +71,8 @@ TEST(rows_share_only_what_their_windows_share) {
       CHECK_EQ(rows.seq_lens[i], chunked ? length - chunk : std::min(length, window));
       if (path.empty()) {
         CHECK_EQ(cut.cuts()[i], 0);
-        CHECK(cut.longest()[i] > length || length == INT32_MAX || (chunked && length % window == 0));
+        CHECK(cut.longest()[i] > length || length == INT32_MAX ||
+              (chunked && length % window == 0));
         continue;
       }
       if (chunked) {
