@@ -9,7 +9,8 @@ namespace pat {
 
 inline constexpr int kFillThreads = 256;
 
-// With kFillThreads threads. Requests along x, chunks of a row along y; both strided, so that any grid is right.
+// Runs with kFillThreads threads. The grid has requests along x and chunks of a row along y. Both loops are strided, so
+// any grid is right.
 __device__ __forceinline__ void fill_rows(const FillParams& params) {
   const bool has_map = params.slot_map.data != nullptr;
   for (int i = blockIdx.x; i < params.num_requests; i += gridDim.x) {

@@ -21,10 +21,10 @@ namespace pat {
 
 inline constexpr int kMergeWarps = 16;
 inline constexpr int kMergeCtasPerSm = 2;
-// One warp sums a row of up to this many partials: in at most two rounds of loads, or in more if there are many rows.
+// One warp sums a row of up to this many partials. All warps of a CTA share a row with more.
 template <int kColumns>
 inline constexpr int kWarpPartials = kColumns > 256 ? 48 : 12;
-// Partials that make another warp worthwhile in a row of more.
+// In a shared row, one more warp takes part for every this many partials.
 inline constexpr int kPartPartials = 6;
 
 // Number of partials that counts as few: in merge_partials(), the type of an argument.
@@ -106,7 +106,7 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
     place = (own + row_step) % num_places;
     return true;
   };
-  // One of num_parts parts of a row, neighbouring partials. The sink counts in the first.
+  // Sums one of the num_parts parts of a row, which are runs of neighbouring partials. The first part gets the sink.
   const auto sum_part = [&](Sum& sum, const MergeRow& row, int part, int num_parts) {
     const int count = row.num_partials;
     sum = Sum::of(row.template partials<Partial>(params), count * part / num_parts,
@@ -122,7 +122,7 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
     if (warp == combiner) sum = Sum::of_parts(part_states, part_columns, num_parts, lane);
     __syncthreads();
   };
-  // Until the CTA's first warp has no row.
+  // Goes on until the CTA's first warp has no row.
   for (; first_own < num_rows; first_own += row_step, own += row_step) {
     if (first_own + row_step < num_rows && (merge_few(Few<2>{}) || merge_few(Few<4>{}))) continue;
     MergeRow row{entry.x, place, entry.y, entry.z};
@@ -133,7 +133,8 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
       place = (own + row_step) % num_places;
     }
 
-    // The warp's own row, then the CTA's long ones, if it has any: in one loop, so that there is one copy of the code.
+    // Turn -1 is the warp's own row. The turns after it are the long rows of the CTA, if it has any. One loop has both,
+    // so that there is one copy of the code.
     int num_turns = 0;
     if (__syncthreads_or(is_long)) {
       if (lane == 0) shared_rows[warp] = is_long ? row : MergeRow{};

@@ -109,8 +109,8 @@ __device__ __forceinline__ void write_chunk(const WriteParams& params, const New
   }
 }
 
-// With kWriteThreads threads, one per chunk of a token's keys and values. Each token has a column of the grid, so that
-// a thread finds its token without a division.
+// Runs with kWriteThreads threads, one per chunk of a token's keys and values. Each token has a column of the grid, so
+// that a thread finds its token without a division.
 template <typename T, typename Dims>
 __device__ __forceinline__ void write_kv(const WriteParams& params) {
   // Waits first: pack_decode reads its plan before it waits for this kernel, and may then begin as soon as all that

@@ -14,7 +14,7 @@ namespace {
 constexpr int32_t kNever = std::numeric_limits<int32_t>::max();  // no length goes beyond it
 constexpr int64_t kClassCost = 64;  // KV tokens that one more class must save
 
-// The node of a path that saves most from `cut` on, if all its holders had this cut.
+// Returns the node of a path whose sharing saves the most KV tokens from `cut` on, if all of its holders had this cut.
 int32_t best_node(const PrefixForest& forest, int32_t last, int32_t cut) {
   const std::vector<ForestNode>& nodes = forest.nodes();
   int32_t best = last;

@@ -1,8 +1,8 @@
 // Cuts the paths of a batch for layers with a sliding window. What is left is an ordinary batch.
 //
-// A request attends to its last `window` tokens. Its row begins at a cut, which the rows of its class have in common:
-// the path from the cut on, the tail, and at the end the tokens of the window that lie before the cut. Attention does
-// not depend on the order of keys. So the row's plan stays while the window moves on, up to the cut.
+// A request attends to its last `window` tokens, and becomes a row of these. All rows of a class have the same cut. A
+// row holds first the path from the cut on, then the tail, and last the tokens of the window that lie before the cut.
+// Attention does not depend on the order of keys, so the row's plan stays valid until the window has passed the cut.
 //
 // Windows that are chunks do not slide: a request attends from the last multiple of `window` on. That is its cut.
 #pragma once
@@ -31,8 +31,8 @@ struct WindowRule {
 // Calls reuse the buffers.
 class WindowCut {
  public:
-  // rows_per_class: beyond it, the kernels read shared KV again. Throws std::invalid_argument if a number is out of
-  // range.
+  // rows_per_class: the most rows of a class. For more rows the kernels would read shared KV again. Throws
+  // std::invalid_argument if a number is out of range.
   WindowCut(const WindowRule& rule, int32_t rows_per_class);
 
   // Cuts the paths of a forest that is arranged for these lengths. Requests of length 0 are padding. Takes time linear

@@ -40,7 +40,8 @@ class StepReason(StrEnum):
     BATCH_CHANGED = "batch_changed", "other requests or paths, or another number of rows"
     TAIL_GROWTH = "tail_growth", "a request has outgrown the length that its tail was planned for"
 
-    # `steps_without_sharing`. "no shared paths are known to ..." names the prefix cache.
+    # `steps_without_sharing`. The reason "no shared paths are known to ..." is no member: it names
+    # the prefix cache.
     NO_REQUESTS = "no requests are known (warm-up)"
     CUT = "the batch was cut into parts"
     OVERFLOW = "the plan does not fit into the buffers of the CUDA graphs"

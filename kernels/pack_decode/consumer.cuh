@@ -1,6 +1,6 @@
-// Common part of the bodies of pack_decode: a consumer warp's place in the rings, and handing back what it has read.
-// Every lane arrives for its own reads, so that nothing rests on the order within a warp. What matrix instructions of
-// the warpgroup have read, a warp hands back at once.
+// Common part of the bodies of pack_decode: a consumer warp's place in the rings, and how it hands back what it has
+// read. Every lane arrives for its own reads, so that nothing rests on the order within a warp. For what the
+// warpgroup's matrix instructions have read, one lane arrives for its whole warp.
 #pragma once
 
 #include "pack_decode/work_queue.cuh"
@@ -18,7 +18,7 @@ struct Consumer {
   QueryPosition position;
   RingPosition<Storage::kStages> ring;
 
-  // Of 16 rows, this warp's. Of its columns, a warpgroup's.
+  // The unit of 16 rows that this warp has, and the first column of the values that its warpgroup has.
   __device__ __forceinline__ int unit() const { return warp % kConsumerWarps; }
   __device__ __forceinline__ int first_column() const {
     return kConsumerGroups<Dims> == 1 ? 0 : warp / kConsumerWarps * kOutColumns<Dims>;
@@ -41,8 +41,8 @@ struct Consumer {
     return query_tile(storage, position.first_unit(units));
   }
 
-  // Hands back the item's record and queries. What the item's end needs to know of this warp's rows is kept in shared
-  // memory until then: there is no register to spare.
+  // Hands the item's record and queries back to the producer. What the end of the item needs of the record, for this
+  // warp's rows, stays in shared memory until the end: there is no register to spare.
   __device__ __forceinline__ void release_queries(int units, int first_row, uint32_t lane) {
     if (lane < kUnitRows) storage.row_targets[warp][lane] = record().targets[first_row + lane];
     if (lane == 0) storage.mixed_items[warp] = record().mixed_item;
@@ -54,22 +54,24 @@ struct Consumer {
     position.advance(units);
   }
 
-  // Address of the keys of the next stage, once it has arrived, and once it is there for wgmma.
+  // Both wait for the next stage and return the address of its keys. The first waits until the stage has arrived, the
+  // second until wgmma may read it.
   __device__ __forceinline__ uint32_t wait_for_stage() const {
     return wait_for_stage(storage.kv_full, ring);
   }
   __device__ __forceinline__ uint32_t wait_for_wgmma_stage() const {
-    // The first of an item. After tiles that do not wait for converters, these may be a whole ring behind: then the
-    // parity of their barrier is still that of the lap before the last. They have arrived for the last one where the
-    // stage has been filled again.
+    // This is the first stage of an item. Small tiles do not wait for the converters, so after such tiles the
+    // converters may be a whole ring late. The parity of kv_ready is then still that of the lap before the last.
+    // Waiting for kv_full as well is enough: a stage is filled again only after the converters have arrived for its
+    // last lap.
     if constexpr (kHasConverters<Dims>) wait_for_stage();
     return wait_for_wgmma_stage(ring);
   }
 
-  // Record of that stage.
+  // The record of the stage that was waited for.
   __device__ __forceinline__ StageRecord stage_record() const { return stage_record(ring); }
 
-  // Waits for the values of that stage, where they arrive by themselves.
+  // Waits for the values of the same stage, if they have barriers of their own.
   __device__ __forceinline__ void wait_for_values() const {
     if constexpr (Dims::kIsWide) {
       wait_for_stage(storage.values_full, ring);
@@ -77,7 +79,7 @@ struct Consumer {
     }
   }
 
-  // Both of the stage after that one.
+  // The same address and record for the following stage.
   __device__ __forceinline__ uint32_t wait_for_following_wgmma_stage() const {
     return wait_for_wgmma_stage(following());
   }
@@ -85,19 +87,20 @@ struct Consumer {
     return stage_record(following());
   }
 
-  // Once this lane has read it.
+  // Hands the stage back. Each lane calls it after it has read the stage.
   __device__ __forceinline__ void release_stage() {
     ptx::barrier_arrive(ptx::shared_address(&storage.kv_empty[ring.stage]));
     ring.advance();
   }
 
-  // Once wgmma has read it, or its values, where these are handed back by themselves.
+  // Hands the stage back after wgmma has read it. If values have barriers of their own, hands back only the values.
   __device__ __forceinline__ void release_wgmma_stage() {
     hand_back(Dims::kIsWide ? storage.values_empty : storage.kv_empty, ring);
     ring.advance();
   }
 
-  // Once wgmma has read the stage's keys, or those of the one after it, where these are handed back by themselves.
+  // If keys have barriers of their own, hand back the keys of the stage, or of the following stage, after wgmma has
+  // read them.
   __device__ __forceinline__ void release_keys() const {
     if constexpr (Dims::kIsWide) hand_back(storage.kv_empty, ring);
   }
@@ -119,7 +122,8 @@ struct Consumer {
     }
   }
 
-  // Lane 0's, so that ptxas knows it to be uniform; it is lane 0 that hands the stage back.
+  // All lanes take the record that lane 0 has read, so that ptxas knows that it is uniform. Lane 0 is also the lane
+  // that hands the stage back.
   __device__ __forceinline__ StageRecord
   stage_record(const RingPosition<Storage::kStages>& at) const {
     return {__shfl_sync(kFullWarp, storage.stage_records[at.stage].packed, 0)};

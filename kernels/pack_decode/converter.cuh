@@ -1,6 +1,6 @@
-// Converter warps of pack_decode over one-byte KV on Hopper: they make the values of each stage fp16, in
-// place, for wgmma. Keys are multiplied as they are (query_fp8_terms.cuh). So a number is converted once per tile, and by
-// warps that run ahead of the consumers, as far as the copies do.
+// Converter warps of pack_decode over one-byte KV on Hopper. They convert the values of each stage to fp16, in place,
+// for wgmma. Keys are multiplied as they are (query_fp8_terms.cuh). So a number is converted once per tile, by warps
+// that run as far ahead of the consumers as the copies do.
 #pragma once
 
 #include "pack_decode/work_queue.cuh"
@@ -29,16 +29,17 @@ class Converter {
         __syncwarp();
       }
       if (lane_ == 0) ptx::barrier_arrive(ready);
-      // In place of the consumers, which do not wait here in tiles on mma.sync: no phase goes by unseen.
+      // Tiles on mma.sync do not wait for kv_ready. The converters wait in place of their consumers, so that no phase
+      // of the barrier goes by unseen.
       if (!record.is_for_wgmma()) ptx::barrier_wait(ready, ring_.parity);
-      // Last, so that a stage is filled again once all converters have arrived at both. Every lane, for what it has
-      // written.
+      // This arrival comes last, so that a stage is filled again only after all converters have arrived at both
+      // barriers. Every lane arrives for what it has written.
       ptx::barrier_arrive(ptx::shared_address(&storage_.kv_empty[stage]));
     }
   }
 
  private:
-  // This warp's half of a stage's tokens.
+  // Converts this warp's half of a stage's tokens.
   __device__ __forceinline__ void convert(uint32_t stage) {
     using Conversion = ValueConversion<Dims::kValue>;
     static_assert(Conversion::kFits);

@@ -1,4 +1,4 @@
-// Producer warp's copies of one operand into the stages of the KV ring: asynchronous.
+// The asynchronous copies by which a producer warp fills the KV ring with one operand.
 #pragma once
 
 #include <type_traits>
@@ -8,7 +8,8 @@
 
 namespace pat {
 
-// All of a stage's tokens, as usual or as KV that is read once and need not stay in the L2; or some of them.
+// Which tokens of a stage are copied: all of them, all of them with the hint that KV that is read once need not stay in
+// the L2, or only the first ones.
 enum class StageCopy { kWhole, kWholeOnce, kPart };
 
 // Issues the copies of one stage of one operand. Rows from `num_tokens` on are zeroed: garbage would
@@ -43,7 +44,7 @@ __device__ __forceinline__ void copy_stage(uint32_t shared, const char* cache, u
   }
 }
 
-// Rows of 32 slots, of which a warp copies one panel after the other.
+// The addresses of 32 slots' rows. A warp copies the rows panel by panel.
 struct PanelSources {
   const char* rows[PanelCopy::kCopies];  // from this lane's chunk on
 
@@ -76,7 +77,7 @@ struct PanelSources {
   }
 };
 
-// One operand of the KV ring, in the order of the stages.
+// Fills the KV ring with one operand, in the order of the stages.
 template <typename Dims, bool kIsKey>
 class KvStages {
  public:
@@ -91,7 +92,7 @@ class KvStages {
         copy_{lane},
         slot_bytes_(kIsKey ? params.k_slot_bytes : params.v_slot_bytes) {}
 
-  // The KV head of the stages that follow.
+  // Sets the KV head of the stages that follow.
   __device__ __forceinline__ void set_head(const DecodeParams& params, int kv_head) {
     has_map_ = params.has_kv_maps;
     map_ = &params.kv_maps[kIsKey ? 0 : 1];
@@ -103,10 +104,10 @@ class KvStages {
     }
   }
 
-  // Set whether KV that is read once is copied as such.
+  // Sets whether KV that is read once is copied with the hint kWholeOnce.
   __device__ __forceinline__ void set_streams(bool streams) { streams_ = streams; }
 
-  // The next stage. lane_slot: the slot of token `lane`.
+  // Fills the next stage. lane_slot: the slot of token `lane`.
   __device__ __forceinline__ void fill(int32_t lane_slot, const StageRecord& record) {
     const uint32_t full = begin(record);
     const uint32_t target =
@@ -133,7 +134,7 @@ class KvStages {
     ring_.advance();
   }
 
-  // Behind the last stage, for those who do not know the items.
+  // Marks the end after the last stage, for converters, which do not know the items.
   __device__ __forceinline__ void end() { ptx::barrier_arrive(begin(StageRecord::end())); }
 
  private:
@@ -151,7 +152,7 @@ class KvStages {
     }
   }
 
-  // Copies slots that follow one another: one instruction for each panel.
+  // Copies slots that follow one another, with one instruction for each panel.
   __device__ __forceinline__ void copy_run(uint32_t target, int32_t first_slot, uint32_t full,
                                            bool is_read_once) {
     if (lane_ == 0) {
@@ -171,7 +172,8 @@ class KvStages {
     __syncwarp();
   }
 
-  // Waits until the next stage may be filled, and leaves its record. Returns the barrier that it fills.
+  // Waits until the next stage may be filled, and stores the stage's record. Returns the barrier on which the stage's
+  // copies arrive.
   __device__ __forceinline__ uint32_t begin(const StageRecord& record) {
     const int stage = ring_.stage;
     constexpr bool kIsAlone = Dims::kIsWide && !kIsKey;
@@ -193,8 +195,8 @@ class KvStages {
   bool streams_ = false;
   bool has_map_ = false;
   const TensorMap* map_;
-  int32_t first_byte_;  // of a slot's rows: the KV head's
-  const char* cache_;   // of the KV head and, without panels, this lane's chunk, slot 0
+  int32_t first_byte_;  // where the KV head's row begins in a slot
+  const char* cache_;   // slot 0 of the KV head; without panels, this lane's chunk of it
   RingPosition<Storage::kStages> ring_;
 };
 

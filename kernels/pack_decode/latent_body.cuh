@@ -1,10 +1,11 @@
 // The body of pack_decode over latent attention, on Hopper: tiles of 64 query rows, whose output of 512 columns two
-// warpgroups share. Of the item's stages, taken in pairs, the first warpgroup computes the scores of the first, the
-// second those of the second; both multiply both stages' values, 256 columns each: with their own weights from registers,
-// with those of the other from shared memory, from where the stage had its last panel of keys.
+// warpgroups share. The warpgroups take an item's stages in pairs. The first warpgroup computes the scores of a pair's
+// first stage, and the second warpgroup the scores of its second stage. Each multiplies the weights of both stages with
+// its 256 columns of the values. It has its own weights in registers. It reads the other's weights from shared memory,
+// where the stage's last panel of keys was.
 //
-// Weights of a row are relative to one maximum, which passes from stage to stage with them. While one warpgroup turns
-// scores into weights, the other multiplies.
+// The weights of a row are relative to one maximum. A warpgroup hands over the maximum together with its weights. While
+// one warpgroup turns scores into weights, the other multiplies.
 #pragma once
 
 #include "decode_params.h"
@@ -27,7 +28,7 @@ struct LatentConsumer {
   static constexpr int kColumns = Dims::kValue / kLatentGroups;
   static constexpr int kTokens = Dims::kTokens;
   static_assert(kTokens == LatentOperand::kRows && kMaxTileRows == LatentOperand::kRows);
-  // 16 columns of 64 rows; 16 tokens of half of the values.
+  // Operands of wgmma: 16 columns of 64 rows, and 16 tokens of this warpgroup's half of the values.
   using Columns = wgmma::Operand<0, LatentOperand::kGroupBytes>;
   using Values = wgmma::Operand<LatentOperand::kPanelBytes, LatentOperand::kGroupBytes>;
   using Attention = WarpAttention<T, Dims, false, kColumns>;
@@ -51,7 +52,8 @@ struct LatentConsumer {
     ptx::barrier_wait(ptx::shared_address(&storage.queries_full), num_items & 1);
     return __shfl_sync(kFullWarp, record().tile, 0) != kNoMoreItems;
   }
-  // The record stays until the next item's are handed back. Every lane, for what it has read of it.
+  // Hands the queries back; every lane calls it for its own reads. The record stays valid until the next item's queries
+  // are handed back.
   __device__ __forceinline__ void release_queries() const {
     ptx::barrier_arrive(ptx::shared_address(&storage.queries_empty));
   }
@@ -59,12 +61,14 @@ struct LatentConsumer {
   __device__ __forceinline__ uint32_t address(const Ring& at) const {
     return ptx::shared_address(storage.kv[at.stage]);
   }
-  // A part that the other warpgroup hands back alone: only while that one waits for this one's weights.
+  // Waits for a part of a stage. If only the other warpgroup hands the part back, this one may wait for it only while
+  // the other waits for this one's weights.
   __device__ __forceinline__ void wait_for_part(const Ring& at, int part) const {
     ptx::barrier_wait(ptx::shared_address(&storage.kv_full[at.stage][part]), at.parity);
     ptx::fence_shared_memory();
   }
-  // It comes with the stage's last part. Lane 0's, so that ptxas knows it to be uniform.
+  // The record comes with the stage's last part. All lanes take what lane 0 has read, so that ptxas knows that it is
+  // uniform.
   __device__ __forceinline__ StageRecord stage_record(const Ring& at) const {
     return {__shfl_sync(kFullWarp, storage.stage_records[at.stage].packed, 0)};
   }
@@ -72,7 +76,7 @@ struct LatentConsumer {
     if (lane == 0) ptx::barrier_arrive(ptx::shared_address(&storage.kv_empty[at.stage][part]));
   }
 
-  // Starts the multiplication of the queries with a stage's keys, as these arrive.
+  // Starts the multiplication of the queries with a stage's keys. Waits for each part of the keys before it is used.
   __device__ __forceinline__ void start_scores(Scores& scores, const Ring& at) const {
     const Columns queries(ptx::shared_address(storage.queries)), keys(address(at));
     wgmma::tie(scores);
@@ -88,16 +92,17 @@ struct LatentConsumer {
     wgmma::commit();
   }
 
-  // Values of 16 tokens of a stage.
+  // Operand of wgmma: the values of 16 tokens of a stage.
   __device__ __forceinline__ uint64_t values(const Ring& at, int step) const {
     return Values(address(at)).at(LatentOperand::tokens(0, kGroup * kPartPanels, step));
   }
-  // Weights of 64 rows by 64 tokens.
+  // Address of the weights of 64 rows by 64 tokens.
   __device__ __forceinline__ uint32_t shared_weights(const Ring& at) const {
     return address(at) + kLatentGroups * kPartPanels * LatentOperand::kPanelBytes;
   }
 
-  // Starts the multiplication of weights with a stage's values: own ones, and those of the other warpgroup.
+  // Start the multiplication of weights with a stage's values: first for this warpgroup's weights, then for the
+  // other's.
   __device__ __forceinline__ void start_output(Attention& part, const Weights& weights,
                                                const Ring& at) const {
     wgmma::tie(part.out);
@@ -120,7 +125,7 @@ struct LatentConsumer {
     wgmma::commit();
   }
 
-  // Scores of a stage, as weights. See WarpAttention::softmax_weights().
+  // Turns a stage's scores into weights. See WarpAttention::softmax_weights().
   __device__ __forceinline__ typename Attention::Rescaling softmax_weights(
       Attention& part, Weights& weights, Scores& scores, const StageRecord& record) const {
     typename Attention::Rescaling rescaling{};
@@ -141,7 +146,7 @@ struct LatentConsumer {
     return rescaling;
   }
 
-  // To the other warpgroup.
+  // Hands the weights and the maxima of a stage over to the other warpgroup.
   __device__ __forceinline__ void hand_over(const Attention& part, const Weights& weights,
                                             const Ring& at) const {
     const uint32_t target =
@@ -158,7 +163,8 @@ struct LatentConsumer {
     }
     ptx::named_barrier_arrive<kGroup == 0 ? kFirstWeights : kSecondWeights, kBarrierThreads>();
   }
-  // Waits for weights of the other warpgroup. What the sums so far have to be rescaled with before these count.
+  // Waits for the other warpgroup's weights. Returns the factors that this warpgroup's sums need before it adds those
+  // weights.
   __device__ __forceinline__ typename Attention::Rescaling take_over(Attention& part) const {
     ptx::named_barrier_sync<kGroup == 0 ? kSecondWeights : kFirstWeights, kBarrierThreads>();
     const float* maxima = storage.maxima + unit * kUnitRows + lane / 4;
@@ -241,7 +247,7 @@ struct LatentConsumer {
     ++num_items;
   }
 
-  // Each warpgroup has summed up the weights of its own stages.
+  // Adds up the sums of both warpgroups: each has summed the weights of its own stages.
   __device__ __forceinline__ void exchange_sums(float (&total)[2], const Attention& part) const {
     const int row = unit * kUnitRows + lane / 4;
     auto& sums = storage.sums[num_items % 2];

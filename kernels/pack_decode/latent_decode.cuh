@@ -1,4 +1,4 @@
-// pack_decode over latent attention (MLA), on Hopper. As pack_decode.cuh says, except its roles: two warpgroups of
+// pack_decode over latent attention (MLA), on Hopper. It works as pack_decode.cuh says, but with two warpgroups of
 // consumers and one of producers.
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace pat {
 
-// With kDecodeThreads<Dims> threads and sizeof(SharedStorage<Dims>) bytes of dynamic shared memory.
+// Runs with kDecodeThreads<Dims> threads and sizeof(SharedStorage<Dims>) bytes of dynamic shared memory.
 template <typename T, typename Dims, bool kSoftCap>
   requires(kHasLatentWgmma<Dims>)
 __device__ __forceinline__ void pack_decode(const DecodeParams& params) {

@@ -1,7 +1,7 @@
-// The body of pack_decode over latent attention on mma.sync (Ampere and newer): 32 query rows, of which four warps share
-// 16 each. A warp multiplies the queries and the keys in a quarter of their columns, adds up the quarters' scores in
-// shared memory, as the others do, and multiplies a quarter of the values. So all four have the same weights, to the bit,
-// and the queries stay in registers.
+// The body of pack_decode over latent attention on mma.sync (Ampere and newer). It has 32 query rows, and four warps
+// share each unit of 16. A warp multiplies the queries with the keys in a quarter of the columns. The four warps add up
+// their quarters' scores in shared memory, so all have the same weights, to the bit. Then each multiplies a quarter of
+// the values. The queries stay in registers.
 #pragma once
 
 #include "decode_params.h"
@@ -37,15 +37,15 @@ struct LatentMmaConsumer {
     return storage.records[num_passes % kPassRecords];
   }
 
-  // Place of the next stage in the ring. From one counter: a position of its own takes a register more.
+  // Place of the next stage in the ring, computed from one counter: a RingPosition would take one more register.
   __device__ __forceinline__ uint32_t place() const { return num_stages % Storage::kStages; }
-  // Address of the next stage, once it has arrived.
+  // Waits until the next stage has arrived, and returns its address.
   __device__ __forceinline__ uint32_t wait_for_stage() const {
     ptx::barrier_wait(ptx::shared_address(&storage.kv_full[place()]),
                       num_stages / Storage::kStages & 1);
     return ptx::shared_address(storage.kv[place()]);
   }
-  // Once this lane has read it.
+  // Hands the stage back. Each lane calls it after it has read the stage.
   __device__ __forceinline__ void release_stage() {
     ptx::barrier_arrive(ptx::shared_address(&storage.kv_empty[place()]));
     ++num_stages;
@@ -72,12 +72,12 @@ struct LatentMmaConsumer {
     }
   }
 
-  // This warp's, of its columns of the queries.
+  // The factors of this warp's columns of the queries.
   __device__ __forceinline__ float* query_factors() const {
     return storage.query_factors[Dims::kIsFp8 ? pass_unit * LatentPart::kParts + share.part : 0];
   }
 
-  // In this warp's columns.
+  // Multiplies queries and keys in this warp's columns.
   __device__ __forceinline__ void multiply_keys(Scores& scores, const Queries& queries,
                                                 uint32_t stage, uint32_t lane) const {
 #pragma unroll
@@ -120,8 +120,8 @@ struct LatentMmaConsumer {
     }
   }
 
-  // Parts of scores to scores. All four warps of the unit call it together. Each adds up the parts of 8 tokens and hands
-  // the sums to the others: shared memory moves half as much as if every warp read all parts.
+  // Adds up the warps' parts of the scores. All four warps of the unit call it together. Each adds up the parts of 8
+  // tokens and hands the sums to the others, so shared memory moves half as much as if every warp read all parts.
   __device__ __forceinline__ void add_up(Scores& scores, uint32_t lane) const {
     static_assert(kTokens / 8 == LatentPart::kParts);
     auto& parts = storage.exchange[pass_unit];
@@ -143,7 +143,8 @@ struct LatentMmaConsumer {
       }
       parts[tile][tile][lane] = make_float4(sum[0], sum[1], sum[2], sum[3]);
     }
-    // The unit that it has read is written again behind this wait, the sums behind the next stage's first one.
+    // After this wait, the warps may write the unit's parts again. They write its sums again only after the first wait
+    // of the next stage.
     wait_for_unit();
 #pragma unroll
     for (int tile = 0; tile < LatentPart::kParts; ++tile) {
@@ -154,7 +155,7 @@ struct LatentMmaConsumer {
     }
   }
 
-  // This warp's.
+  // Multiplies the weights with this warp's columns of the values.
   __device__ __forceinline__ void multiply_values(Attention& part, const Scores& weights,
                                                   uint32_t stage, uint32_t lane) const {
     constexpr int kValuePanels = panels(Dims::kValue * Dims::kElementBytes);
@@ -189,7 +190,7 @@ struct LatentMmaConsumer {
     }
   }
 
-  // false: there is none.
+  // Executes the next pass. Returns false if there is none.
   __device__ __forceinline__ bool execute_pass() {
     const uint32_t query_stage = wait_for_stage();
     const int first_unit = __shfl_sync(kFullWarp, record().first_unit, 0);

@@ -6,7 +6,7 @@
 
 namespace pat {
 
-// With kDecodeThreads<Dims> threads and sizeof(SharedStorage<Dims>) bytes of dynamic shared memory.
+// Runs with kDecodeThreads<Dims> threads and sizeof(SharedStorage<Dims>) bytes of dynamic shared memory.
 template <typename T, typename Dims, bool kSoftCap>
   requires(kHasPasses<Dims>)
 __device__ __forceinline__ void pack_decode(const DecodeParams& params) {

@@ -1,5 +1,5 @@
-// Shared memory of pack_decode over latent attention on mma.sync, and how the producer warps fill it (producer.cuh walks
-// the items). A CTA has 32 query rows at a time; an item of more is executed in passes.
+// Shared memory of pack_decode over latent attention on mma.sync, and how the producer warps fill it (producer.cuh
+// walks the items). A CTA has 32 query rows at a time. An item with more is executed in passes.
 //
 //   KV ring     2 to 4 stages: the queries of a pass, then 32 tokens each. A query row is as long as a token, and the
 //               queries stay in registers once the consumers have read them
@@ -25,7 +25,7 @@ static_assert(kLatentTileTable[0].block_q == kPassRows &&
 inline constexpr int kPassRecords = (kMaxPassStages + 1) / 2 + 1;
 
 struct PassRecord {
-  int32_t first_unit;  // of the item's, or kNoMoreItems
+  int32_t first_unit;  // among the item's units, or kNoMoreItems
   int32_t mixed_item;  // ItemRecord::mixed_item
   RowTarget targets[kPassRows];
 };
@@ -34,12 +34,12 @@ struct PassRecord {
 template <typename Dims>
   requires(kHasPasses<Dims>)
 struct SharedState<Dims> {
-  // By unit of rows and warp: its part of the scores of the other warps' tokens, and the sums of its own, as lanes hold
-  // them.
+  // For each unit of rows and each warp, as lanes hold them: the warp's parts of the scores of the other warps' tokens,
+  // and the summed scores of its own tokens.
   alignas(kSharedAlignment) float4 exchange[kPassUnits][LatentPart::kParts][Dims::kTokens / 8][32];
   PassRecord records[kPassRecords];
   StageRecord stage_records[kMaxPassStages];
-  int32_t drawn[kDrawsAhead];  // from the producer that draws to the other
+  int32_t drawn[kDrawsAhead];  // draws that one producer hands to the other
   alignas(8) uint64_t kv_full[kMaxPassStages];
   uint64_t kv_empty[kMaxPassStages];
   uint64_t drawn_full[kDrawsAhead];
@@ -47,7 +47,7 @@ struct SharedState<Dims> {
   float query_factors[Dims::kIsFp8 ? kLatentConsumerWarps : 1][kUnitRows];  // WarpAttention
 };
 
-// Some panels of every stage, in the order of the stages.
+// Fills some panels of every stage, in the order of the stages.
 template <typename Dims, bool kIsKey>
   requires(kHasPasses<Dims>)
 class KvStages<Dims, kIsKey> {
@@ -70,7 +70,7 @@ class KvStages<Dims, kIsKey> {
   // Switches the hint for KV that is read once.
   __device__ __forceinline__ void set_streams(bool streams) { streams_ = streams; }
 
-  // The next stage. lane_slot: the slot of token `lane`.
+  // Fills this producer's panels of the next stage. lane_slot: the slot of token `lane`.
   __device__ __forceinline__ void fill(int32_t lane_slot, const StageRecord& record) {
     const uint32_t full = begin();
     if constexpr (kIsKey) {
@@ -88,8 +88,8 @@ class KvStages<Dims, kIsKey> {
     finish(full);
   }
 
-  // The next stage: queries of a pass, item rows [first_row, first_row + kPassRows) of num_rows. request, head: of row
-  // first_row + lane.
+  // Fills the next stage with the queries of a pass, which are the item's rows [first_row, first_row + kPassRows) of
+  // num_rows. request, head: of row first_row + lane.
   __device__ __forceinline__ void fill_queries(const ItemRequest& request, int head, int first_row,
                                                int num_rows, int mixed_item) {
     const uint32_t full = begin();
@@ -117,7 +117,7 @@ class KvStages<Dims, kIsKey> {
     finish(full);
   }
 
-  // Behind the last pass.
+  // Marks the end after the last pass.
   __device__ __forceinline__ void end() {
     const uint32_t full = begin();
     if constexpr (kIsKey) {
@@ -128,7 +128,7 @@ class KvStages<Dims, kIsKey> {
   }
 
  private:
-  // Waits until the next stage may be filled. Returns the barrier that it fills.
+  // Waits until the next stage may be filled. Returns the barrier on which its copies arrive.
   __device__ __forceinline__ uint32_t begin() const {
     ptx::barrier_wait(ptx::shared_address(&storage_.kv_empty[ring_.stage]), ring_.parity ^ 1);
     return ptx::shared_address(&storage_.kv_full[ring_.stage]);
@@ -139,7 +139,8 @@ class KvStages<Dims, kIsKey> {
     ring_.advance();
   }
 
-  // Once the lanes have written it: the arrival that a stage's record has elsewhere.
+  // Releases a pass's record after the lanes have written it. This is the arrival that a stage's record makes in other
+  // stages.
   __device__ __forceinline__ void release_record(uint32_t full) {
     __syncwarp();
     if (copy_.lane == 0) ptx::barrier_arrive(full);
@@ -194,7 +195,7 @@ class KvStages<Dims, kIsKey> {
       const char* source = data + uint64_t{valid ? chunk : 0} * kChunkBytes;
 #pragma unroll
       for (int panel = kBeginPanel; panel < kEndPanel; ++panel) {
-        // The rope's columns are a matrix of their own.
+        // The rope's columns are in a matrix of their own.
         const int column = kEndPanel == Dims::kQueryPanels ? panel - kBeginPanel : panel;
         ptx::copy_async_16_or_zero(target + panel * LatentPart::kPanelBytes + copy_.target(i),
                                    source + column * kPanelRowBytes, valid);
@@ -206,7 +207,7 @@ class KvStages<Dims, kIsKey> {
   Storage& storage_;
   const PanelCopy copy_;
   bool streams_ = false;
-  int32_t first_byte_;       // of a slot's rows: the KV head's
+  int32_t first_byte_;       // where the KV head's row begins in a slot
   uint32_t num_passes_ = 0;  // so far
   RingPosition<Storage::kStages> ring_;
 };

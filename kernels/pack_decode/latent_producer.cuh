@@ -1,5 +1,5 @@
-// The producer warps of pack_decode over latent attention: two that fill one half each of every stage (producer.cuh
-// walks the items), two that load one half each of every item's queries.
+// The producer warps of pack_decode over latent attention. Two warps fill the KV ring, each one half of every stage
+// (producer.cuh walks the items). Two others load the queries, each one half of every item's rows.
 #pragma once
 
 #include "decode_params.h"
@@ -10,7 +10,7 @@
 
 namespace pat {
 
-// One half of the tokens of every stage, in the order of the stages.
+// Fills one half of the tokens of every stage, in the order of the stages.
 template <typename Dims, bool kIsKey>
   requires(kHasLatentWgmma<Dims>)
 class KvStages<Dims, kIsKey> {
@@ -29,7 +29,7 @@ class KvStages<Dims, kIsKey> {
   // Switches the hint for KV that is read once.
   __device__ __forceinline__ void set_streams(bool streams) { streams_ = streams; }
 
-  // The next stage. lane_slot: the slot of this half's token `lane`.
+  // Fills this warp's half of the next stage. lane_slot: the slot of token `lane` of the half.
   __device__ __forceinline__ void fill(int32_t lane_slot, const StageRecord& record) {
     const uint32_t target =
         ptx::shared_address(storage_.kv[ring_.stage]) + kFirstToken * kPanelRowBytes;
@@ -93,8 +93,8 @@ class KvStages<Dims, kIsKey> {
     }
   }
 
-  // Waits until a part of the stage may be filled; leaves the stage's record with the last, which all consumers hand
-  // back. Returns the barrier that the part fills.
+  // Waits until a part of the stage may be filled. Returns the barrier on which the part's copies arrive. Stores the
+  // stage's record with the last part, which all consumers hand back.
   __device__ __forceinline__ uint32_t begin(int part, const StageRecord& record) const {
     const int stage = ring_.stage;
     const uint32_t full = ptx::shared_address(&storage_.kv_full[stage][part]);
@@ -110,7 +110,7 @@ class KvStages<Dims, kIsKey> {
   Storage& storage_;
   const PanelCopy copy_;
   bool streams_ = false;
-  int32_t first_byte_;  // of a slot's rows: the KV head's
+  int32_t first_byte_;  // where the KV head's row begins in a slot
   RingPosition<Storage::kStages> ring_;
 };
 
@@ -148,12 +148,12 @@ class LatentQueryProducer {
     return storage_.records[num_items_ % kLatentRecords];
   }
 
-  // For the consumers to have read the last item's queries.
+  // Waits until the consumers have read the last item's queries.
   __device__ __forceinline__ void wait() const {
     ptx::barrier_wait(ptx::shared_address(&storage_.queries_empty), num_items_ & 1 ^ 1);
   }
 
-  // All lanes, once the record is written and the copies are issued.
+  // All lanes call it, after the record is written and the copies are issued.
   __device__ __forceinline__ void release() {
     const uint32_t full = ptx::shared_address(&storage_.queries_full);
     ptx::barrier_arrive_after_copies(full);

@@ -98,7 +98,7 @@ __device__ __forceinline__ void multiply_values(WarpAttention<T, Dims, kSoftCap>
   }
 }
 
-// One item in the body of tile kTile.
+// Executes one item with the body of tile kTile.
 template <typename T, typename Dims, bool kSoftCap, int kTile>
 __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
                                                  Consumer<Dims>& consumer) {
@@ -152,7 +152,7 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
   }
 }
 
-// One item in the body of its tile, which is one of [kTile, kEndTile).
+// Executes one item with the body of its tile, which is one of [kTile, kEndTile).
 template <typename T, typename Dims, bool kSoftCap, int kTile, int kEndTile>
 __device__ __forceinline__ void execute_tile(const DecodeParams& params, Consumer<Dims>& consumer) {
   if constexpr (kTile + 1 < kEndTile) {
@@ -163,7 +163,7 @@ __device__ __forceinline__ void execute_tile(const DecodeParams& params, Consume
   execute_item_mma<T, Dims, kSoftCap, kTile>(params, consumer);
 }
 
-// Exactly the tiles of the tile table.
+// Has bodies for exactly the tiles of the tile table.
 template <typename T, typename Dims, bool kSoftCap>
   requires(kFirstWgmmaTile<Dims> == kNumTiles)
 __device__ __forceinline__ void execute_item(const DecodeParams& params, Consumer<Dims>& consumer) {

@@ -15,8 +15,8 @@
 
 namespace pat {
 
-// NaN flags of 8 rows, in the layout of warp_attention.cuh: four bits each, not 0 where the row holds a NaN. Infinities
-// of both signs count as one.
+// Returns the NaN flags of 8 rows, in the layout of warp_attention.cuh. A row has four bits, which are not 0 if the row
+// holds a NaN. Infinities of both signs count as one.
 template <int kTiles>
 __device__ __forceinline__ uint64_t find_nan(const float2 (&values)[kTiles]) {
   float total = 0.f;
@@ -25,7 +25,7 @@ __device__ __forceinline__ uint64_t find_nan(const float2 (&values)[kTiles]) {
   return __ballot_sync(kFullWarp, total != total);
 }
 
-// Four columns, 4 * group and those behind it, of a row of the cache or, with KvType::kAsQueries, of the queries.
+// Loads four columns, from 4 * group on, of a row of the cache or, with KvType::kAsQueries, of the queries.
 template <typename T, KvType kType>
 __device__ __forceinline__ float4 load_columns(const char* row, int group) {
   uint2 packed;
@@ -45,11 +45,11 @@ __device__ __forceinline__ void add_product(float4& sum, float factor, const flo
   sum.w += factor * values.w;
 }
 
-// Computes rows of a warp again and stores their columns from first_column to end_column. One row at a time, 32 tokens
-// at a time: slow, and hardly ever called.
+// Computes rows of a warp again and stores their columns from first_column to end_column. It takes one row and 32
+// tokens at a time: slow, but hardly ever called.
 //
-// targets: of the warp's 16 rows, the first of which is row first_row of the item. rows: four bits of each, not 0 where
-// it is asked for.
+// targets: of the warp's 16 rows, the first of which is row first_row of the item. rows: four bits for each row, which
+// are not 0 if the row is to be computed.
 template <typename T, typename Dims, bool kSoftCap>
 __device__ __noinline__ void recompute_rows(const DecodeParams& params, const RowTarget* targets,
                                             int item, int first_row, uint64_t rows,
@@ -73,7 +73,7 @@ __device__ __noinline__ void recompute_rows(const DecodeParams& params, const Ro
     };
     const char* query =
         row_of(params.q, Dims::kIsLatent ? params.q.head_chunks : Dims::kKey * 2 / kChunkBytes);
-    // From where the groups of its columns count on.
+    // Where the rope's row would begin if its groups counted on after the query's.
     const char* rope = query;
     if constexpr (Dims::kIsLatent) {
       rope = row_of(params.q_rope, params.q_rope.head_chunks) - Dims::kValue * 2;

@@ -21,12 +21,12 @@
 // waits for an empty barrier with the other one, so that the first lap passes at once.
 //
 //   barrier         arrivals                                              waited for by
-//   kv_full         both producers' lanes behind their copies, and the    consumers, converters
-//                   K producer's lane 0 behind the stage's record
+//   kv_full         both producers' lanes after their copies, and the     consumers, converters
+//                   K producer's lane 0 after the stage's record
 //   kv_ready        converter warps (one-byte KV on Hopper)               consumers of tiles for wgmma
 //   kv_empty        consumers, converters                                 both producers
-//   queries_full    V producer's lanes behind their copies, and its       consumers
-//                   lane 0 behind the item's record; per item
+//   queries_full    V producer's lanes after their copies, and its        consumers
+//                   lane 0 after the item's record; per item
 //   queries_empty   consumers; of a skipped unit, the V producer          V producer
 //   drawn_full      K producer                                            V producer (ticket_queue.cuh)
 //   drawn_empty     V producer                                            K producer
@@ -47,8 +47,9 @@ namespace pat {
 // Loads one operand of every item of a CTA. The K producer also draws the tickets. The V producer, whose stages are
 // needed later, also loads queries and writes the records.
 //
-// Where values lie in the keys, the two load one half each of a stage, and others load queries (latent_producer.cuh).
-// On mma.sync these two load queries as well, through the KV ring (latent_mma_stages.cuh).
+// In latent attention, where values lie in the keys, each of the two loads one half of a stage. Other warps load the
+// queries on Hopper (latent_producer.cuh). On mma.sync the two also load the queries, through the KV ring
+// (latent_mma_stages.cuh).
 template <typename Dims, bool kIsKey>
 class Producer {
  public:
@@ -76,8 +77,8 @@ class Producer {
         if constexpr (kPublishes) publish();
         if constexpr (kHasPasses<Dims>) publish_pass();
       }
-      // Looks ahead once: behind the first copies of a pass, which are what the consumers wait for, else before all.
-      // One loop for both, so that there is one copy of the code.
+      // Looks ahead once: after the first copies of a pass, because consumers wait for these, and before all copies in
+      // any other batch. One loop does both, so that there is one copy of the code.
       const int turn = batch.begins_pass ? 0 : -1;
       int i = turn;
 #pragma unroll 1  // unrolled, the copies would fill the instruction cache
@@ -107,8 +108,8 @@ class Producer {
     return num_kv_tokens * (int64_t{Dims::kTokenBytes} * params_.num_kv_heads) > kBytes;
   }
 
-  // kIsFirst: waits for the predecessor once the plan, which was there before that one began, has been read. All else
-  // may be what the predecessor writes.
+  // kIsFirst: waits for the preceding kernel after the plan has been read. The plan was complete before that kernel
+  // began, but it may write anything else.
   template <bool kIsFirst>
   __device__ __forceinline__ bool begin_ticket(const TicketRange& ticket) {
     ticket_ = ticket;
@@ -121,13 +122,13 @@ class Producer {
     return true;
   }
 
-  // The ticket's items from next_item_ on, one per lane.
+  // Loads the ticket's items from next_item_ on, one per lane.
   __device__ __forceinline__ void load_items() {
     first_lane_item_ = next_item_;
     lane_item_ = ItemSource::load(params_, min(next_item_ + lane_, ticket_.end_item - 1));
   }
 
-  // The ticket's segments from next_segment_ on, one per lane.
+  // Loads the ticket's segments from next_segment_ on, one per lane.
   template <bool kWaits = false>
   __device__ __forceinline__ void load_segments() {
     first_lane_segment_ = next_segment_;
@@ -144,7 +145,7 @@ class Producer {
     }
   }
 
-  // The next item becomes the present one. false: there is none.
+  // Makes the next item the present one. Returns false if there is none.
   __device__ __forceinline__ bool begin_item() {
     if (next_item_ == ticket_.end_item) return begin_ticket<false>(tickets_.next());
     if (next_item_ == first_lane_item_ + 32) load_items();
@@ -168,7 +169,7 @@ class Producer {
            first_row_ + kPassRows < item_.num_requests * params_.rows.group_size;
   }
 
-  // Goes back to the first segment of the present item, for its next rows. false: there are none.
+  // Goes back to the first segment of the present item, for the rows of the next pass. Returns false if there are none.
   __device__ __forceinline__ bool begin_pass() {
     if (!has_pass()) return false;
     first_row_ += kPassRows;
@@ -179,14 +180,14 @@ class Producer {
     return true;
   }
 
-  // Lists the item's segments that the lanes hold, next_segment_ being the first, as far as they are not empty.
+  // Lists the item's segments that have KV, from next_segment_ on, as far as the lanes hold them.
   __device__ __forceinline__ void list_segments() {
     if (next_segment_ == first_lane_segment_ + 32) load_segments();
     const int first = next_segment_ - first_lane_segment_;
     const int end = min(end_segment_ - first_lane_segment_, 32);
     listed_ = not_empty_ & (kFullWarp << first) & (kFullWarp >> (32 - end));
     if constexpr (kHasPasses<Dims>) {
-      // Those that count for a row of the pass.
+      // Keeps only segments that count for a row of the pass.
       const int group_size = params_.rows.group_size;
       listed_ &= __ballot_sync(
           kFullWarp, lane_segment_.first_request() * group_size < first_row_ + kPassRows &&
@@ -195,7 +196,7 @@ class Producer {
     next_segment_ = first_lane_segment_ + end;
   }
 
-  // True if in a segment; goes on to the first listed one.
+  // Returns true if the walk is in a segment. If it is between two, begins the first listed segment.
   __device__ __forceinline__ bool has_stage() {
     if (left_ > 0) return true;
     if (listed_ == 0) return false;
@@ -203,7 +204,7 @@ class Producer {
     return true;
   }
 
-  // The first one listed.
+  // Begins the first listed segment.
   __device__ __forceinline__ void begin_segment() {
     const SegmentSource segment = lane_segment_.of_lane(__ffs(listed_) - 1);
     listed_ &= listed_ - 1;
@@ -217,8 +218,8 @@ class Producer {
                   .as_read_once(segment.is_read_once());
   }
 
-  // Takes the next step of the walk that yields stages, and has their slots on their way, and the requests of an item
-  // that begins with them. The latest batch's stages may still be to fill.
+  // Puts the walk's next stages into a batch and starts to load their slots. If an item begins with them, also starts
+  // to load its requests. The stages of the batch before may not be filled yet.
   __device__ __forceinline__ void look_ahead() {
     while (!has_stage()) {
       if (next_segment_ < end_segment_) {
@@ -244,7 +245,8 @@ class Producer {
     is_new_ = false;
   }
 
-  // The only one of an item without KV, or the last one where what follows the lanes' last segments is empty.
+  // Takes an empty stage. It is the only stage of an item without KV, or the last stage of an item whose remaining
+  // segments turned out to be empty.
   __device__ __forceinline__ void take_empty_stage() {
     next_.slots[0] = 0;
     next_.records[0] = StageRecord::empty().template of_tile<Dims>(item_.tile);
@@ -253,7 +255,7 @@ class Producer {
     is_closed_ = true;
   }
 
-  // A batch of one segment, which goes on behind it.
+  // Takes a batch of whole stages of one segment, which has more tokens after them.
   __device__ __forceinline__ void take_whole_stages() {
 #pragma unroll
     for (int i = 0; i < StageBatch::kStages; ++i) {
@@ -266,14 +268,14 @@ class Producer {
     if constexpr (kIsKey) tokens_left_ -= kBatchTokens;
   }
 
-  // The segment's last stages, and those of the segments listed behind it.
+  // Takes the last stages of the segment, then stages of the segments that are listed after it.
   __device__ __forceinline__ void take_last_stages() {
     next_.count = 0;
 #pragma unroll
     for (int i = 0; i < StageBatch::kStages; ++i) {
       if (!has_stage()) break;
       const int num_tokens = min(left_, Dims::kTokens);
-      // On its way before the next stage is looked for: the first one's is waited for.
+      // This load starts before the next stage is looked for, because the first stage's slot is waited for.
       const int token = kFirstToken + lane_;
       next_.slots[i] = token < num_tokens ? slots_[token] : 0;
       slots_ += Dims::kTokens;
@@ -290,7 +292,7 @@ class Producer {
     first_head_ = kv_head * params_.rows.group_size;
   }
 
-  // The request of each query row of the item: lane l holds rows l and 32 + l.
+  // Loads the request of each query row of the item: lane l holds rows l and 32 + l.
   __device__ __forceinline__ void load_requests() {
     if constexpr (kPublishes || kHasPasses<Dims>) {
 #pragma unroll
@@ -304,7 +306,7 @@ class Producer {
     }
   }
 
-  // Queries and record of the item, whose requests have been loaded.
+  // Loads the item's queries and writes its record. The item's requests must have been loaded.
   __device__ __forceinline__ void publish() {
     const int units = tile_units(item_.tile);
     const int first_unit = queries_.first_unit(units);
@@ -316,7 +318,7 @@ class Producer {
     if (lane_ == 0) {
       record.tile = item_.tile;
       record.num_rows = num_rows;
-      // Without KV in the item, record_ is an earlier one's: then either answer is right.
+      // If the item has no KV, record_ is that of an earlier item, and either answer is right.
       const bool mixes = item_.num_segments > 1 || !record_.counts_for_all_rows();
       record.mixed_item = mixes ? next_item_ - 1 : kNotMixed;
     }
@@ -340,7 +342,7 @@ class Producer {
     queries_.advance(units);
   }
 
-  // Queries and record of the pass, whose requests have been loaded.
+  // Loads the queries of the pass and writes its record. The item's requests must have been loaded.
   __device__ __forceinline__ void publish_pass() {
     const int2 entry = first_row_ == 0 ? requests_[0] : requests_[1];
     const int row = first_row_ + lane_, head = first_head_ + head_of_row(params_.rows, row);
@@ -365,7 +367,7 @@ class Producer {
   TicketQueue<Storage, kIsKey> tickets_;
   KvStages<Dims, kIsKey> stages_;
 
-  // The walk: up to four stages ahead of what is filled.
+  // The walk, which is up to four stages ahead of what is filled.
   TicketRange ticket_;
   ItemSource lane_item_;        // first_lane_item_ + lane
   SegmentSource lane_segment_;  // first_lane_segment_ + lane
@@ -374,13 +376,13 @@ class Producer {
   uint32_t not_empty_;           // lanes whose segment has KV
   int tokens_left_ = INT32_MAX;  // in the ticket, once the lanes hold its last segment
   int next_item_;
-  int next_segment_ = 0;   // first of the item that is not listed
+  int next_segment_ = 0;   // the item's first segment that has not been listed
   ItemSource item_;        // the present item
-  int end_segment_ = 0;    // its segments' end
+  int end_segment_ = 0;    // where its segments end
   int first_row_ = 0;      // of the present pass
   bool is_closed_ = true;  // the last stage of the pass is in a batch
-  bool is_new_ = false;    // none of its stages is
-  uint32_t listed_ = 0;    // lanes whose segments of the item are to come
+  bool is_new_ = false;    // no stage of the pass is in a batch
+  uint32_t listed_ = 0;    // lanes that hold the item's segments to come
   const int32_t* slots_;   // of the present segment's next stage
   int left_ = 0;           // its tokens from there on
   StageRecord record_;     // of its whole stages

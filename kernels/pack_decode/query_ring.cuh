@@ -18,8 +18,8 @@ __device__ __forceinline__ uint32_t wait_for_unit(Storage& storage, int unit) {
   return empty;
 }
 
-// From the next unit on. A unit before first_unit is skipped, and handed back at once, in the consumers' place: the
-// item's own last units may be the next lap of it.
+// Waits for the units from the next one to end_unit. Units before first_unit stay unused. The producer hands them back
+// at once, in place of the consumers, because the item's own last units may be the next lap of such a unit.
 template <typename Dims>
 __device__ __forceinline__ void wait_for_units(SharedStorage<Dims>& storage,
                                                const QueryPosition& position, int first_unit,
@@ -32,7 +32,7 @@ __device__ __forceinline__ void wait_for_units(SharedStorage<Dims>& storage,
   }
 }
 
-// 16 query rows from first_row on. lane_chunk: where in q lane l's row l % 32 begins.
+// Copies 16 query rows from first_row on. lane_chunk: the chunk of q at which row l % 32 begins, in lane l.
 template <typename Dims>
 __device__ __forceinline__ void copy_queries(const DecodeParams& params,
                                              SharedStorage<Dims>& storage,
@@ -71,7 +71,7 @@ __device__ __forceinline__ void copy_queries(const DecodeParams& params,
   }
 }
 
-// All lanes call it, once a record is written and its copies are issued.
+// All lanes call it, after a record is written and its copies are issued.
 template <typename Storage>
 __device__ __forceinline__ void release_record(Storage& storage, const QueryPosition& position,
                                                int lane) {

@@ -1,5 +1,5 @@
-// The end of a work item in pack_decode: combine the warps that split a tile's KV, normalise, and store each row
-// as a partial or, where it is the request's only one, straight into the output.
+// The end of a work item in pack_decode. Combines the warps that split a tile's KV, normalises, and stores each row as
+// a partial, or straight into the output if it is the request's only one.
 #pragma once
 
 #include "decode_params.h"
@@ -19,7 +19,7 @@ __device__ __forceinline__ void store_columns(const DecodeParams& params, RowTar
   using Partial = ComputeType<T, Dims>;
   static_assert(sizeof(Partial) == sizeof(T));
   const bool is_partial = row >= 0;
-  // This lane has two neighbouring columns of one tile; of two tiles of one-byte values, four.
+  // This lane has two neighbouring columns of a tile. Over one-byte KV it has four neighbouring columns of two tiles.
   T* target = static_cast<T*>(is_partial ? params.partial_out : params.out) +
               static_cast<int64_t>(is_partial ? row : ~row) * Dims::kValue +
               (first_column + lane % 4 * (Dims::kIsFp8 ? 4 : 2));
@@ -61,7 +61,7 @@ __device__ __forceinline__ void transpose(uint32_t (&words)[4], uint32_t lane) {
   }
 }
 
-// The same columns of a long row, 16 bytes at a time: worth the exchange among its four lanes.
+// Stores the same columns of a long row in pieces of 16 bytes, which is worth the exchange among its four lanes.
 template <typename T, typename Dims, int kTiles>
 __device__ __forceinline__ void store_long_row(const DecodeParams& params, RowTarget row,
                                                int first_column, const float2 (&values)[kTiles],
@@ -95,8 +95,8 @@ __device__ __forceinline__ void store_lse(const DecodeParams& params, RowTarget 
   }
 }
 
-// Columns from `first_column` on of a unit of latent attention, whose first row is row first_row of the item. Where that
-// is 0, the rows' LSEs too. total: sums of exponentials relative to the scores `maximum`.
+// Stores the columns from `first_column` on of a unit of latent attention. The unit's first row is row first_row of the
+// item. Stores the rows' LSEs too if first_column is 0. total: sums of exponentials relative to the scores `maximum`.
 template <typename T, typename Dims, int kTiles>
 __device__ __forceinline__ void store_latent_unit(
     const DecodeParams& params, const KvScales<Dims::kIsFp8>& scales, const RowTarget* targets,
@@ -129,7 +129,7 @@ __device__ __forceinline__ void store_latent_unit(
   }
 }
 
-// A row's columns from `first_column` on and, where that is 0, its LSE. total: sum of exponentials relative to the
+// Stores a row's columns from `first_column` on, and its LSE if that is 0. total: sum of exponentials relative to the
 // score `maximum`.
 template <typename T, typename Dims, bool kSoftCap, bool kMayEnd, int kTiles>
 __device__ __forceinline__ void store_row(const DecodeParams& params,
@@ -147,8 +147,8 @@ __device__ __forceinline__ void store_row(const DecodeParams& params,
   if (first_column == 0 && lane % 4 == 0) store_lse(params, row, log2_sum);
 }
 
-// A tile whose KV one warp per row group has read whole: every warp stores its own rows, the first of which is row
-// first_row of the item, or its columns of them.
+// Stores a tile in which each row group's KV was read by one warp. Every warp stores its own rows, or its columns of
+// them. Its first row is row first_row of the item.
 template <typename T, typename Dims, bool kSoftCap>
 __device__ __forceinline__ void store_item(const WarpAttention<T, Dims, kSoftCap>& part,
                                            SharedStorage<Dims>& storage, const DecodeParams& params,
@@ -175,8 +175,8 @@ __device__ __forceinline__ void store_item(const WarpAttention<T, Dims, kSoftCap
   }
 }
 
-// A tile whose KV is split across the kKvWarps warps of a row group, of which only the first num_parts can have
-// read something. Every warp gathers its share of the columns. All consumer warps call it together.
+// Combines and stores a tile whose KV is split across the kKvWarps warps of a row group. Only the first num_parts of
+// these can have read something. Every warp gathers its share of the columns. All consumer warps call it together.
 template <typename T, typename Dims, bool kSoftCap, int kKvWarps>
 __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Dims, kSoftCap>& part,
                                                        SharedStorage<Dims>& storage,

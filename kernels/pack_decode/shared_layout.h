@@ -49,9 +49,9 @@ struct HeadDims {
   static constexpr int kElementBytes = kIsFp8 ? 1 : 2;  // of the cache
   static constexpr int kTerms = kQueryTerms;
   static_assert(kKey % 16 == 0 && kValue % 16 == 0, "steps of matrix instructions");
-  // Latent attention (MLA): values are the first columns of the keys. One load, one stage for both.
+  // Latent attention (MLA): values are the first columns of the keys, so one load and one stage serve both.
   static constexpr bool kIsLatent = kKey == 576 && kValue == 512;
-  // Two warpgroups have half of the values' columns each, and no registers for queries.
+  // Each of two warpgroups has half of the values' columns, and no registers for queries.
   static constexpr bool kIsWide = kKey == 512 && kValue == 512;
   static_assert(kIsLatent || kIsWide || (kKey <= 256 && kValue <= 256), "registers");
   static_assert(!kIsWide || !kIsFp8, "no body");
@@ -69,11 +69,11 @@ struct HeadDims {
   static constexpr int kUnitBytes = kUnitRows * kQueryPanels * kPanelRowBytes;
 };
 
-// 16-byte copies by which the 32 lanes of a warp cover consecutive rows of a matrix, and nothing beside them.
+// How the 32 lanes of a warp copy consecutive rows of a matrix in 16-byte chunks, and nothing else.
 template <int kRowBytes>
 struct RowCopy {
   static constexpr int kChunks = kRowBytes / kChunkBytes;
-  // Where a copy covers whole rows, a lane has the same chunk in each.
+  // If a copy covers whole rows, a lane has the same chunk in each row.
   static constexpr bool kWholeRows = 32 % kChunks == 0;
   static constexpr int kPeriod = 8 * kChunks / std::gcd(32, 8 * kChunks);  // copies after which
   static constexpr int kPeriodRows = 32 * kPeriod / kChunks;               // the swizzle repeats
@@ -93,8 +93,8 @@ struct RowCopy {
   }
 };
 
-// Copies of 32 rows of a matrix by a warp, panel by panel: each is of 4 rows of a panel. Of a lane's rows, the chunk
-// alternates between two places.
+// How a warp copies 32 rows of a matrix, panel by panel. Each copy is of 4 rows of a panel. From row to row, a lane's
+// chunk alternates between two places.
 struct PanelCopy {
   static constexpr int kCopies = 8;  // of a panel
 
@@ -103,8 +103,8 @@ struct PanelCopy {
   PAT_HOST_DEVICE constexpr int row(int copy) const { return 4 * copy + lane / 8; }
   PAT_HOST_DEVICE constexpr int source() const {
     return lane % 8 * kChunkBytes;
-  }  // within a row of the panel
-  // Within the panel.
+  }  // offset within a row of the panel
+  // Offset within the panel.
   PAT_HOST_DEVICE constexpr uint32_t target(int copy) const {
     return swizzled_offset(0, row(copy % 2), lane % 8) + copy / 2 * 8 * kPanelRowBytes;
   }
@@ -118,24 +118,25 @@ struct PanelCopy {
 template <int kColumns>
 struct ValueConversion {
   static constexpr int kWarps = 2;
-  static constexpr int kChunks = kColumns / 16;  // of a token, as bytes
+  static constexpr int kChunks = kColumns / 16;  // of a token before it is converted
   static constexpr int kTokens = kStageTokens / kWarps;
-  static constexpr int kCopies = kTokens * kChunks / 32;  // of one chunk each, by every lane
+  static constexpr int kCopies = kTokens * kChunks / 32;  // per lane, each of one chunk
   static constexpr bool kFits = kColumns % 16 == 0 && 32 % kChunks == 0;
 
   int warp;
   int lane;
 
   PAT_HOST_DEVICE constexpr uint32_t chunk() const { return lane % kChunks; }
-  // Those of the second panel are swapped in pairs: lanes that write at the same time meet in no bank.
+  // Tokens of the second panel are swapped in pairs, so that lanes that write at the same time never meet in a bank.
   PAT_HOST_DEVICE constexpr uint32_t token(int copy) const {
     return warp * kTokens + (lane / kChunks ^ chunk() / 4 % 2) + copy * (32 / kChunks);
   }
-  // From where values land.
+  // Offset of the lane's chunk from where values land.
   PAT_HOST_DEVICE constexpr uint32_t source(int copy) const {
     return swizzled_offset(kStageTokens, token(copy), chunk());
   }
-  // Place of the first of two chunks, from where values are for wgmma. The second is at ^ kChunkBytes.
+  // Offset of the first of the two chunks that it becomes, from where wgmma reads values. The second
+  // chunk is at ^ kChunkBytes.
   PAT_HOST_DEVICE constexpr uint32_t target(int copy) const {
     return swizzled_offset(kStageTokens, token(copy), 2 * chunk());
   }
@@ -165,7 +166,7 @@ struct LatentOperand {
   PAT_HOST_DEVICE static constexpr uint32_t columns(uint32_t matrix, int step) {
     return step_address(matrix, kRows, step);
   }
-  // 16 tokens' values, from a panel on.
+  // The values of 16 tokens, from a panel on.
   PAT_HOST_DEVICE static constexpr uint32_t tokens(uint32_t stage, int first_panel, int step) {
     return stage + first_panel * kPanelBytes + step * 2 * kGroupBytes;
   }
@@ -188,7 +189,8 @@ struct LatentPart {
   PAT_HOST_DEVICE constexpr uint32_t keys(uint32_t lane) const {  // of the first 16 tokens
     return swizzled_offset(kRows, lane / 16 * 8 + lane % 8, 2 * part + lane / 8 % 2);
   }
-  // The same of values, of 16 tokens and 16 columns. For the next columns: step_address().
+  // The same place in the values: the lane's first chunk of 16 tokens by 16 columns. step_address() gives the next
+  // columns.
   template <int kValuePanels>
   PAT_HOST_DEVICE constexpr uint32_t values(uint32_t lane) const {
     static_assert(kValuePanels % kParts == 0);
@@ -196,13 +198,13 @@ struct LatentPart {
            swizzled_offset(kRows, lane % 16, lane / 16);
   }
 
-  // With one-byte KV, whose 16 columns are a chunk. Of those of a query row, a lane has four that touch, and of 8 rows
-  // further the same.
+  // Place of a lane's first columns in the queries over one-byte KV. A lane has four neighbouring columns of a query
+  // row, and the same four columns of the row 8 further on.
   PAT_HOST_DEVICE constexpr uint32_t byte_queries(uint32_t unit, uint32_t lane) const {
     return swizzled_offset(kRows, unit * kUnitRows + lane / 4, 2 * part + lane / 2 % 2) +
            lane % 2 * 8;
   }
-  // The 16 columns of all 32 tokens that belong to a panel of the queries.
+  // Place of the lane's token in the 16 columns of the keys that belong to a panel of the queries.
   PAT_HOST_DEVICE constexpr uint32_t byte_keys(uint32_t query_panel, uint32_t lane) const {
     return swizzled_offset(kRows, lane, 4 * query_panel + part);
   }

@@ -18,8 +18,9 @@ struct TicketRange {
   __device__ __forceinline__ bool has_items() const { return first_item < end_item; }
 };
 
-// A producer warp's view. The K producer draws, shortly before the present ticket ends: any earlier, and a ticket would
-// wait for its CTA. It hands on what it drew to the V producer, so that both walk the same items.
+// A producer warp's view of the tickets. The K producer draws shortly before the present ticket ends. If it drew
+// earlier, a ticket would wait for its CTA. The K producer hands each draw on to the V producer, so that both walk the
+// same items.
 template <typename Storage, bool kDraws>
 class TicketQueue {
  public:
@@ -29,7 +30,8 @@ class TicketQueue {
   // The first draw is the CTA's number, so that a small plan starts without waiting for the counter.
   __device__ __forceinline__ TicketRange first() {
     const TicketRange range = range_of(blockIdx.x);
-    // Loaded beside the ticket, not before it: what lies behind the plan's tickets is read, but not used.
+    // The header is loaded together with the ticket, not before it. If there is no such ticket, what lies after the
+    // plan's tickets is read, but not used.
     const PlanHeader& header = *params_.plan.header;
     const int4 identity = *reinterpret_cast<const int4*>(&header);  // its first four fields
     num_draws_ = header.num_tickets * params_.num_kv_heads;
@@ -41,23 +43,23 @@ class TicketQueue {
     return static_cast<int>(blockIdx.x) < num_draws_ ? range : TicketRange::none();
   }
 
-  // That the plan's items read of one KV head.
+  // KV tokens that the plan's items read of one KV head.
   __device__ __forceinline__ int32_t num_kv_tokens() const { return num_kv_tokens_; }
 
-  // Has the next draw on its way, once per ticket.
+  // Starts the next draw, once per ticket.
   __device__ __forceinline__ void draw_ahead() {
     if (!kDraws || is_drawn_ || all_drawn_at_once()) return;
     if (lane_ == 0) drawn_ = atomicAdd(&params_.tickets->num_draws, 1);
     is_drawn_ = true;
   }
 
-  // Until there is none.
+  // Returns the next ticket's items. They are empty if there is no next ticket.
   __device__ __forceinline__ TicketRange next() {
     const int draw = next_draw();
     return draw < num_draws_ ? range_of(draw) : TicketRange::none();
   }
 
-  // Once the K producer has drawn its last. That of the last CTA puts the counter back to zero.
+  // The K producer calls it after its last draw. The last CTA to do so puts the counter back to zero.
   __device__ __forceinline__ void end() {
     if (all_drawn_at_once() || lane_ != 0) return;
     __threadfence();

@@ -26,30 +26,30 @@ struct WarpAttention {
   // Probabilities are relative to exp2(maximum) and may exceed 1: as long as they stay below 2 to this power, what has
   // been summed up is not rescaled. In 16 bits they are as exact as those below 1.
   static constexpr float kSlack = 8.f;
-  // Probabilities in place of those in bf16 are multiplied with 2 to this power: in fp16, those of less than 2^-14 are
-  // less exact, and a million of them may count.
+  // Over one-byte KV, probabilities are in fp16 even if the model has bf16. They are multiplied with 2 to this power:
+  // in fp16, those below 2^-14 are less exact, and a million of them may count.
   static constexpr float kHeadroom = Dims::kIsFp8 ? 6.f : 0.f;
 
   WarpQueries<T, Dims> queries;
-  float out[kColumnTiles][4];  // those beyond Dims::kValue hold whatever lies behind the values
-  float maximum[2];  // of a row's scores, or lower by at most kSlack; -inf before the first
-  float sum[2];      // of this lane's columns only, until finish()
-  bool has_factors;  // some query was too large for fp16
+  float out[kColumnTiles][4];  // columns beyond Dims::kValue hold whatever lies after the values
+  float maximum[2];            // of a row's scores, or at most kSlack lower; at first -inf
+  float sum[2];                // of this lane's columns only, until finish()
+  bool has_factors;            // some query was too large for fp16
 
-  // `tile` holds tile_rows query rows; this warp's are the 16 from first_row.
+  // Begins a tile. `tile` holds tile_rows query rows; this warp has the 16 rows from first_row on.
   __device__ __forceinline__ void begin(uint32_t tile, int tile_rows, int first_row,
                                         float* query_factors, uint32_t lane) {
     load_queries<T, Dims>(queries, has_factors, tile, tile_rows, first_row, query_factors, lane);
     clear();
   }
 
-  // For queries that are elsewhere.
+  // Begins a tile whose queries are not in `queries`.
   __device__ __forceinline__ void begin_without_queries() {
     has_factors = false;
     clear();
   }
 
-  // For a warp that only takes part in its warpgroup's multiplications.
+  // Begins a tile in a warp that only takes part in its warpgroup's multiplications.
   __device__ __forceinline__ void begin_without_rows() {
 #pragma unroll
     for (int step = 0; step < kDepthSteps<Dims>; ++step) {
@@ -65,9 +65,9 @@ struct WarpAttention {
     float factor[2];
   };
 
-  // Scores of kTokens tokens of a stage, from first_token on, to unnormalised probabilities. The stage counts for some
-  // row of the warp, whose first is row first_row of the item, and at least one of the tokens does. rescale() must
-  // follow before these are multiplied with values: `out` may be in use until then.
+  // Turns scores of kTokens tokens of a stage, from first_token on, into unnormalised probabilities. The warp's first
+  // row is row first_row of the item. The stage must count for some row of the warp, and have at least one of the
+  // tokens. `out` may be in use until rescale(), which must follow before the probabilities are multiplied with values.
   template <int kTokens, typename Scale>
   __device__ __forceinline__ Rescaling softmax_weights(float (&scores)[kTokens / 8][4],
                                                        const StageRecord& stage, int first_row,
@@ -92,7 +92,7 @@ struct WarpAttention {
     return rescaling;
   }
 
-  // Takes the maxima of the rows from a warp that has weighed later tokens of theirs.
+  // Takes the rows' maxima from a warp that has computed the weights of later tokens.
   __device__ __forceinline__ Rescaling follow(const float (&raised)[2], const LogitScale& scale) {
     Rescaling rescaling{};
     rescaling.any = __any_sync(kFullWarp, raised[0] != maximum[0] || raised[1] != maximum[1]);
@@ -115,7 +115,7 @@ struct WarpAttention {
     }
   }
 
-  // 16 columns of probabilities as a left-hand side of a multiplication.
+  // Packs 16 columns of probabilities as a left-hand side of a multiplication.
   __device__ __forceinline__ static void pack_weights(ptx::Fragment& weights,
                                                       const float (&left)[4],
                                                       const float (&right)[4]) {
@@ -125,7 +125,7 @@ struct WarpAttention {
     weights[3] = ptx::pack<Number>(right[2], right[3]);
   }
 
-  // Undoes factors of scores as multiplication leaves them.
+  // Undoes the factors that load_queries() applied to the queries, in scores as the multiplication leaves them.
   template <int kTokens>
   __device__ __forceinline__ void undo_factors(float (&scores)[kTokens / 8][4],
                                                const float* query_factors, uint32_t lane) const {
@@ -151,7 +151,7 @@ struct WarpAttention {
     }
   }
 
-  // Puts a lane's four columns of every 16 in order, where values were converted in registers.
+  // Puts a lane's four columns of every 16 in order, if values were converted in registers.
   __device__ __forceinline__ void order_columns() {
 #pragma unroll
     for (int tile = 0; tile < kColumnTiles; tile += 2) {
@@ -176,7 +176,7 @@ struct WarpAttention {
     }
   }
 
-  // Replaces scores that do not count: of rows and tokens that the stage does not have.
+  // Replaces the scores that do not count: those of rows and tokens that the stage does not have.
   template <int kTokens>
   __device__ __forceinline__ static void mask(float (&scores)[kTokens / 8][4],
                                               const StageRecord& stage, int first_row,
@@ -217,7 +217,7 @@ struct WarpAttention {
       for (int i = 0; i < 4; ++i) latest[i / 2] = fmaxf(latest[i / 2], scores[tile][i]);
     }
     Rescaling rescaling{};
-    // Each lane for its own columns: the row's are compared where one of them asks for it.
+    // Each lane compares its own columns. Lanes compare whole rows only if some lane has found a score above its limit.
     rescaling.any = __any_sync(kFullWarp, latest[0] > limit_[0] || latest[1] > limit_[1]);
     if (rescaling.any) {
 #pragma unroll
@@ -232,7 +232,7 @@ struct WarpAttention {
     return rescaling;
   }
 
-  // Makes `latest` the maximum.
+  // Makes `latest` the row's maximum.
   __device__ __forceinline__ void raise(Rescaling& rescaling, int h, float latest,
                                         const LogitScale& scale) {
     rescaling.factor[h] = ptx::exp2((maximum[h] - latest) * scale.outer);
@@ -242,7 +242,7 @@ struct WarpAttention {
     limit_[h] = latest + kSlack / scale.outer;
   }
 
-  // The maximum as an exponent; 0 before the first, so that weights of a row that no token has counted for are 0, not
+  // The maximum as an exponent. Before the first token counts for a row, it is 0, so that the row's weights are 0, not
   // NaN.
   float shift_[2];
   float limit_[2];  // scores above it need a new maximum

@@ -72,7 +72,8 @@ __device__ __forceinline__ void load_queries(WarpQueries<T, Dims>& queries, bool
                                              uint32_t tile, int tile_rows, int first_row,
                                              float* query_factors, uint32_t lane) {
   if constexpr (Dims::kIsFp8) {
-    // A lane has four neighbours of every 16 columns, as in the keys: the order in a sum does not matter.
+    // A lane has four neighbouring columns of every 16, both of the queries and of the keys. The order of a sum's terms
+    // does not matter.
     const uint32_t first =
         tile + swizzled_offset(tile_rows, first_row + lane / 4, lane / 2 % 2) + lane % 2 * 8;
 #pragma unroll

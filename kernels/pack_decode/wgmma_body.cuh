@@ -31,7 +31,7 @@ __device__ __forceinline__ void start_output(WarpAttention<T, Dims, kSoftCap>& p
   wgmma::commit();
 }
 
-// A stage's probabilities as a left-hand side of a multiplication.
+// Packs a stage's probabilities as left-hand sides of multiplications.
 template <typename Attention>
 __device__ __forceinline__ void pack_weights(StageWeights& weights, const StageScores& scores) {
 #pragma unroll

@@ -38,15 +38,15 @@ struct Queries {
     wgmma::commit();
   }
 
-  // Scale of the scores.
+  // The scale of the scores.
   __device__ __forceinline__ const LogitScale& scale(const LogitScale& scale) const {
     return scale;
   }
   __device__ __forceinline__ void finish(Attention&, const Consumer<Dims>&, uint32_t) const {}
 };
 
-// Queries that stay in shared memory: the output takes the registers. The instruction reads 64 rows. Those that the tile
-// does not have are whatever lies there, and nobody's.
+// Queries that stay in shared memory, because the output takes the registers. The instruction reads 64 rows. Rows that
+// the tile does not have hold whatever lies there, and no request gets their results.
 template <typename T, typename Dims, bool kSoftCap>
   requires(Dims::kIsWide)
 struct Queries<T, Dims, kSoftCap> {
@@ -82,7 +82,7 @@ struct Queries<T, Dims, kSoftCap> {
   __device__ __forceinline__ void finish(Attention&, const Consumer<Dims>&, uint32_t) const {}
 };
 
-// Over one-byte keys, scores are sums of terms, and each row has a scale of its own.
+// Queries over one-byte keys: scores are sums of terms, and each row has a scale of its own.
 template <typename T, typename Dims, bool kSoftCap>
   requires(Dims::kIsFp8)
 struct Queries<T, Dims, kSoftCap> {
@@ -102,7 +102,7 @@ struct Queries<T, Dims, kSoftCap> {
     for (int h = 0; h < 2; ++h) {
       scales[h] = scale;
       (kSoftCap ? scales[h].inner : scales[h].outer) *= factors[h];
-      // Not 0, with which a maximum of -inf would become NaN.
+      // Never 0, because a maximum of -inf would become NaN.
       constexpr float kLeast = 1.17549435e-38f;
       if (scales[h].outer < kLeast) scales[h].outer = kLeast;
       if (lane % 4 == 0) kept[lane / 4 + 8 * h] = factors[h];
@@ -119,7 +119,7 @@ struct Queries<T, Dims, kSoftCap> {
     const wgmma::Operand<0, KeyOperand::kGroupBytes> keys(stage);
     wgmma::tie(scores);
     wgmma::begin();
-    // Small terms first: the sums are exact for them.
+    // Small terms come first, because the sums are exact for them.
 #pragma unroll
     for (int term = kTerms - 1; term >= 0; --term) {
 #pragma unroll
@@ -136,7 +136,7 @@ struct Queries<T, Dims, kSoftCap> {
     return scales;
   }
 
-  // Makes the maximum one of scores as they are without factors. A capped one is.
+  // Makes the maximum that of the scores without factors. With a soft-cap it is one already.
   __device__ __forceinline__ void finish(Attention& part, const Consumer<Dims>& consumer,
                                          uint32_t lane) const {
     if constexpr (!kSoftCap) {

@@ -36,7 +36,7 @@ inline constexpr bool kHasWgmma = true;
 #else
 inline constexpr bool kHasWgmma = false;
 #endif
-// True if warps of their own convert one-byte values for wgmma (converter.cuh): where a thread has room for the terms
+// True if separate warps convert one-byte values for wgmma (converter.cuh). They do if a thread has room for the terms
 // of its queries and the accumulators.
 template <typename Dims>
 inline constexpr bool kHasConverters =
@@ -57,15 +57,16 @@ inline constexpr int kConsumerGroups = Dims::kIsWide ? 2 : 1;
 template <typename Dims>
 inline constexpr int kAllConsumerWarps = kConsumerGroups<Dims> * kConsumerWarps;
 inline constexpr int kConverterWarps = ValueConversion<16>::kWarps;
-// Over latent attention.
+// Warps over latent attention.
 inline constexpr int kLatentConsumerWarps = 8, kLatentQueryWarps = 2;
-// On mma.sync: an item's rows in passes of 32, each over the item's KV, and stages of 32 tokens. By wgmma: stages of 64.
+// True for latent attention on mma.sync. It takes an item's rows in passes of 32, each over all of the item's KV, and
+// stages of 32 tokens. On wgmma, stages have 64 tokens.
 template <typename Dims>
 inline constexpr bool kHasPasses = Dims::kIsLatent && Dims::kTokens == kStageTokens;
 template <typename Dims>
 inline constexpr bool kHasLatentWgmma = Dims::kIsLatent && !kHasPasses<Dims>;
 inline constexpr int kPassRows = 32;
-// Tokens of a stage. One-byte KV is multiplied by mma.sync alone.
+// Tokens of a stage of latent attention. Only mma.sync multiplies one-byte KV there.
 template <KvType kKv>
 inline constexpr int kLatentTokens =
     kHasWgmma && kKv == KvType::kAsQueries ? 2 * kStageTokens : kStageTokens;
@@ -78,22 +79,24 @@ inline constexpr int kDecodeThreads =
                                 (kHasBothLatentBodies<Dims> ? kLatentQueryWarps : 0)
                           : kAllConsumerWarps<Dims> + (Dims::kIsWide ? 4 : kProducerWarps) +
                                 (kHasConverters<Dims> ? kConverterWarps : 0));
-// Registers of a thread, beside converters where two CTAs share an SM: 128 on average.
+// Registers of a thread if two CTAs with converters share an SM: 128 on average.
 inline constexpr int kConsumerRegisters = 184, kOtherRegisters = 72;
-// The same of latent attention on Hopper, and of wide rows: 168 on average. With more, some would wait for ever.
+// Registers of a thread over wide rows, and over latent attention on Hopper: 168 on average. With more, some threads
+// would wait for ever.
 inline constexpr int kLatentConsumerRegisters = 216, kLatentProducerRegisters = 72;
 
-// With which a consumer warp hands back a stage: of the lane that waited for wgmma, or of all that read it.
+// The arrivals with which a consumer warp hands back a stage: that of the lane that waited for wgmma, or those of all
+// lanes that read the stage.
 template <typename Dims>
 inline constexpr int kStageArrivals = kUsesWgmma<Dims> ? 1 : 32;
 
-// A stage: keys, then values. Where these are converted in place, they land at the end of the room for it.
+// A stage holds keys, then values. Values that are converted in place land at the end of the room for them.
 template <typename Dims>
 inline constexpr int kValueRoom =
     kHasConverters<Dims> ? Dims::Converted::kValueBytes : Dims::kValueBytes;
 template <typename Dims>
 inline constexpr int kLandingOffset = Dims::kKeyBytes + kValueRoom<Dims> - Dims::kValueBytes;
-// With passes, a stage may also be the queries of one.
+// If items are executed in passes, a stage may also hold the queries of a pass.
 template <typename Dims>
 inline constexpr int kStageBytes =
     std::max(Dims::kKeyBytes + kValueRoom<Dims>,
@@ -104,10 +107,10 @@ inline constexpr bool kHas228Kb = PAT_TARGET_ARCH == 90 || PAT_TARGET_ARCH == 10
 inline constexpr bool kHas164Kb = PAT_TARGET_ARCH == 80 || PAT_TARGET_ARCH == 87;
 // Shared memory that one CTA can have; elsewhere an SM has 100 KB.
 inline constexpr int kMaxSharedBytes = (kHas228Kb ? 227 : kHas164Kb ? 163 : 99) * 1024;
-// KV ring where two CTAs share an SM.
+// Bytes of the KV ring if two CTAs share an SM.
 inline constexpr int kRingBytes = (kHas228Kb ? 80 : 48) * 1024;
 
-// Columns of a warp's accumulators. wgmma multiplies whole panels: a part of one is nothing that its swizzles describe.
+// Columns of a warp's accumulators. wgmma multiplies whole panels, because its swizzles cannot describe a part of one.
 template <typename Dims>
 inline constexpr int kOutColumns =
     (kUsesWgmma<Dims> ? panels(Dims::kValue * 2) * kPanelColumns : Dims::kValue) /
@@ -120,7 +123,7 @@ __device__ __forceinline__ int request_of_row(const QueryRows& rows, int row) {
   return row * rows.reciprocal >> 16;
 }
 
-// Query head of the KV head's group.
+// The query head of a row, counted within the KV head's group.
 __device__ __forceinline__ int head_of_row(const QueryRows& rows, int row) {
   return row - request_of_row(rows, row) * rows.group_size;
 }
@@ -152,27 +155,27 @@ struct ItemRecord {
 // two bits whether the stage counts for any of its rows, and whether it counts whole. An item has at least one stage:
 // the only one of an item without KV is empty.
 struct StageRecord {
-  // First bits.
+  // The first bit of each field.
   static constexpr int kEndRow = 6, kTokens = 13, kLast = 20, kWgmma = 21, kEnd = 22,
                        kReadOnce = 23, kAny = 24, kWhole = 28;
 
   uint32_t packed;
 
-  // Record of whole stages, of num_tokens, for rows [first_row, end_row) of num_rows.
+  // The record of stages that have all of their num_tokens tokens, and count for rows [first_row, end_row) of num_rows.
   __device__ __forceinline__ static StageRecord of_rows(int first_row, int end_row, int num_rows,
                                                         int num_tokens) {
     const uint32_t any = (1u << units(end_row)) - 1 & -(1u << first_row / kUnitRows);
-    // Rows that the item does not have mask nothing.
+    // If the last row counts, rows that the item does not have count too, so that nothing is masked for them.
     if (end_row == num_rows) end_row = kMaxTileRows;
     const uint32_t whole = (1u << end_row / kUnitRows) - 1 & -(1u << units(first_row));
     return {static_cast<uint32_t>(first_row | end_row << kEndRow | num_tokens << kTokens) |
             any << kAny | whole << kWhole};
   }
   __device__ __forceinline__ static StageRecord empty() { return {1u << kLast}; }
-  // Behind the last stage.
+  // The record after the last stage.
   __device__ __forceinline__ static StageRecord end() { return {1u << kEnd}; }
 
-  // Record of a whole stage, with other tokens.
+  // The record of a whole stage, with another number of tokens.
   __device__ __forceinline__ StageRecord with_tokens(int num_tokens) const {
     if (num_tokens == this->num_tokens()) return *this;
     constexpr uint32_t kOthers = (1u << kTokens) - 1 | 1u << kWgmma | 15u << kAny;
@@ -187,7 +190,7 @@ struct StageRecord {
     return {packed | uint32_t{is_read_once} << kReadOnce};
   }
 
-  // Record of an item of a tile.
+  // Notes whether the item's tile is multiplied by wgmma.
   template <typename Dims>
   __device__ __forceinline__ StageRecord of_tile(int tile) const {
     if constexpr (!kHasConverters<Dims>) return *this;
@@ -220,12 +223,13 @@ inline constexpr int kSharedAlignment = 1024;
 // may have fewer.
 template <typename Dims>
 __host__ __device__ constexpr int own_tiles(int warps) {
-  constexpr int kTogether = Dims::kIsFp8 ? 2 : 1;  // of which a lane has columns that touch
+  constexpr int kTogether = Dims::kIsFp8 ? 2 : 1;  // tiles in which a lane's columns are neighbours
   return (Dims::kValue / 8 / kTogether + warps - 1) / warps * kTogether;
 }
 
 inline constexpr int kMaxStages = 12;
-// With passes. Hopper with PAT_FORCE_MMA_SYNC has as few as fit on the smallest GPUs.
+// The most stages of a ring that also holds queries of passes. Hopper with PAT_FORCE_MMA_SYNC takes two, as the
+// smallest GPUs do.
 inline constexpr int kMaxPassStages = PAT_TARGET_ARCH == 90 && !kHasWgmma ? 2 : 4;
 
 // All but the KV ring.
@@ -239,15 +243,16 @@ struct SharedState {
                                          own_tiles<Dims>(kConsumerWarps) * 32];
   float2 row_states[kConsumerWarps][kUnitRows];                       // maximum and sum
   float query_factors[Dims::kIsFp8 ? kConsumerWarps : 1][kUnitRows];  // WarpAttention
-  RowTarget row_targets[kAllConsumerWarps<Dims>][kUnitRows];          // of the item a warp is at
-  int32_t mixed_items[kAllConsumerWarps<Dims>];  // ItemRecord::mixed_item, of the same
+  RowTarget row_targets[kAllConsumerWarps<Dims>][kUnitRows];          // of the warp's present item
+  int32_t mixed_items[kAllConsumerWarps<Dims>];  // ItemRecord::mixed_item of that item
   ItemRecord records[kQueryUnits];
   StageRecord stage_records[kMaxStages];
-  int32_t drawn[kDrawsAhead];  // from the K producer to the V producer
+  int32_t drawn[kDrawsAhead];  // draws that the K producer hands to the V producer
   alignas(8) uint64_t kv_full[kMaxStages];
   uint64_t kv_ready[kHasConverters<Dims> ? kMaxStages : 1];  // converted
   uint64_t kv_empty[kMaxStages];
-  // Of values that arrive and are handed back by themselves: the others above are the keys' then.
+  // Values that arrive and are handed back by themselves have these barriers. kv_full and kv_empty are then those of
+  // the keys.
   uint64_t values_full[Dims::kIsWide ? kMaxStages : 1];
   uint64_t values_empty[Dims::kIsWide ? kMaxStages : 1];
   uint64_t queries_full[kQueryUnits];   // per item, modulo kQueryUnits
@@ -256,7 +261,7 @@ struct SharedState {
   uint64_t drawn_empty[kDrawsAhead];
 };
 
-// Shared memory of a CTA where two share an SM.
+// Shared memory of a CTA if two share an SM.
 template <typename Dims>
 inline constexpr int kHalfBytes =
     kHasConverters<Dims> ? kMaxSharedBytes / 2 - 1024
@@ -295,8 +300,8 @@ struct SharedStorage : SharedState<Dims> {
   alignas(kSharedAlignment) uint8_t kv[kStages][kStageBytes<Dims>];
 };
 
-// Rows of the matrix in which the queries of a tile lie. Those of wide rows are always part of one of all units: then
-// wgmma, which reads them there, finds panels at one distance.
+// Rows of the matrix in which a tile's queries lie. Wide rows always lie in a matrix of all units, so that wgmma, which
+// reads them there, finds the panels at one distance.
 template <typename Dims>
 __device__ __forceinline__ int query_rows(int units) {
   return Dims::kIsWide ? kMaxTileRows : units * kUnitRows;

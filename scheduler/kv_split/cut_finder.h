@@ -33,9 +33,9 @@ struct Position {
 
 struct Cut {
   Position next;
-  int64_t cost;           // of the item that ends at the cut
-  int32_t last;           // that item has the requests before this one
-  int32_t both_requests;  // requests with KV on both sides
+  int64_t cost;           // of the item before the cut
+  int32_t last;           // end of that item's requests
+  int32_t both_requests;  // requests that have KV on both sides of the cut
   bool is_end;            // nothing of the tile is left after it
 };
 

@@ -9,8 +9,7 @@ namespace pat {
 
 namespace {
 
-// A ticket may exceed its budget by half before a tile is cut. An item that a cut makes costs at least this many times
-// the partials of the cut.
+// An item that a cut makes costs at least this many times as much as the partials of the cut.
 constexpr int64_t kItemPerCut = 32;
 // Workers may end this far apart with uncut tiles. Cuts would even that out, but cost partials.
 constexpr double kWorstUncutImbalance = 1.05;
@@ -134,8 +133,8 @@ int64_t Stream::assign_ticket(int64_t budget, int32_t ticket) {
     Cut& cut = part_.cut;
     cut_finder_.take_rest(tile, at, cut);
     if (cut.cost > budget_left) {
-      if (budget_left < budget) break;  // not the first item: the next ticket has more budget
-      if (cut.cost > budget + budget / 2) {
+      if (budget_left < budget) break;       // not the first item: the next ticket has more budget
+      if (cut.cost > budget + budget / 2) {  // half more than the budget is worth a cut
         const int32_t num_requests = tile.num_requests - at.first;
         const int64_t shortest = shortest_item(num_requests);
         cut_finder_.force(tile, at, std::max(budget, context_.cost(num_requests, shortest)), cut);
@@ -182,7 +181,7 @@ bool GuidedSelfScheduling::choose(const SplitContext& context, const Packing& pa
   Stream shared_work(context, packing, list, 0, list.num_shared(), shared_work_);
   Stream private_work(context, packing, list, list.num_shared(), list.tiles().size(),
                       private_work_);
-  // Parting tiles made cuts, too.
+  // The tile list made cuts when it parted tiles. These count, too.
   private_work.cuts = list.num_parted();
   private_work.cut_requests = list.parted_requests();
   const int64_t most_cuts = max_cut_requests(context.num_workers, context.tiles);

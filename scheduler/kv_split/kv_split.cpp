@@ -12,7 +12,8 @@ namespace {
 
 // Up to this cost per worker, a second ticket each costs more time than the better balance saves.
 constexpr int64_t kOneTicketEach = 1300;
-// Where nothing is shared, every ticket waits for device memory alone, so tickets end together up to a larger cost.
+// The same limit if nothing is shared. All tickets then wait for device memory only, and end at about the same time
+// even if they cost more.
 constexpr int64_t kOneTicketEachUnshared = 5000;
 // Tiles that read one long range are cut at the same places, if workers then end at most this far apart.
 constexpr double kWorstAlignedImbalance = 1.08;

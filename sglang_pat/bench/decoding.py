@@ -4,7 +4,8 @@ Prefill, admission and the end of a batch are left out: the window opens when th
 its first token, and closes when the first one ends. One request, the observer, streams each of its
 tokens; the others report their first token and their last, because streams of a whole batch would
 keep SGLang's tokenizer process busier than the GPU. The window is cut into slices of SLICE tokens.
-Slices of two servers that begin at the same token are compared: the context grows in between.
+Two servers are compared by slices that begin at the same token, because steps take longer as the
+context grows.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def score(ask: Ask, asked: Sequence[Asked], replies: Sequence[Reply]) -> Scores:
             "input_ids": [*tokens],
             # The one token comes from the prefill: nothing is decoded.
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
-            "logprob_start_len": prompt - 1,  # where the first entry has no log-probability
+            "logprob_start_len": prompt - 1,  # this first token gets no log-probability
             **with_candidates(CANDIDATES),
         }
         for tokens, prompt in wanted.items()

@@ -214,7 +214,7 @@ class PatMixin(DecodeMixin):
         return layer_id in layer_support.shapes
 
     def _fall_back(self, layer_id: int, reason: Unsupported, forward_batch: Any) -> None:
-        """Let a layer fall back for a reason that only shows in a step. The first is a warm-up."""
+        """Let a layer fall back for a reason that only a step shows: first the warm-up."""
         pat = self._pat
         if pat.is_strict:
             raise reason.refusal(f" (layer {layer_id})")

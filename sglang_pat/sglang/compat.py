@@ -154,7 +154,10 @@ def kv_write_location() -> Callable[..., Any]:
 
 @cache
 def latent_write_location() -> Callable[[Any], Any]:
-    """Return the same for a pool of latent attention, which in 0.5.17 takes only the slots."""
+    """Return the function of `kv_write_location()`, but for a pool of latent attention.
+
+    In 0.5.17 such a pool takes the slots alone.
+    """
     import inspect
 
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool

@@ -159,7 +159,7 @@ class ReplayReport:
 
 
 def server_rows(answer: WorkloadAnswer) -> list[tuple[str, str, str]]:
-    """(what, with the default backend, with pat)."""
+    """Return rows of the name of a value, the value with the default backend, and that with pat."""
     default, pat = answer.default, answer.pat
 
     def row(label: str, name: str, form: str) -> tuple[str, str, str]:

@@ -103,7 +103,7 @@ class SimulatedRequest:
 
 @dataclass(slots=True)
 class Refused:
-    """Requests that are longer than the context or the pool, and answers cut at their end."""
+    """Requests that are longer than the context or the pool, and answers that these cut short."""
 
     context: int = 0
     pool: int = 0

@@ -28,7 +28,7 @@ BEGIN, END = "<s>", "</s>"  # of a docstring
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _LEAST_CHARACTERS = 200  # of a docstring that is used
-# The docstrings that users begin.
+# Users begin docstrings that are made of these words, and the model writes the rest.
 _RESULTS = (
     "mean",
     "median",

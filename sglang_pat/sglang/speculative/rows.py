@@ -187,7 +187,7 @@ class DraftRowCache:
         apart = committed - self._ends
         is_read = self._ends >= 0
         is_outgrown = bool((is_read & ((apart < 0) | (apart > MAX_READ_APART))).any())
-        # If one is outgrown, all are read: one after the other, each would cost a plan.
+        # If one request has outgrown its path, all are read: each on its own would cost a plan.
         again = (apart != 0) if is_outgrown else ~is_read
         if moved:
             again |= np.fromiter((id(req) in moved for req in reqs), dtype=bool, count=len(reqs))

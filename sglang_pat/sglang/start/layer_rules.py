@@ -384,7 +384,7 @@ def layer_window_reason(
             return Unsupported("sliding window", f"{size} of a draft model")
         if not drafts.are_chains or drafts.lengths_are_bounds:
             return Unsupported("sliding window", f"{size} with drafts in trees or blocks")
-        if default not in _VERIFIES_WINDOWS:  # others verify with another length than they decode
+        if default not in _VERIFIES_WINDOWS:  # others verify with another window than they decode
             return Unsupported("sliding window", f"{size} with drafts on {default}")
     if batch_invariant(arguments, Environment.read()):
         return Unsupported("sliding window", f"{size} in batch-invariant mode")

@@ -108,7 +108,7 @@ class PlanReuse:
     # --- PathCache ---
 
     def invalidate(self, ids: Collection[int]) -> None:
-        """Have the next step planned, unless `ids` is empty (a mixed batch that only decodes)."""
+        """Have the next step planned, unless `ids` is empty (a mixed batch without prefills)."""
         if ids:
             self.block_skips(StepReason.MOVED)
 
