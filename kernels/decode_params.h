@@ -61,7 +61,7 @@ struct GatherParams {
 };
 
 struct FillParams {
-  const int32_t* cuts;          // [num_requests], the position at which a row begins, if that is within its window
+  const int32_t* cuts;          // [num_requests], where a row begins, if within its window
   const int32_t* req_to_token;  // [num_rows, req_to_token_stride]
   int64_t req_to_token_stride;  // in elements
   IndexArray req_pool_indices;  // [num_requests]

@@ -401,30 +401,30 @@ PYBIND11_MODULE(_scheduler, m) {
       .def("__len__", &pat::PrefixForest::num_requests);
 
   py::class_<pat::PackScheduler>(m, "PackScheduler")
-      .def(py::init([](int32_t group_size, int32_t num_workers, int32_t max_block_q,
-                       const std::string& policy, int32_t min_item_tokens, int32_t growth_tokens,
-                       const pat::CostModel& cost, bool batch_invariant, bool one_tile,
-                       bool by_time, bool latent, int32_t window, int32_t slack, int32_t ahead,
-                       bool chunked) {
-             return pat::PackScheduler({.group_size = group_size,
-                                        .num_workers = num_workers,
-                                        .max_block_q = max_block_q,
-                                        .policy = pat::policy_from_name(policy),
-                                        .min_item_tokens = min_item_tokens,
-                                        .growth_tokens = growth_tokens,
-                                        .cost = cost,
-                                        .batch_invariant = batch_invariant,
-                                        .one_tile = one_tile,
-                                        .by_time = by_time,
-                                        .latent = latent,
-                                        .window = {window, slack, ahead, chunked}});
-           }),
-           py::kw_only(), py::arg("group_size"), py::arg("num_workers"), py::arg("max_block_q"),
-           py::arg("policy"), py::arg("min_item_tokens"), py::arg("growth_tokens"),
-           py::arg("cost") = pat::CostModel{}, py::arg("batch_invariant") = false,
-           py::arg("one_tile") = false, py::arg("by_time") = true, py::arg("latent") = false,
-           py::arg("window") = 0, py::arg("slack") = 0, py::arg("ahead") = 0,
-           py::arg("chunked") = false)
+      .def(
+          py::init([](int32_t group_size, int32_t num_workers, int32_t max_block_q,
+                      const std::string& policy, int32_t min_item_tokens, int32_t growth_tokens,
+                      const pat::CostModel& cost, bool batch_invariant, bool one_tile, bool by_time,
+                      bool latent, int32_t window, int32_t slack, int32_t ahead, bool chunked) {
+            return pat::PackScheduler({.group_size = group_size,
+                                       .num_workers = num_workers,
+                                       .max_block_q = max_block_q,
+                                       .policy = pat::policy_from_name(policy),
+                                       .min_item_tokens = min_item_tokens,
+                                       .growth_tokens = growth_tokens,
+                                       .cost = cost,
+                                       .batch_invariant = batch_invariant,
+                                       .one_tile = one_tile,
+                                       .by_time = by_time,
+                                       .latent = latent,
+                                       .window = {window, slack, ahead, chunked}});
+          }),
+          py::kw_only(), py::arg("group_size"), py::arg("num_workers"), py::arg("max_block_q"),
+          py::arg("policy"), py::arg("min_item_tokens"), py::arg("growth_tokens"),
+          py::arg("cost") = pat::CostModel{}, py::arg("batch_invariant") = false,
+          py::arg("one_tile") = false, py::arg("by_time") = true, py::arg("latent") = false,
+          py::arg("window") = 0, py::arg("slack") = 0, py::arg("ahead") = 0,
+          py::arg("chunked") = false)
       .def("plan", &plan, py::arg("path_begin").noconvert(), py::arg("node_id").noconvert(),
            py::arg("kv_begin").noconvert(), py::arg("kv_end").noconvert(),
            py::arg("seq_lens").noconvert())
@@ -473,8 +473,8 @@ PYBIND11_MODULE(_scheduler, m) {
           },
           py::arg("capacity"), py::arg("num_partials"), py::arg("num_shared_slots"),
           py::arg("num_cuts"), py::arg("out").noconvert())
-      .def_property_readonly(
-          "num_cuts", [](const pat::PackScheduler& self) { return self.last_cuts().size(); })
+      .def_property_readonly("num_cuts",
+                             [](const pat::PackScheduler& self) { return self.last_cuts().size(); })
       .def_property_readonly(
           "num_partials",
           [](const pat::PackScheduler& self) { return self.last_plan().header().num_partials; })

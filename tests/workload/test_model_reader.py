@@ -31,9 +31,9 @@ ALONE: dict[str, Any] = {
     "class": "GptOssForCausalLM",
     "reason": None,
     "layers": [
-        [0, 8, 2, 64, 64, 127, ["sliding window", "127"]],
-        [1, 8, 2, 64, 64, None, None],
-        [2, 8, 2, 64, 64, None, ["attention", f"{CHUNK} of 8192"]],
+        [0, 8, 2, 64, 64, 127, ["sliding window", "127"], False],
+        [1, 8, 2, 64, 64, None, None, False],
+        [2, 8, 2, 64, 64, None, ["attention", f"{CHUNK} of 8192"], True],
     ],
     "parameters": {
         "attention": 400,
@@ -93,8 +93,10 @@ def test_reasons_are_those_of_the_gpus_together(
 ) -> None:
     latent = [0, 128, 1, 576, 512, None]
     (folder / "config.json").write_text(json.dumps(CONFIG | {"kv_lora_rank": 512}))
-    alone = ALONE | {"layers": [[*latent, ["attention", "fills a tile"]]]}
-    asked = answer(monkeypatch, alone, ALONE | {"layers": [[0, 16, 1, 576, 512, None, None]]})
+    alone = ALONE | {"layers": [[*latent, ["attention", "fills a tile"], False]]}
+    asked = answer(
+        monkeypatch, alone, ALONE | {"layers": [[0, 16, 1, 576, 512, None, None, False]]}
+    )
     (layer, *_) = read_model(str(folder), tp=8).layers
     assert asked == [[], ["--tp", "8"]]
     assert (layer.kind, layer.num_qo_heads, layer.is_accelerated) == (LATENT, 128, True)
