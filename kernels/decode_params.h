@@ -78,8 +78,8 @@ struct FillParams {
 // multiplication (torch's division by a number of the host), or a division (torch's by a tensor of the device).
 enum class ScaleUse : int32_t { kNone, kMultiply, kDivide };
 
-// Keys or values of new tokens, and the cache that they go to. D: their head_dim. In latent attention, with one KV
-// head, the first Dv columns of the rows, and the others, whose `cache` is where these columns begin.
+// Keys or values of new tokens, and the cache that they go to. D: their head_dim. Latent attention has one KV head, and
+// its rows are split: one NewRows has the first Dv columns, and the other has the rest, with `cache` where these begin.
 struct NewRows {
   const void* source;    // [num_tokens, num_kv_heads, D]
   int64_t token_stride;  // in elements
@@ -102,15 +102,15 @@ struct WriteParams {
   uint32_t overflow;  // the byte that numbers beyond the largest one become (fp8_rounding.h)
 };
 
-// Who draws which ticket. One per captured graph, and one for all launches outside of graphs, which follow one
-// another. pack_decode finds it zero and leaves it zero.
+// Counts the draws of tickets. There is one counter for each captured graph, and one for all launches outside of
+// graphs, which follow one another. pack_decode finds it zero and leaves it zero.
 struct TicketCounter {
   int32_t num_draws;   // tickets drawn beyond the first of each CTA
   uint32_t num_ended;  // CTAs that draw no more
 };
 
-// The rows of one slot after the other, in boxes of 32 slots and 128 bytes, under the swizzle of shared memory: a
-// CUtensorMap.
+// A CUtensorMap. It describes the rows of all slots, one slot after the other, in boxes of 32 slots and 128 bytes,
+// under the swizzle of shared memory.
 struct alignas(64) TensorMap {
   uint8_t opaque[128];
 };
@@ -128,7 +128,7 @@ struct DecodeParams {
   const int32_t* shared_slots;  // [num_shared_slots]
   const int32_t* req_to_token;  // [num_rows, table_width]
   int64_t req_to_token_stride;  // in elements
-  int32_t table_width;          // no length read from seq_lens counts for more
+  int32_t table_width;          // caps the lengths that are read from seq_lens
   int32_t launch_tag;  // what the launches of one graph, and no others, write to partials_owner
   IndexArray req_pool_indices;  // [num_requests]
   IndexArray seq_lens;          // [num_requests]

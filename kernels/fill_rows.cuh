@@ -1,5 +1,6 @@
-// fill_rows: writes the rows of layers with a sliding window: the slots of each request's last tokens, from the row's
-// cut on and around (scheduler/window_cut.h). It runs before the layers of each step, because windows move on.
+// fill_rows: writes the rows of layers with a sliding window. A row has the slots of a request's last tokens: first
+// those from the cut on, then those before it (scheduler/window_cut.h). It runs before the layers of each step, because
+// windows move on.
 #pragma once
 
 #include "decode_params.h"

@@ -8,9 +8,9 @@
 
 namespace pat {
 
-// To nearest, ties to even; NaN stays NaN, with its sign. `overflow`: what becomes of numbers that are too large, and
-// of infinity. Of e4m3, it differs between versions of torch: NaN (0x7f) or the largest number (0x7e). The instructions
-// of the GPU know the largest number only, and lose the sign of NaN.
+// Rounds to nearest, ties to even. NaN stays NaN, with its sign. `overflow`: what infinity and numbers that are too
+// large become. For e4m3 it differs between versions of torch: NaN (0x7f) or the largest number (0x7e). The
+// instructions of the GPU know the largest number only, and lose the sign of NaN.
 template <KvType kType>
 PAT_HOST_DEVICE constexpr uint32_t to_byte(float number, uint32_t overflow) {
   static_assert(kType == KvType::kE4m3 || kType == KvType::kE5m2);

@@ -10,7 +10,8 @@ namespace pat {
 
 inline constexpr int kGatherThreads = 256;
 
-// Runs with kGatherThreads threads: spans along x, chunks of a span along y, both strided, so that any grid is right.
+// Runs with kGatherThreads threads. The grid has spans along x and chunks of a span along y. Both loops are strided, so
+// any grid is right.
 __device__ __forceinline__ void gather_slots(const GatherParams& params) {
   const int num_spans = params.plan.header->num_gather_spans;
   for (int i = blockIdx.x; i < num_spans; i += gridDim.x) {

@@ -41,7 +41,7 @@ struct MergeRow {
   }
 };
 
-// A row's output and LSE: 0 and -inf if all partials are empty, NaN if a weight is NaN. T: type of the output.
+// Stores a row's output and LSE: 0 and -inf if all partials are empty, NaN if a weight is NaN. T: type of the output.
 template <typename T, bool kScales, int kColumns, typename Sum>
 __device__ __forceinline__ void store_sum(const DecodeParams& params, const Sum& sum,
                                           const MergeRow<kColumns>& row, float v_scale, int lane) {

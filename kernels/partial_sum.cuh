@@ -68,12 +68,13 @@ struct PartialSum {
     return sum;
   }
 
-  // The same for several rows with up to kFew partials each, with the same bits. counts: partials of each row, maybe 0.
+  // The same for several rows with up to kFew partials each. Results have the same bits. counts: partials of each row,
+  // maybe 0.
   template <int kFew, int kRows>
   __device__ __forceinline__ static void of_few(PartialSum (&sums)[kRows],
                                                 const PartialRow<T> (&rows)[kRows],
                                                 const int (&counts)[kRows], int lane) {
-    constexpr int kLoads = kFew / kRowsAtOnce;  // of a lane, of a row
+    constexpr int kLoads = kFew / kRowsAtOnce;  // of each lane, for a row
     const int first = kRowsAtOnce == 1 ? 0 : lane / kLanes;
     float lses[kRows][kLoads];
     uint2 values[kRows][kLoads][kVectors];
@@ -100,7 +101,7 @@ struct PartialSum {
     }
   }
 
-  // Parts of a row, which its CTA's first num_parts warps have left in shared memory.
+  // Combines the parts of a row that the CTA's first num_parts warps have left in shared memory.
   __device__ __forceinline__ static PartialSum of_parts(const float2* states,
                                                         const float4 (*columns)[kVectors][32],
                                                         int num_parts, int lane) {

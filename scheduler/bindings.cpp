@@ -126,7 +126,7 @@ class PythonPathReader : public pat::PathReader {
   std::vector<int64_t> node_id_;
   std::vector<int32_t> kv_begin_;
   std::vector<int32_t> kv_end_;
-  std::vector<char> branches_;  // not bool, of which a vector is no array
+  std::vector<char> branches_;  // not bool: a std::vector<bool> is no array
 };
 
 template <typename T>

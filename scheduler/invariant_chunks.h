@@ -77,15 +77,15 @@ class InvariantChunks {
 
   std::vector<Holder> holders_;
   std::vector<int64_t>
-      own_tokens_;  // per holder: sum, over those before it, of what each does not share with its predecessor
+      own_tokens_;  // per holder: the tokens that the holders before it do not share with their predecessors
   std::vector<int64_t> best_;        // per holder: cost of the cheapest cuts before it
   std::vector<int32_t> run_begin_;   // per holder: where the run that ends there begins
   std::vector<int32_t> candidates_;  // holders where that run may begin, best first
   std::vector<int32_t> run_ends_;
   struct Reach {
-    int32_t last;  // up to this holder,
-    int32_t end;   // KV is shared until here;
-    int32_t node;  // this node has its end
+    int32_t last;  // holders up to this one
+    int32_t end;   // share KV until here
+    int32_t node;  // the node that ends here
   };
   std::vector<Reach> reaches_;
   struct KnownSpan {

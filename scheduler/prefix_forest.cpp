@@ -202,8 +202,9 @@ void PrefixForest::mark_outdated(const TreePaths& read) {
   }
 }
 
-// `node`, on a path that ends at `path_end`, is a new child of `parent`, which is known. If a split made it, the split
-// node ends after the first node, from here on, that has other children.
+// `node`, on a path that ends at `path_end`, is a new child of `parent`, which is known. If a split made it, the kept
+// node that was split ends after the end of a certain node: the first on the path, from `node` on, that has other
+// children.
 void PrefixForest::note_new_child(int32_t parent, const TreePaths& read, int32_t node,
                                   int32_t path_end) {
   while (node < path_end && !read.branches[node]) ++node;

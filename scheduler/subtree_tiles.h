@@ -105,7 +105,7 @@ class SubtreeTiler {
   // Per node: the node at which the segment that ends with it begins, if the same requests hold both.
   std::vector<int32_t> segment_top_;
   std::vector<int32_t>
-      segments_above_;  // per node: segments from the root to its end, in the same case
+      segments_above_;  // per node: segments from the root to its end, under the same condition
   struct Range {
     int32_t top;     // node
     int32_t bottom;  // node

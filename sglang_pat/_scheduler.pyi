@@ -27,7 +27,7 @@ MAX_PACKS_PER_REQUEST: int
 """Most packs that a request takes part in, in the mean of a batch."""
 PLAN_SECTIONS: tuple[tuple[str, str, int, int], ...]
 """(name, the header's field with its count, entries beyond that count, int32 of an entry) of every
-section of a plan behind the header, in their order."""
+section of a plan after the header, in their order."""
 
 class _StageTimes(TypedDict):
     forest: int
@@ -63,7 +63,7 @@ def plan_bounds(
     """
 
 def invariant_plan_bounds(max_requests: int, max_seq_len: int) -> tuple[PlanCapacity, int]:
-    """The same of batch-invariant plans, for requests of up to `max_seq_len` tokens."""
+    """The same for batch-invariant plans, for requests of up to `max_seq_len` tokens."""
 
 def num_chunks(length: int) -> int:
     """Number of chunks into which a batch-invariant plan cuts the KV of a request."""
@@ -90,12 +90,12 @@ SHIPPED_COSTS: tuple[tuple[str, bool, CostModel], ...]
 """(part of the GPU's name, whether the costs were measured there, the costs) of every GPU that has
 its own."""
 SHIPPED_LATENT_COSTS: tuple[tuple[str, bool, CostModel], ...]
-"""The same of latent attention. Of other GPUs the first one's."""
+"""The same for latent attention. Other GPUs use the first one's costs."""
 
 def row_lengths(lengths: _Int32 | _Int64, num_requests: int, num_rows: int) -> _Int32:
     """Copy the lengths of the first `num_requests` rows, as far as `lengths` has them.
 
-    Returns int32 `[num_rows]`, 0 behind these. ValueError if a length does not fit into int32, or
+    Returns int32 `[num_rows]`, 0 after these. ValueError if a length does not fit into int32, or
     a number of rows is negative.
     """
 
@@ -189,7 +189,7 @@ class PackScheduler:
         kv_end: _Int32,
         seq_lens: _Int32,
     ) -> None:
-        """Build a plan. Rows behind the last request of a forest have no path.
+        """Build a plan. Rows after the last request of a forest have no path.
 
         With a window, it is a plan of the rows of a WindowCut (scheduler/window_cut.h).
         ValueError on bad input, or if the plan is too large for its format. The last plan then

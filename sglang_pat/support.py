@@ -45,7 +45,7 @@ CAPABILITIES = (
 # GPUs with kernels for latent attention. Elsewhere the default backends use instructions
 # (tcgen05) that pat's kernels do not use.
 LATENT_CAPABILITIES = (OLDEST_CAPABILITY, (8, 6), (8, 7), (8, 9), (9, 0), (12, 0), (12, 1))
-# The same for head_dim 512: two warpgroups share a row.
+# GPUs with kernels for head_dim 512, in which two warpgroups share a row.
 WIDE_CAPABILITIES = ((9, 0),)
 # kMaxGroupSize and kMaxLatentGroupSize of kernels/contract/tile_table.h.
 MAX_GROUP_SIZE = 16

@@ -25,8 +25,8 @@ from sglang_pat.attention import INTS, PackAttention
 from sglang_pat.batch import check_integers
 from sglang_pat.executors.window_rows import Window
 
-# Tokens by which requests may grow under one cut: a row reads as many more of its own. Small
-# windows have a part of them.
+# Tokens by which requests may grow under one cut. A row reads as many more tokens of its own. In
+# small windows it is 1 / SLACK_PART of the window instead.
 SLACK, SLACK_PART = 64, 8
 AHEAD = 4  # the default of `ahead`
 _MAX_INT32 = 2**31 - 1

@@ -40,7 +40,7 @@ inline constexpr int32_t kSharedKv = -1;
 // ItemRequest::partial_slot of a request that is in one work item only: stored to the output directly.
 inline constexpr int32_t kDirectStore = -1;
 
-// The sections behind the header, in their order. Everything that depends on the list of sections is generated
+// The sections after the header, in their order. Everything that depends on the list of sections is generated
 // from this one: the counts of the header, capacities, layout, views, the scheduler's sections, and what Python
 // knows about them. SECTION(name, Entry, count, extra): section `name` has `count` (a field of the header)
 // entries of type Entry, and `extra` more.

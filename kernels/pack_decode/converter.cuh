@@ -25,7 +25,7 @@ class Converter {
       const uint32_t ready = ptx::shared_address(&storage_.kv_ready[stage]);
       if (record.is_for_wgmma()) {
         convert(ptx::shared_address(storage_.kv[stage]));
-        ptx::fence_shared_memory();  // of the keys too, which others have copied
+        ptx::fence_shared_memory();  // also for the keys, which other warps have copied
         __syncwarp();
       }
       if (lane_ == 0) ptx::barrier_arrive(ready);
@@ -62,7 +62,7 @@ class Converter {
   }
 
   Storage& storage_;
-  const int warp_;  // of the converters
+  const int warp_;  // index among the converter warps
   const int lane_;
   RingPosition<Storage::kStages> ring_;
 };

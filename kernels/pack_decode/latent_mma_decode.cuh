@@ -1,4 +1,4 @@
-// pack_decode over latent attention (MLA) on mma.sync. As pack_decode.cuh says, with eight consumer warps.
+// pack_decode over latent attention (MLA) on mma.sync. It works as pack_decode.cuh says, but with eight consumer warps.
 #pragma once
 
 #include "pack_decode/latent_mma_body.cuh"
@@ -51,7 +51,8 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
   if constexpr (kHasBothLatentBodies<Dims>) ptx::setmaxnreg_dec<kLatentProducerRegisters>();
   if (warp == kLatentConsumerWarps) {
     Producer<Dims, true>(params, storage, lane).run();
-  } else if (warp == kLatentConsumerWarps + 1) {  // beside wgmma, a CTA has more warps
+  } else if (warp ==
+             kLatentConsumerWarps + 1) {  // a CTA of a kernel with both bodies has more warps
     Producer<Dims, false>(params, storage, lane).run();
   }
 }

@@ -30,7 +30,7 @@ struct PassRecord {
   RowTarget targets[kPassRows];
 };
 
-// All but the KV ring.
+// The shared memory without the KV ring.
 template <typename Dims>
   requires(kHasPasses<Dims>)
 struct SharedState<Dims> {

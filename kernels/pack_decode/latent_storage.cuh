@@ -22,7 +22,7 @@ inline constexpr int kStageParts = kLatentGroups + 1;
 inline constexpr int kPartPanels = 4;  // panels of each part of a stage; the last part has one
 inline constexpr int kLatentRecords = 2;
 
-// All but the KV ring.
+// The shared memory without the KV ring.
 template <typename Dims>
   requires(kHasLatentWgmma<Dims>)
 struct SharedState<Dims> {

@@ -1,9 +1,10 @@
 // Queries as sums of e4m3 numbers, for keys that are multiplied as the cache has them.
 //
-// A row is scaled by a power of 2, so that its largest number is at least 2^7 and less than 2^8. Each term is what is
-// left of a number, rounded to e4m3, which has four significant bits, and the next one starts a bit lower than it ends.
-// So two terms are exact for the eight bits of bf16 within ten binades below a row's largest number, three for the
-// eleven of fp16 within seven. Below, a number is off by at most 2^-10, as much as 2^-17 of the largest one.
+// A row is scaled by a power of 2, so that its largest number is at least 2^7 and less than 2^8. The first term
+// is the number rounded to e4m3, which has four significant bits. Each further term is the rest, rounded likewise, and
+// starts at least one bit lower than the term before ends. So two terms hold the eight bits of bf16 exactly if a number
+// is within ten binades below the row's largest, and three terms hold the eleven bits of fp16 within seven binades. A
+// smaller number is off by at most 2^-10, which is at most 2^-17 of the largest.
 #pragma once
 
 #include <type_traits>
@@ -35,11 +36,12 @@ struct QueryTerms {
     }
   }
 
-  // `tile` holds tile_rows query rows; this warp's are the 16 from first_row. factors: of the lane's rows, what sums of
-  // products are to be multiplied with. NaN for a row with an infinite number.
+  // Loads the terms of a warp's 16 rows, from first_row on, of the tile_rows query rows in `tile`. factors: for each of
+  // the lane's rows, the number by which sums of products must be multiplied. It is NaN if the row has an infinite
+  // number.
   __device__ __forceinline__ void load(uint32_t tile, int tile_rows, int first_row,
                                        float (&factors)[2], uint32_t lane) {
-    // A lane has four neighbours of every 16 columns.
+    // A lane has four neighbouring columns of every 16.
     const uint32_t first =
         tile + swizzled_offset(tile_rows, first_row + lane / 4, lane / 2 % 2) + lane % 2 * 8;
     const auto four_columns = [&](int step, int h) {
@@ -60,7 +62,7 @@ struct QueryTerms {
       }
       largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 2));
-      // Both as biased exponents; numbers below 2^-119 are multiplied with 2^126.
+      // Both numbers are made of biased exponents. Rows whose largest number is below 2^-119 are multiplied with 2^126.
       const int exponent = max(static_cast<int>(__float_as_uint(largest) >> 23), 8);
       inverses[h] = __uint_as_float((261 - exponent) << 23);
       factors[h] = exponent == 255 ? largest - largest : __uint_as_float((exponent - 7) << 23);

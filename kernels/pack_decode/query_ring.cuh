@@ -10,7 +10,7 @@ namespace pat {
 template <typename Dims>
 using QueryCopy = RowCopy<Dims::kKey * 2>;
 
-// Returns the barrier by which the unit is handed back.
+// Waits until a unit is free. Returns the barrier by which the unit is handed back.
 template <typename Storage>
 __device__ __forceinline__ uint32_t wait_for_unit(Storage& storage, int unit) {
   const uint32_t empty = ptx::shared_address(&storage.queries_empty[unit % kQueryUnits]);

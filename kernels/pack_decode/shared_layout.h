@@ -75,8 +75,9 @@ struct RowCopy {
   static constexpr int kChunks = kRowBytes / kChunkBytes;
   // If a copy covers whole rows, a lane has the same chunk in each row.
   static constexpr bool kWholeRows = 32 % kChunks == 0;
-  static constexpr int kPeriod = 8 * kChunks / std::gcd(32, 8 * kChunks);  // copies after which
-  static constexpr int kPeriodRows = 32 * kPeriod / kChunks;               // the swizzle repeats
+  static constexpr int kPeriod =
+      8 * kChunks / std::gcd(32, 8 * kChunks);                // copies until swizzles repeat
+  static constexpr int kPeriodRows = 32 * kPeriod / kChunks;  // rows until they repeat
 
   int lane;
 
@@ -110,11 +111,12 @@ struct PanelCopy {
   }
 };
 
-// Conversion of a stage's one-byte values to fp16, in place. A value lands at the end of what it becomes, so that a
-// token's numbers lie where its bytes did, and in the panels before. A warp reads all of its tokens before it writes.
+// Conversion of a stage's one-byte values to fp16, in place. The one-byte values land at the end of the room for the
+// converted ones. So the converted numbers of a token lie where its bytes were, and in the panels before. A warp reads
+// all of its tokens before it writes.
 //
-// The columns of every 16 change places, so that a lane of an accumulator has four that touch, as in mma_body.cuh: the
-// first of the two chunks that they become has 0, 1, 4, 5, 8, 9, 12 and 13.
+// The columns of every 16 change places, so that a lane of an accumulator has four neighbouring columns, as in
+// mma_body.cuh. Of the two chunks that 16 columns become, the first has columns 0, 1, 4, 5, 8, 9, 12 and 13.
 template <int kColumns>
 struct ValueConversion {
   static constexpr int kWarps = 2;
@@ -172,9 +174,9 @@ struct LatentOperand {
   }
 };
 
-// A warp's share of 16 query rows of latent attention on mma.sync, which four warps share, over matrices of 32 rows:
-// queries, or the tokens of a stage. Of every panel of queries and keys, a warp has 16 columns; of the values, two
-// panels.
+// A warp's share of the work on 16 query rows of latent attention on mma.sync. Four warps share such a unit. Matrices
+// have 32 rows: queries, or the tokens of a stage. A warp has 16 columns of every panel of queries and keys, and two
+// panels of the values.
 struct LatentPart {
   static constexpr int kParts = kPanelColumns / 16;
   static constexpr int kRows = kStageTokens;
@@ -182,7 +184,7 @@ struct LatentPart {
 
   uint32_t part;
 
-  // Place of a lane's first chunk of ldmatrix in a matrix. Each panel has one at the same place.
+  // Place of the first chunk that a lane addresses for ldmatrix. Its chunks in the other panels are at the same place.
   PAT_HOST_DEVICE constexpr uint32_t queries(uint32_t unit, uint32_t lane) const {
     return swizzled_offset(kRows, unit * kUnitRows + lane % 16, 2 * part + lane / 16);
   }

@@ -6,7 +6,7 @@
 
 namespace pat {
 
-// A producer's facts about a work item. Each lane holds one.
+// What a producer knows of a work item. Each lane holds one item.
 struct ItemSource {
   int32_t tile;
   int32_t num_requests;

@@ -1,6 +1,6 @@
-// Online softmax of one warp: 16 query rows against however many KV tokens it is given. What multiplies is the
-// body's matter (mma_body.cuh, wgmma_body.cuh); both use these registers, in the layout of mma.m16n8k16: a lane
-// holds rows lane / 4 and lane / 4 + 8 (index h), and of every 8 columns two.
+// Online softmax of one warp: 16 query rows against however many KV tokens it is given. The bodies
+// multiply (mma_body.cuh, wgmma_body.cuh). Both keep results in these registers, in the layout of mma.m16n8k16: a lane
+// holds rows lane / 4 and lane / 4 + 8 (index h), and two of every 8 columns.
 #pragma once
 
 #include <cmath>
@@ -10,7 +10,7 @@
 
 namespace pat {
 
-// The scale of a lane's row, where all have the same, and where each has its own.
+// The scale of a lane's row h: the same for all rows, or one for each.
 __device__ __forceinline__ const LogitScale& scale_of(const LogitScale& scale, int) {
   return scale;
 }
@@ -142,7 +142,7 @@ struct WarpAttention {
     }
   }
 
-  // After the last token: sums up over the four lanes of a row.
+  // Adds up the sums of the four lanes that share a row. Called after the last token.
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

@@ -37,7 +37,7 @@ __device__ __forceinline__ bool narrow_queries(ptx::Fragment (&queries)[kSteps],
   if (has_factors) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      uint32_t highest = 142u << 7;  // as bf16 without sign: of 2^15
+      uint32_t highest = 142u << 7;  // 2^15 as bf16, without its sign bit
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
@@ -65,7 +65,7 @@ __device__ __forceinline__ bool narrow_queries(ptx::Fragment (&queries)[kSteps],
   return has_factors;
 }
 
-// `tile` holds tile_rows query rows; this warp's are the 16 from first_row. has_factors is written only where
+// Loads the warp's 16 rows, from first_row on, of the tile_rows query rows in `tile`. has_factors is written only if
 // queries are narrowed.
 template <typename T, typename Dims>
 __device__ __forceinline__ void load_queries(WarpQueries<T, Dims>& queries, bool& has_factors,

@@ -1,10 +1,11 @@
 // The body of pack_decode on Hopper, for every tile of up to 64 rows (over one-byte KV, of more than 16): the four
 // consumer warps are one warpgroup whose instructions always multiply 64 rows. Rows that a tile does not have cost
 // tensor core time that a memory-bound item does not miss; in return a KV stage is read from shared memory once, and no
-// warp ever waits for another one's part of a row.
+// warp ever waits for another warp's part of a row.
 //
-// Stages overlap: while a stage's scores become probabilities, the values of the stage before are multiplied. What is
-// under way is the same at every point of the code, or ptxas would let one multiplication wait for the other.
+// Stages overlap: while a stage's scores become probabilities, the values of the stage before are multiplied. At
+// each point of the code, the same multiplications are always under way. Otherwise ptxas would let one wait for the
+// other.
 #pragma once
 
 #include "pack_decode/consumer.cuh"

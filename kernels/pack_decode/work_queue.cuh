@@ -232,12 +232,12 @@ inline constexpr int kMaxStages = 12;
 // smallest GPUs do.
 inline constexpr int kMaxPassStages = PAT_TARGET_ARCH == 90 && !kHasWgmma ? 2 : 4;
 
-// All but the KV ring.
+// The shared memory without the KV ring.
 template <typename Dims>
 struct SharedState {
   alignas(kSharedAlignment) uint8_t queries[kQueryUnits][Dims::kUnitBytes];
-  // Combination across the consumer warps of a tile (mma_body.cuh), 8 rows at a time; every warp passes on the columns
-  // that are not its own.
+  // What the consumer warps of a tile exchange when they combine their parts (mma_body.cuh), 8 rows at a time. Every
+  // warp passes on the columns that are not its own.
   float2 exchange[kUsesWgmma<Dims> ? 1
                                    : kConsumerWarps * (kConsumerWarps - 1) *
                                          own_tiles<Dims>(kConsumerWarps) * 32];
@@ -268,7 +268,7 @@ inline constexpr int kHalfBytes =
                          : static_cast<int>(sizeof(SharedState<Dims>)) +
                                kRingBytes / kStageBytes<Dims> * kStageBytes<Dims>;
 
-// Two CTAs per SM where the queries and the accumulators leave each thread with 168 registers, and both rings fit. The
+// An SM has two CTAs if the queries and the accumulators leave each thread with 168 registers, and both rings fit. The
 // bodies on mma.sync need more registers. An SM has 1 KB more than one CTA can have, and each CTA takes 1 KB itself.
 template <typename Dims>
 inline constexpr int kCtasPerSm = Dims::kKey + Dims::kValue <= (kUsesWgmma<Dims> ? 320 : 256) &&
@@ -283,7 +283,7 @@ inline constexpr bool kMovesRegisters =
 
 template <typename Dims>
 inline constexpr int kRoom = kMaxSharedBytes - static_cast<int>(sizeof(SharedState<Dims>));
-// Room for KV. One CTA per SM has as long rings as fit.
+// Room for KV. If an SM has one CTA, its ring is as long as fits.
 template <typename Dims>
 inline constexpr int kKvRoom =
     kCtasPerSm<Dims> == 1 ? kRoom<Dims>

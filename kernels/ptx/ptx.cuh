@@ -22,7 +22,7 @@ __device__ __forceinline__ uint32_t lane_id() {
 
 // --- asynchronous copies ---
 
-// 16 bytes, past L1: KV is used once per CTA.
+// Copies 16 bytes past L1, because a CTA uses KV once.
 __device__ __forceinline__ void copy_async_16(uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }

@@ -30,10 +30,10 @@ struct Operand {
   }
 };
 
-// Registers written before are visible to the multiplications after this.
+// Makes registers that were written before visible to the multiplications after this.
 __device__ __forceinline__ void begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// Ends a group: the multiplications issued since the last one.
+// Ends a group, which has the multiplications issued since the last group ended.
 __device__ __forceinline__ void commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }

@@ -20,8 +20,8 @@ namespace pat {
 
 struct SplitConfig {
   int32_t num_workers;  // CTAs per KV head
-  // A cut leaves at least this many tokens on both sides, of the item and of the segment that it lies in. Where workers
-  // would then have less than four items each, a quarter of it. A multiple of kCutGranularity, which is the least.
+  // A cut leaves at least this many tokens on both sides, both of the item and of the segment that it lies in. If
+  // workers would then have less than four items each, a quarter of it is enough. It is a multiple of kCutGranularity.
   int32_t min_item_tokens;
 };
 inline constexpr int32_t kMaxWorkers = 1 << 16;

@@ -50,9 +50,9 @@ struct Split {
 
   void clear();
   void list_ticket_costs(std::vector<int64_t>& costs) const;
-  // By how many tokens each request may grow before a ticket exceeds both the longest ticket now and the workers' mean
-  // then by more than a sixteenth. The largest number if not all tickets are drawn at once: later tickets even such
-  // differences out.
+  // By how many tokens each request may grow before the split is out of balance: a ticket is then more than a sixteenth
+  // longer than the longest ticket is now, and also than the workers' mean is then. The largest number if not all
+  // tickets are drawn at once, because later tickets even such differences out.
   int64_t balanced_growth(int32_t num_workers) const;
 };
 

@@ -104,7 +104,8 @@ bool StreamKSplit::choose(const SplitContext& context, const Packing& packing,
   AssignResult result = assign(context, packing, tiles, budget, false, assignment_);
   while (!result.fits) {
     low = budget;
-    // Enough for the item that no cut can shorten, or for each ticket's share of the load that is left.
+    // The next budget is enough for the item that no cut can shorten, or for each ticket's share of the load that is
+    // left.
     const int64_t missing = (kv_load - result.kv_load) * (total / kv_load) / workers;
     budget = std::max(low + step(low), result.uncut > 0 ? result.uncut : low + missing);
     result = assign(context, packing, tiles, budget, false, assignment_);

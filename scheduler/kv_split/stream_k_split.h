@@ -31,8 +31,7 @@ class StreamKSplit {
  private:
   struct AssignResult {
     int64_t kv_load;  // that was assigned, without what is read again
-    int64_t
-        uncut;  // cost of a item that exceeds the budget, and that no cut can shorten; 0 without
+    int64_t uncut;  // cost of an item that exceeds the budget and that no cut can shorten; 0: none
     int64_t largest;  // cost of the largest ticket
     bool fits;        // all tiles are assigned
   };

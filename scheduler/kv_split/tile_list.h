@@ -20,10 +20,10 @@ struct Tile {
   int32_t segment_end;
   int32_t tile;
   bool is_shared;
-  bool is_chunked;  // it is such a range, and nothing else
-  bool is_rest;     // it is what remains of a tile without such a range
-  // If other tiles read the range of the first segment as well: requests of the tile with most of them, this one
-  // included. Else 0.
+  bool is_chunked;  // the tile is such a long range, and nothing else
+  bool is_rest;     // the tile is what remains of one without such a range
+  // The most requests of any tile that reads the range of the first segment, this tile included. 0 if no other tile
+  // reads it.
   int32_t widest_reader;
   int64_t num_tokens;
   int64_t kv_load;

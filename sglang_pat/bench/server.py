@@ -23,7 +23,7 @@ from sglang_pat.bench.http_server import HttpServer, running_process, wait_for_a
 from sglang_pat.sglang.report.stats_file import read_stats
 
 START_SECONDS = 420  # FlashInfer compiles before it answers
-ANSWER_SECONDS = 600  # and when it meets a new shape
+ANSWER_SECONDS = 600  # FlashInfer also compiles when it meets a new shape
 MAX_RUNNING_REQUESTS = 256
 LAUNCH = (sys.executable, "-m", "sglang_pat.sglang.cpu")
 
@@ -111,7 +111,7 @@ class Server:
 
     def release_memory(self) -> None:
         """Let a server with `enable_memory_saver` give back weights and KV pool, on a GPU."""
-        self.flush()  # which waits until it is idle
+        self.flush()  # this waits until the server is idle
         self._post("release_memory_occupation", {"tags": ["kv_cache", "weights"]})
 
     def resume_memory(self, tag: str) -> None:
@@ -135,7 +135,7 @@ class Server:
             self._post("end_weight_update", {})
 
     def start_profile(self, **options: Any) -> None:
-        """options: of SGLang's ProfileReq."""
+        """Start a profile. options: those of SGLang's ProfileReq."""
         self._post("start_profile", options)
 
     def info(self) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def running_server(
     wait
         Whether to wait until it can be asked. If not, `http_server.wait_for_all` does.
     flags
-        Of the server's command line, behind all others.
+        Of the server's command line, after all others.
     arguments
         As of sglang.Engine.
 

@@ -67,12 +67,12 @@ def _imported(folder: Path) -> set[str]:
 def _owned() -> dict[Path, set[str] | None]:
     """Return what the installed distributions own in each folder of packages.
 
-    A name stands for a file or a folder there. None: the folder belongs to an editable one as a
-    whole.
+    A name stands for a file or a folder there. None: the whole folder belongs to an
+    editable distribution.
     """
     owned: dict[Path, set[str] | None] = {}
     for distribution in metadata.distributions():
-        listed = distribution.read_text("top_level.txt") or ""  # all that a system's packages have
+        listed = distribution.read_text("top_level.txt") or ""  # the system's packages have this
         files = _TOP_LEVEL.findall(distribution.read_text("RECORD") or "")
         names = owned.setdefault(Path(str(distribution.locate_file(""))).resolve(), set())
         if names is not None:
@@ -122,7 +122,7 @@ def _wrong(name: str, owned: Mapping[Path, set[str] | None]) -> str | None:
     if module is None and _is_tiny(places[0]):
         try:
             module = import_module(name)
-        except Exception:  # as SGLang will find
+        except Exception:  # SGLang will find the error, too
             return None
     return None if module is None else _hollow(module, places[0])
 

@@ -33,7 +33,7 @@ def interleaved_us(
     """Return the median microseconds of each. Each round runs all once, with other data in the L2.
 
     That data was only read, because the write-back of written data would be part of the time.
-    dirty: it was written, as the previous layer may leave it.
+    dirty: that data was written, as a layer before may have done.
     """
     flush = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     total = torch.empty((), dtype=torch.int64, device="cuda")

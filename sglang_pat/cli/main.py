@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with redirect_stdout(cast(TextIO, CheckedStdout(stdout))):
             try:
                 return _run(_by_new_name(sys.argv[1:] if argv is None else argv))
-            finally:  # of --help too
+            finally:  # argparse exits after --help
                 sys.stdout.flush()
     except OutputError as error:
         if isinstance(error, StdoutError):
@@ -101,13 +101,13 @@ def _by_new_name(words: Sequence[str]) -> list[str]:
 
 
 def _write_nowhere(stdout: TextIO) -> None:
-    """Let what is still buffered vanish: Python flushes at its end once more."""
+    """Discard what is still buffered, because Python flushes once more when it ends."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
 
 
 class _PrintVersion(argparse.Action):
-    """`--version`. argparse's own action wants the text ahead: a read of the package's metadata."""
+    """`--version`. argparse's own action would read the package's metadata in every command."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments, nargs=0, default=argparse.SUPPRESS, help="print the version")

@@ -240,9 +240,10 @@ def read(arguments: argparse.Namespace, progress: Progress) -> GivenWorkload:
 
 
 def _check_by_rules(config: Mapping[str, Any], arguments: argparse.Namespace) -> None:
-    """ValueError for a server that cannot be, as far as the rules tell.
+    """Raise ValueError for a server that cannot exist, as far as the rules tell.
 
-    Their weights may be a tenth off, so GPUs with a quarter more memory must be too small as well.
+    The weights by the rules may be a tenth off. So the model must not fit into GPUs with a quarter
+    more memory either.
     """
     from sglang_pat.model_layers import read_layers
     from sglang_pat.workload.cost import StepTime
@@ -252,7 +253,7 @@ def _check_by_rules(config: Mapping[str, Any], arguments: argparse.Namespace) ->
     try:
         layers = read_layers(config, tp)
         weights = read_weights(config, layers)
-    except ValueError:  # a class that they do not know, or that has defaults of its own
+    except ValueError:  # a class that the rules do not know, or with its own defaults
         return
     time = StepTime.of_model(config, gpu, tp, layers, weights)
     larger = replace(gpu, memory_bytes=gpu.memory_bytes * 5 // 4)
@@ -274,7 +275,7 @@ def _pool_tokens(time: StepTime, arguments: argparse.Namespace) -> int:
 
 
 def _open(arguments: argparse.Namespace) -> Trace:
-    """The trace that is asked for. ValueError for an option about traces of the other kind."""
+    """The trace that is asked for. ValueError for an option that is only for other traces."""
     from sglang_pat.workload.formats import open_trace
     from sglang_pat.workload.generate import WORKLOADS, generate
 

@@ -47,7 +47,7 @@ def _merge_drafts(
     """Compute, in each program, the query heads of one KV head for one row."""
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_heads = tl.num_programs(1) * GROUP
-    first = row // NUM_ROWS * NUM_KEYS  # key of the row's group
+    first = row // NUM_ROWS * NUM_KEYS  # first key of the row's group
     member = tl.arange(0, GROUP_PADDED)
     dim, v_dim = tl.arange(0, DIM_PADDED), tl.arange(0, V_PADDED)
     in_group, in_key, in_value = member < GROUP, dim < DIM, v_dim < V_DIM

@@ -177,7 +177,7 @@ class KvWriter:
         k : torch.Tensor
             `[num_tokens, 1, v_head_dim]`; without `k_rope`, `[num_tokens, 1, head_dim]`.
         k_rope : torch.Tensor or None
-            `[num_tokens, 1, head_dim - v_head_dim]`: the columns behind those of `k`.
+            `[num_tokens, 1, head_dim - v_head_dim]`: the columns after those of `k`.
         slots : torch.Tensor
             int32 or int64 `[num_tokens]`.
         cache : torch.Tensor

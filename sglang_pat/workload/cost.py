@@ -51,7 +51,7 @@ _LATENT_FLOPS_SHARE = 650e12 / _H100.flops_per_second
 # pat's other attention: a tile's rows are multiplied with each token that several requests share.
 _TILE_FLOPS_SHARE = 400e12 / _H100.flops_per_second
 _TILE_ROWS = 64
-_OVERLAP = 4  # norm of the time in memory and the time in tensor cores: they hide each other well
+_OVERLAP = 4  # exponent that combines the times in memory and in tensor cores
 _ATTENTION_SECONDS = 8.5e-6  # of a layer's attention, in addition to what it moves
 _LAYER_SECONDS = 32e-6  # of a layer's norms and launches
 # Additional launches of a layer: to choose and sort experts, project latent attention, keep a
@@ -107,7 +107,7 @@ class Reads(NamedTuple):
         """
         if kv_tokens <= requests * window:
             return self
-        common = kv_tokens - self.once  # tokens that are not the first of their kind
+        common = kv_tokens - self.once  # reads of tokens that another request reads, too
         prefix = common / max(requests - 1, 1)
         own = kv_tokens / requests - prefix
         left = max(0.0, window - own)

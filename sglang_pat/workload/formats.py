@@ -261,7 +261,7 @@ _SECONDS_KEYS = {"chat_id", "parent_chat_id", "turn"}  # of traces whose times a
 
 @dataclass(slots=True)
 class _MooncakeReader:
-    """Lines of blocks. unit: of their times."""
+    """Reads lines whose prompts are blocks. unit: of the times in these lines."""
 
     block: int = BLOCK_TOKENS
     unit: str = "ms"

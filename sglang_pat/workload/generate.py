@@ -111,8 +111,8 @@ def toolagent(
     """Agents whose task sets the system prompt (PAT, section 8.2: the toolagent trace of Mooncake).
 
     59% of the prompt tokens are found in a cache that holds everything, over a thousand requests or
-    more: `shared` is the share of the system prompt in a task's prompts, a bit above that, since
-    every task is new once. Tasks are Zipf-frequent; all numbers but the 59% are our choice.
+    more. `shared`, the share of the system prompt in a task's prompts, is a bit higher, since every
+    task is new once. Tasks are Zipf-frequent; all numbers but the 59% are our choice.
     """
     system_lengths = [draws.length(system_mean, 0.5, 4 * system_mean) for _ in range(tasks)]
     frequencies = zipf(tasks)

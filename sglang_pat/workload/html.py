@@ -118,7 +118,7 @@ def time_chart(rows: Sequence[SimulatedStep]) -> TimeChart | None:
 
 
 def _binned(rows: Sequence[SimulatedStep]) -> Iterator[tuple[float, float, float]]:
-    """(time, ms with the default backend, ms with pat), means over equal numbers of steps."""
+    """Yield means over equal numbers of steps: (time, ms with the default backend, ms with pat)."""
     size = -(-len(rows) // _POINTS)
     for begin in range(0, len(rows), size):
         some = rows[begin : begin + size]

@@ -119,7 +119,7 @@ def requests_of(
     is_flat
         The request's keys lie among those of the record.
     expands
-        False: it is one of the requests that an API's request has become.
+        False: the log has split the API's request, and this is one of the parts.
     """
     extra = asked.get("extra_body")
     asked = {**asked, **extra} if isinstance(extra, Mapping) else asked

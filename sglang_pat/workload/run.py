@@ -335,7 +335,7 @@ def distinct_tokens(prompts: Iterable[Prompt]) -> int:
 
 
 def _blocks(prompt: Prompt) -> Iterator[tuple[int | bytes, int]]:
-    """(content, tokens)."""
+    """Yield the content and the number of tokens of each block."""
     if not isinstance(prompt, TokenPrompt):
         yield from prompt
         return

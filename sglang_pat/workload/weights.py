@@ -182,7 +182,7 @@ def _first(config: Mapping[str, Any], keys: Iterable[str]) -> int:
 def _mlps(
     config: Mapping[str, Any], layers: Sequence[Layer], num_experts: int
 ) -> Iterable[tuple[bool, int]]:
-    """(whether it is a mixture of experts, its width) of every MLP."""
+    """Yield, for every MLP, whether it is a mixture of experts, and its width."""
     blocks = config.get("block_configs")
     if isinstance(blocks, list):  # Nemotron by NAS
         for block in blocks:

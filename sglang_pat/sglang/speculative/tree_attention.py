@@ -21,7 +21,7 @@ class DraftKv:
     """The KV of draft tokens that rows read besides their plan (`layer.attention.ExtraKv`)."""
 
     def reserve(self, max_requests: int) -> None:
-        """Allocate what graphs of up to `max_requests` requests read. Graphs hold its address."""
+        """Allocate what graphs of up to `max_requests` requests read. Graphs keep its address."""
 
     def update(self, forward_batch: Any, num_known: int, execution: ExecutionMode) -> None:
         """Go to the next step. Its first `num_known` requests are no padding."""
