@@ -19,10 +19,10 @@ namespace pat {
 // sglang_pat/support.py.
 enum class Policy {
   kMemory,  // runs of neighbours in the tree, cut where that moves the fewest bytes: SubtreeTiler
-  kPaper,  // PAT's Algorithm 1 as printed: a child takes its parent's range along where 4 * requests >= its length
-  kCompute,  // FastTree's cost model: merges if that saves padding of tiles, and partials
-  kPerNode,  // never: every forest node is a pack of its own
-  kQueryCentric,  // always: every request reads its whole KV alone, as decode attention without packing does
+  kPaper,  // PAT's Algorithm 1 as printed: merges a child with at least a request per 4 tokens of its parent
+  kCompute,       // FastTree's cost model: merges if that saves padding of tiles, and partials
+  kPerNode,       // never merges: every forest node is a pack of its own
+  kQueryCentric,  // always merges: every request reads its KV alone, as without packing
 };
 
 struct NamedPolicy {

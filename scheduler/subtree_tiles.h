@@ -109,7 +109,7 @@ class SubtreeTiler {
   struct Range {
     int32_t top;     // node
     int32_t bottom;  // node
-    int32_t last;    // the requests of the pack before this one hold it
+    int32_t last;    // end of the pack's requests that hold it
   };
   std::vector<Range> ranges_;  // a request's segments, the last one first
   struct KnownSpan {

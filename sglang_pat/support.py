@@ -56,8 +56,8 @@ MAX_LATENT_GROUP_SIZE = 64
 _LEAST_IN_TILE, _LEAST_BESIDE_FLASHMLA = 1.5, 4
 # SGLang's fa3 converts the whole pool of latent KV from fp8 in every layer, which takes 1.65 ns a
 # token on an H200. Where requests fill a tile, pat takes 0.45 ns longer for a token of a tile of
-# 64 rows (`h200/mla-fp8-pool-*.json`): with this many tokens in the pool per query row of the
-# largest step, pat wins while requests average up to some 60,000 tokens.
+# 64 rows (`h200/mla-fp8-pool-*.json`). So pat needs a pool of at least this many tokens for each
+# query row of the largest step. It then wins while requests average up to some 60,000 tokens.
 _CONVERTS_POOL, _POOL_PER_ROW = "fa3", 256
 GROWTH_TOKENS = 256  # default of SGLANG_PAT_GROWTH_TOKENS and of PackAttention
 # SGLang's backends that pat can decode for: dense attention over the whole paged KV of a request.

@@ -75,9 +75,9 @@ struct RowCopy {
   static constexpr int kChunks = kRowBytes / kChunkBytes;
   // If a copy covers whole rows, a lane has the same chunk in each row.
   static constexpr bool kWholeRows = 32 % kChunks == 0;
-  static constexpr int kPeriod =
-      8 * kChunks / std::gcd(32, 8 * kChunks);                // copies until swizzles repeat
-  static constexpr int kPeriodRows = 32 * kPeriod / kChunks;  // rows until they repeat
+  // Copies, and rows, after which the swizzle of a lane's chunks repeats.
+  static constexpr int kPeriod = 8 * kChunks / std::gcd(32, 8 * kChunks);
+  static constexpr int kPeriodRows = 32 * kPeriod / kChunks;
 
   int lane;
 

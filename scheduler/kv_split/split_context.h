@@ -35,7 +35,7 @@ struct SplitContext {
   bool counts_stages;
   int64_t min_item_tokens;  // no cut makes a shorter item
   bool may_merge =
-      true;  // false: at a cut between requests, the second side reads again at any cost
+      true;  // false: a cut between requests makes no partials, whatever reading again costs
 
   int64_t kv_load_of(int64_t num_tokens) const {
     if (!counts_stages || num_tokens <= 0) return num_tokens;

@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with redirect_stdout(cast(TextIO, CheckedStdout(stdout))):
             try:
                 return _run(_by_new_name(sys.argv[1:] if argv is None else argv))
-            finally:  # argparse exits after --help
+            finally:  # also when argparse exits, as after --help
                 sys.stdout.flush()
     except OutputError as error:
         if isinstance(error, StdoutError):

@@ -602,8 +602,8 @@ def _header(line: bytes) -> list[str]:
 def write_mooncake(path: Path, requests: Iterable[TraceRequest]) -> int:
     """Write requests as they come, compressed if `path` ends in .gz or .zst. Returns how many.
 
-    Arrivals are rounded to milliseconds. ValueError if a prompt is one of known tokens: this format
-    cannot hold them.
+    Arrivals are rounded to milliseconds. ValueError if the tokens of a prompt are known, because
+    this format cannot hold them.
     """
     count = 0
     with _create(path) as file:

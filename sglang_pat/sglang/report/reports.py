@@ -161,7 +161,7 @@ class StepLog:
     @property
     def steps_left(self) -> int:
         """How many steps may be added late, together with the next one, without delaying a line."""
-        return max(self._interval - self._steps - 1, 0)  # SGLang takes -1 for every step
+        return max(self._interval - self._steps - 1, 0)  # an interval of -1 logs every step
 
     def add_steps(self, count: int = 1) -> None:
         """Count decode steps, and log a line if one is due."""
