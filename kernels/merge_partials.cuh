@@ -27,7 +27,7 @@ inline constexpr int kWarpPartials = kColumns > 256 ? 48 : 12;
 // In a shared row, one more warp takes part for every this many partials.
 inline constexpr int kPartPartials = 6;
 
-// Number of partials that counts as few: in merge_partials(), the type of an argument.
+// The type of an argument of merge_partials(): it gives the most partials that count as few.
 template <int kFew>
 struct Few {};
 
@@ -55,7 +55,7 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
   using MergeRow = MergeRow<kColumns>;
   __shared__ float4 part_columns[kMergeWarps][Sum::kVectors][32];
   __shared__ float2 part_states[kMergeWarps];    // maximum and weight
-  __shared__ MergeRow shared_rows[kMergeWarps];  // of this round's long rows; no partials: none
+  __shared__ MergeRow shared_rows[kMergeWarps];  // long rows of this round; others have no partials
 
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;

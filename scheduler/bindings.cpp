@@ -63,7 +63,7 @@ class PythonPathReader : public pat::PathReader {
 
   pat::TreePaths read(std::span<const int32_t> requests) override {
     py::list asked;
-    for (const int32_t i : requests) asked.append(now_[i]);  // checked: read_ may have changed now_
+    for (const int32_t i : requests) asked.append(now_[i]);  // throws if now_ has become shorter
     const py::sequence answer = read_(asked);
     path_begin_.assign(1, 0);
     node_id_.clear();

@@ -117,7 +117,7 @@ void PrefixForest::add_cut_paths(const PrefixForest& whole, std::span<const int3
   const auto first = static_cast<int32_t>(path_nodes_.size());
   copies_.resize(whole.nodes_.size(), -1);
   for (const int32_t request : requests) {
-    int32_t child = -1;  // its copy
+    int32_t child = -1;  // the copy of the node below
     for (int32_t n = whole.anchor_[request]; n >= 0 && whole.nodes_[n].kv_end > cut;
          n = whole.nodes_[n].parent) {
       if (copies_[n] < first) {  // earlier numbers are copies of other calls
@@ -375,7 +375,7 @@ void PrefixForest::arrange(std::span<const int32_t> seq_lens) {
 }
 
 int32_t PrefixForest::arrange_node(int32_t node) {
-  cursor_.clear();  // the nodes up to the first that was visited already: paths may be long
+  cursor_.clear();  // gets the nodes up to the first visited one: paths may be long
   for (int32_t n = node; n >= 0 && path_nodes_[n].visited != num_passes_;) {
     cursor_.push_back(n);
     n = path_nodes_[n].parent;
@@ -384,7 +384,7 @@ int32_t PrefixForest::arrange_node(int32_t node) {
     PathNode& source = path_nodes_[cursor_.back()];
     const int32_t parent = source.parent < 0 ? -1 : path_nodes_[source.parent].shared_node;
     if (parent >= 0 && nodes_[parent].num_holders == source.num_holders) {
-      source.shared_node = parent;  // chain: same holders
+      source.shared_node = parent;  // a chain of nodes with the same holders
       nodes_[parent].kv_end = source.kv_end;
     } else {
       source.shared_node = static_cast<int32_t>(nodes_.size());

@@ -123,7 +123,7 @@ class PrefixForest {
   void choose_suspects(std::vector<int32_t>& suspects);
   void add_path(const PathsView& paths, size_t path, int32_t request);
 
-  size_t bucket_of(int64_t id) const;  // of the node with this id, or the free one where it belongs
+  size_t bucket_of(int64_t id) const;  // holds the node with this id, or is free for it
   int32_t find(int64_t id) const { return id_table_[bucket_of(id)]; }
   void reserve(size_t num_more_nodes);
   int32_t add_node(size_t bucket, const PathNode& node);
@@ -148,7 +148,7 @@ class PrefixForest {
   std::vector<int32_t> anchor_;
   bool is_arranged_ = false;  // the batch, with as many rows as there are anchors
   std::vector<int32_t> cursor_;
-  std::vector<int32_t> copies_;  // of add_cut_paths(): per node of the other forest
+  std::vector<int32_t> copies_;  // add_cut_paths(): the copy of each node of the other forest
 };
 
 }  // namespace pat

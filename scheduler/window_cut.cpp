@@ -51,8 +51,8 @@ void WindowCut::add_class(const PrefixForest& forest, std::span<const Row> rows,
 
 // Splits rows that hold one node, sorted by cut, into the runs that save most. A run has the cut of its last row.
 void WindowCut::add_runs(std::span<const Row> rows, int32_t node_end, const PrefixForest& forest) {
-  saved_.assign(rows.size() + 1, 0);  // by the first rows
-  begin_.assign(rows.size() + 1, 0);  // of the run that ends there
+  saved_.assign(rows.size() + 1, 0);  // what the rows before each place save
+  begin_.assign(rows.size() + 1, 0);  // where the run that ends at each place begins
   for (size_t end = 1; end <= rows.size(); ++end) {
     const int64_t tokens = node_end - rows[end - 1].cut;
     int64_t most = saved_[end - 1];

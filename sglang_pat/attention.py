@@ -590,7 +590,7 @@ class PackAttention:
         kind: PlanningClass = "cold"
         if isinstance(batch.paths, PrefixForest):
             self._scheduler.plan(batch.paths, batch.seq_lens)
-            if key == self._key or batch.paths.num_kept:  # outgrown, or other requests
+            if key == self._key or batch.paths.num_kept:  # outgrown, or some new requests
                 kind = "changed"
         else:
             paths = batch.read_paths() if read_paths is None else read_paths

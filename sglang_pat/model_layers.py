@@ -204,7 +204,7 @@ def check_class(config: Mapping[str, Any]) -> None:
     """ValueError for a class of models whose layers the rules do not know."""
     name = class_name(config)
     if not name:
-        return  # part of a configuration
+        return  # this is only a part of a configuration
     if name not in model_classes.KNOWN:
         raise ValueError(
             f"{reprlib.repr(name)} is a class of models that sglang-pat has no rules for"
@@ -231,7 +231,8 @@ def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     Multimodal models nest the decoder one or two levels deep, but describe its quantisation on top.
     """
     name = class_name(config)
-    is_llava = name.startswith("Llava") and name.endswith("ForCausalLM")  # read from the top
+    # The keys of such a model's decoder are at the top level.
+    is_llava = name.startswith("Llava") and name.endswith("ForCausalLM")
     for key in () if is_llava else _DECODERS:
         inner = config.get(key)
         if isinstance(inner, Mapping):

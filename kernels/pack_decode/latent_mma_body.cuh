@@ -214,8 +214,7 @@ struct LatentMmaConsumer {
       const uint32_t stage = wait_for_stage();
       stage_record = {__shfl_sync(kFullWarp, storage.stage_records[place()].packed, 0)};
       if (stage_record.counts_for(unit)) {
-        const uint32_t lane =
-            ptx::lane_id();  // read per stage: what is computed from it does not fit in registers
+        const uint32_t lane = ptx::lane_id();  // read per stage, which saves registers
         Scores scores;
         multiply_keys(scores, queries, stage, lane);
         part.template undo_factors<kTokens>(scores, query_factors(), lane);

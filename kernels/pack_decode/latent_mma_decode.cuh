@@ -51,8 +51,7 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
   if constexpr (kHasBothLatentBodies<Dims>) ptx::setmaxnreg_dec<kLatentProducerRegisters>();
   if (warp == kLatentConsumerWarps) {
     Producer<Dims, true>(params, storage, lane).run();
-  } else if (warp ==
-             kLatentConsumerWarps + 1) {  // a CTA of a kernel with both bodies has more warps
+  } else if (warp == kLatentConsumerWarps + 1) {  // with two bodies, there are more warps
     Producer<Dims, false>(params, storage, lane).run();
   }
 }

@@ -58,7 +58,7 @@ __device__ __noinline__ void recompute_rows(const DecodeParams& params, const Ro
   using Number = ComputeType<T, Dims>;                   // of the cache, converted
   const int lane = ptx::lane_id();
   const WorkItem& work = params.plan.work_items[item];
-  __syncwarp();  // what has been stored of these rows must be stored before
+  __syncwarp();  // earlier stores of these rows come first
 #pragma unroll 1
   for (int unit_row = 0; unit_row < kUnitRows; ++unit_row) {
     const RowTarget target = targets[unit_row];

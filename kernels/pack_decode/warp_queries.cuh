@@ -21,8 +21,8 @@ template <typename T, typename Dims>
 using WarpQueries = ptx::Fragment[kDepthSteps<Dims>];
 
 // Makes bf16 queries fp16. Rows with numbers that are too large are divided by a power of 2, kept in query_factors.
-// A number that becomes subnormal, less than 2^-14, changes a score by less than any rounding of it. Returns true if
-// the scores of some row of the warp have such a factor.
+// Numbers below 2^-14 become subnormal, which changes a score by less than its rounding does. Returns true if some row
+// of the warp was divided.
 template <typename T, typename Number, int kSteps>
 __device__ __forceinline__ bool narrow_queries(ptx::Fragment (&queries)[kSteps],
                                                float* query_factors, uint32_t lane) {

@@ -92,9 +92,9 @@ class CalibrationError(RuntimeError):
 class Features(NamedTuple):
     """Terms of a layer's time, counted over all KV heads."""
 
-    layer: float  # 1
+    layer: float  # always 1
     merge: float  # 1 if partials are merged
-    token: float  # from memory
+    token: float  # tokens that are read from memory
     reread: float  # tokens that another item reads as well
     partial_row: float
     item: float

@@ -244,7 +244,8 @@ def _of_many(pat: _Tokens, other: _Tokens, ratio: float, floor: float) -> list[M
     """Return the measures of all tokens, each with its certainty."""
     number = pat.num_prompts
     drawn = np.random.default_rng(0).multinomial(number, np.full(number, 1 / number), RESAMPLES)
-    weights = np.vstack([np.ones(number, dtype=np.int64), drawn])  # first: each once
+    # The first row counts each prompt once. The others are the resamples.
+    weights = np.vstack([np.ones(number, dtype=np.int64), drawn])
     limits = (
         ("mean distance", ratio, floor),
         ("p99 distance", ratio, floor),

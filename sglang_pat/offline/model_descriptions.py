@@ -31,12 +31,12 @@ def describe_model(path: str, flags: Sequence[str] = ()) -> dict[str, Any]:
     Returns
     -------
     dict
-        `class`: its name. `reason`: [topic, value] if pat decodes nothing, for a reason that is no
-        layer's, else None. `layers`: of each attention layer on a rank [id, query heads, KV heads,
-        head_dim, v_head_dim, window or None, [topic, value] or None, whether it attends within
-        chunks]. `parameters`: of a rank, by what they are: "attention" (and states), "dense",
-        "experts", "head" (0 where it is the embedding), "embedding", "encoders". `experts`: of a
-        layer, and those that a token takes.
+        `class`: its name. `reason`: [topic, value] if a reason that belongs to no single layer
+        keeps pat from decoding, else None. `layers`: of each attention layer on a rank [id, query
+        heads, KV heads, head_dim, v_head_dim, window or None, [topic, value] or None, whether it
+        attends within chunks]. `parameters`: of a rank, by what they are: "attention" (and
+        states), "dense", "experts", "head" (0 where it is the embedding), "embedding", "encoders".
+        `experts`: the number in a layer, and how many of them a token uses.
     """
     from sglang_pat.offline.model_support import build_model
     from sglang_pat.sglang.start.layer_rules import attention_layers, shape_of

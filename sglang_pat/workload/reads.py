@@ -79,7 +79,7 @@ class Planner:
             layer = accelerated[0]
             is_latent = layer.kind == LATENT
             heads, workers = layer.num_qo_heads, time.gpu.workers(time.kv_heads(layer))
-            if is_latent:  # one KV head, on each GPU with a part of the query heads; one CTA per SM
+            if is_latent:  # each GPU has the KV head and some query heads; an SM has one CTA
                 heads, workers = heads // time.tp, time.gpu.num_sms
             self._schedulers = {
                 policy: new_scheduler(

@@ -270,7 +270,8 @@ def _step(objects: Sequence[_Placed]) -> str | None:
     """Return the kind of a tracer's record that is no call of a model: see `fields.STEPS`."""
     kind = objects[0][1].get("type")
     if isinstance(kind, str) and kind.isupper() and kind.lower() in fields.STEPS:
-        return kind if _answer(objects).output_tokens is None else None  # a name of a log's own
+        # A record with an answer is a call, even if its log uses such a word for calls.
+        return kind if _answer(objects).output_tokens is None else None
     for path, found in objects:
         for key, value in found.items():
             name = fields.plain(key)
@@ -485,7 +486,7 @@ def _answer_bytes(value: object) -> int:
     for call in (*as_list(value.get("tool_calls")), value.get("function_call")):
         function = call.get("function", call) if isinstance(call, Mapping) else None
         found += _answer_bytes(function)
-    given = value.get("input")  # of a tool
+    given = value.get("input")  # what a tool is given
     return found + (len(json.dumps(given)) if isinstance(given, Mapping) and given else 0)
 
 

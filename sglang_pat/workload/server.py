@@ -225,7 +225,7 @@ class SimulatedServer:
     _lengths: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     _left: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     _asked: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    _has_changed: bool = False  # the batch
+    _has_changed: bool = False  # whether the batch has changed
     _is_full: bool = False  # no request is admitted before one leaves
     _leaving: int = 0  # finished, but still in the batch as SGLang sees it
     _ratio: float = _NEW_TOKEN_RATIO
@@ -389,7 +389,7 @@ class SimulatedServer:
         steps = max(1, min(int(self._left.min()), in_pool, self.steps_at_once))
         held = tree.size - tree.reachable - int((-self._lengths % page).sum())
         kv_tokens = int(self._lengths.sum())
-        growth = size * (steps + 1) / 2  # mean over the steps, of both
+        growth = size * (steps + 1) / 2  # the mean growth of both over the steps
         seconds = self.clock.decode(size, kv_tokens + growth, held + growth)
         if next_arrival < math.inf and not self._is_full:
             until = math.ceil((next_arrival - self.now) / seconds)
@@ -397,7 +397,7 @@ class SimulatedServer:
                 steps = max(1, until)
                 growth = size * (steps + 1) / 2
                 seconds = self.clock.decode(size, kv_tokens + growth, held + growth)
-        if page > 1:  # as in SGLang, as if each request began a page in the last step
+        if page > 1:  # like SGLang: as if each request began a page in the last step
             tree.make_room(self._needed(self._lengths, steps - 1) + page * size)
         needed = self._needed(self._lengths, steps)
         tree.make_room(needed)
@@ -445,7 +445,7 @@ class SimulatedServer:
             self._waiting.append(request)
             self.retracted += 1
             staying = np.sort(order[leaving:])
-            self.tree.make_room(_RETRACT_STEPS * len(staying))  # as much as possible
+            self.tree.make_room(_RETRACT_STEPS * len(staying))  # makes as much room as it can
             if self.tree.make_room(self._needed(self._lengths[staying], 1)):
                 break
         decoded = int(generated[staying].sum())

@@ -223,7 +223,7 @@ def _is_mixture(config: Mapping[str, Any], index: int) -> bool:
     kinds = config.get("mlp_layer_types")
     if isinstance(kinds, list) and index < len(kinds):
         return bool(kinds[index] != "dense")
-    listed = config.get("moe_layers_enum")  # Step, as text
+    listed = config.get("moe_layers_enum")  # Step models list the layers as text
     if listed:
         numbers = listed.split(",") if isinstance(listed, str) else listed
         if not isinstance(numbers, list):
@@ -336,7 +336,7 @@ def _encoder(config: Mapping[str, Any], hidden: int) -> int:
     is_gated = config.get("model_type") == "qwen2_5_vl" or config.get("hidden_act") == "silu"
     found = layers * (4 * width * width + (3 if is_gated else 2) * width * inner)
     merge = _any(config, "spatial_merge_size")
-    if merge:  # of patches, into tokens of the decoder
+    if merge:  # merges patches into tokens of the decoder
         merged = width * merge * merge
         deep = config.get("deepstack_visual_indexes")
         mergers = 1 + (len(deep) if isinstance(deep, list) else 0)

@@ -58,7 +58,7 @@ class KvWrites:
                 reasons[found] = None
         for layer in layer_support.layers:
             known = self._writers.get(layer.layer_id)
-            if known is not None:  # a capture could not copy the scales to the device
+            if known is not None:  # copies the scales now, which a capture could not
                 known.scale(layer.k_scale)
                 known.scale(layer.v_scale)
         if reasons and reports.rank_speaks():

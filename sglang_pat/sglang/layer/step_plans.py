@@ -25,7 +25,7 @@ class StepPlans:
 
     def add(self, more: StepPlans) -> None:
         """Plan for the kinds of layers in `more` too."""
-        self.of_kind = {**more.of_kind, **self.of_kind}  # in front: the last one has the statistics
+        self.of_kind = {**more.of_kind, **self.of_kind}  # the last kind stays the last
 
     @property
     def num_rows(self) -> int:

@@ -49,7 +49,7 @@ def report_layer_support(layer_support: LayerSupport, model_runner: Any = None) 
         if model_runner is not _LastReport.model_runner:
             _LastReport.drafts.clear()
         _LastReport.model_runner = model_runner
-        if f"sglang.srt.{_SCHEDULER}" in sys.modules:  # only it answers; its import is slow
+        if f"sglang.srt.{_SCHEDULER}" in sys.modules:  # only schedulers answer; the import is slow
             install_hooks([_SERVER_INFO_HOOK])
         if reports.rank_publishes():
             labels = reports.scheduler_labels(model_runner)

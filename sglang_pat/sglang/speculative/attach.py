@@ -200,7 +200,7 @@ def _captured_extends(worker: Any, backend: PatMixin) -> Any:
     )
 
     captured = EAGLEDraftExtendCudaGraphRunner(worker)
-    return None if backend.needs_default else captured  # perhaps since the warm-up
+    return None if backend.needs_default else captured  # a warm-up may have changed that
 
 
 def _without_hidden_states(execute: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
@@ -310,7 +310,7 @@ def _block_reason(worker: Any, arguments: Any) -> Unsupported | None:
     named = named_draft_backend(arguments)
     if named is not None:
         return _names(named)
-    if getattr(worker, "use_compact_draft_cache", False):  # its table of slots is its own
+    if getattr(worker, "use_compact_draft_cache", False):  # it has its own table of slots
         size = resolved(arguments, "speculative_draft_window_size")
         return Unsupported("speculative decoding", f"--speculative-draft-window-size {size}")
     return None

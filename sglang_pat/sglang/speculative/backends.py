@@ -40,7 +40,7 @@ class PatSpeculativeMixin(PatMixin):
         is_pats = not self._pat.in_default and self._pat.layer_support.shapes
         if isinstance(kind, SpeculativeStep) and is_pats:
             kind.record_in_graph(forward_batch)
-        super().init_forward_metadata_in_graph(forward_batch)  # plans of windows read them
+        super().init_forward_metadata_in_graph(forward_batch)  # windows read these rows
 
     @property
     def _trees(self) -> TreeKv | None:

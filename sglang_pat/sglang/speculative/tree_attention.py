@@ -57,7 +57,7 @@ class TreeKv(DraftKv):
     def __init__(self, num_drafts: int, device: torch.device) -> None:
         self._num_drafts = num_drafts
         self._chain = torch.ones(num_drafts, num_drafts, device=device).tril().log()
-        self._chain[:, 0] = -torch.inf  # the plan has the root
+        self._chain[:, 0] = -torch.inf  # the plan covers the root
         self._reserved: torch.Tensor | None = None
         self.masks: torch.Tensor | None = None
         # [requests, draft tokens, draft tokens]: 0 where the first one reads the second, else -inf.

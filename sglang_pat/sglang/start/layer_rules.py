@@ -466,7 +466,7 @@ def _window_pool_reason(layer: RadixAttention, model_runner: Any) -> Unsupported
         type(pool) is SWAKVPool
         and pool.layers_mapping[layer.layer_id][1]
         and isinstance(pool.full_to_swa_index_mapping, torch.Tensor)
-        and getattr(pool, "swa_req_ring_size", None) is None  # slots of a request, not of a token
+        and getattr(pool, "swa_req_ring_size", None) is None  # a ring's slots are a request's
     )
     return None if is_known else Unsupported("KV pool", f"{type(pool).__name__} with windows")
 

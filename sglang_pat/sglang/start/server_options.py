@@ -125,7 +125,7 @@ def drafts_of(arguments: Any) -> Drafts | None:
 
 def drafts_now(arguments: Any) -> int:
     """Return the draft tokens per request of the backend that SGLang is building now."""
-    if resolved(arguments, "speculative_adaptive"):  # SGLang sets it before it builds each
+    if resolved(arguments, "speculative_adaptive"):  # SGLang sets it before each backend
         from sglang.srt.runtime_context import get_spec
 
         return int(get_spec().speculative_num_draft_tokens)

@@ -75,7 +75,7 @@ class StepPlanner:
         self._reuse = PlanReuse()
         self._reasons: Counter[str] = Counter()  # why steps were planned
         self._windows: Counter[str] = Counter()  # plans and KV tokens of layers with windows
-        self._windows_repeated: Counter[str] = Counter()  # per step that repeats the last one
+        self._windows_repeated: Counter[str] = Counter()  # the same, per repeated step
         self._reports: StepReports | None = None
         self._skipped = SkippedPlanning(lambda planning: None)
 
