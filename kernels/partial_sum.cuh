@@ -15,9 +15,9 @@ struct PartialRow {
   int num_heads;  // rows from one partial to the next
 };
 
-// Weighted sum of some partials of a row, in a warp. kStride: elements from one output to the next. kLanes lanes hold a
-// row, kVectors times 4 columns each. Where that is half the warp, each half takes every other partial; surplus lanes
-// do the same as the first ones.
+// The weighted sum of some partials of a row, in a warp. kStride: elements from one output to the next. A row is held
+// by kLanes lanes, with kVectors times 4 columns each. If kLanes is half of the warp, each half takes every other
+// partial. Lanes beyond kLanes do the same as the first ones.
 template <typename T, int kColumns, int kStride, bool kSinks>
 struct PartialSum {
   static constexpr int kVectors = (kColumns + 127) / 128;

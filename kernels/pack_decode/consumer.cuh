@@ -28,11 +28,11 @@ struct Consumer {
     return storage.records[position.record()];
   }
 
-  // Waits for the next item's record and queries; false: there is none.
+  // Waits for the next item's record and queries. Returns false if there is none.
   __device__ __forceinline__ bool wait_for_item() const {
     ptx::barrier_wait(ptx::shared_address(&storage.queries_full[position.record()]),
                       position.item_parity());
-    // Through a shuffle, so that ptxas knows it to be uniform: it serialises wgmma where warps may diverge.
+    // The shuffle tells ptxas that the value is uniform. ptxas serialises wgmma if warps may diverge.
     return __shfl_sync(kFullWarp, record().tile, 0) != kNoMoreItems;
   }
 

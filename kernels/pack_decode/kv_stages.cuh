@@ -46,9 +46,9 @@ __device__ __forceinline__ void copy_stage(uint32_t shared, const char* cache, u
 
 // The addresses of 32 slots' rows. A warp copies the rows panel by panel.
 struct PanelSources {
-  const char* rows[PanelCopy::kCopies];  // from this lane's chunk on
+  const char* rows[PanelCopy::kCopies];  // each from this lane's chunk on
 
-  // cache: of the first panel, slot 0. lane_slot: the slot of row `lane`.
+  // cache: where slot 0 begins in the first panel. lane_slot: the slot of row `lane`.
   __device__ __forceinline__ PanelSources(const char* cache, uint32_t slot_bytes, int32_t lane_slot,
                                           const PanelCopy& copy) {
 #pragma unroll

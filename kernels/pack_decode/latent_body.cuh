@@ -47,7 +47,7 @@ struct LatentConsumer {
     return storage.records[num_items % kLatentRecords];
   }
 
-  // Waits for the next item's record and queries; false: there is none.
+  // Waits for the next item's record and queries. Returns false if there is none.
   __device__ __forceinline__ bool wait_for_item() const {
     ptx::barrier_wait(ptx::shared_address(&storage.queries_full), num_items & 1);
     return __shfl_sync(kFullWarp, record().tile, 0) != kNoMoreItems;

@@ -275,7 +275,8 @@ class Producer {
     for (int i = 0; i < StageBatch::kStages; ++i) {
       if (!has_stage()) break;
       const int num_tokens = min(left_, Dims::kTokens);
-      // This load starts before the next stage is looked for, because the first stage's slot is waited for.
+      // Loads the slots before has_stage() looks for the next stage. The warp waits for the first load, so it starts
+      // soon.
       const int token = kFirstToken + lane_;
       next_.slots[i] = token < num_tokens ? slots_[token] : 0;
       slots_ += Dims::kTokens;

@@ -1,5 +1,5 @@
-// Conversion of one-byte floating-point numbers to fp16: exact, NaN and infinity included; and of floats to them. Only
-// this file, ptx.cuh and wgmma.cuh have inline PTX.
+// Converts one-byte floating-point numbers to fp16 exactly, NaN and infinity included, and floats to one-byte numbers.
+// Only this file, ptx.cuh and wgmma.cuh have inline PTX.
 #pragma once
 
 #include <cstdint>

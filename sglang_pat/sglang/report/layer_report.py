@@ -69,7 +69,7 @@ def report_draft_support(layer_support: LayerSupport, key: str = "draft_model") 
 
 
 def _after_get_init_info(result: dict[str, Any], *_: object) -> dict[str, Any]:
-    """AFTER Scheduler.get_init_info: add this report, and name pat as the decode backend."""
+    """Hook AFTER Scheduler.get_init_info: add this report, and name pat as the decode backend."""
     told = _LastReport.layer_support
     decodes = told is not None and told["pat_layers"] > 0
     told = told and told | _LastReport.drafts

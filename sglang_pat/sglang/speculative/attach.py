@@ -161,22 +161,22 @@ def _give(built: Any, draft_runner: Any, with_pat: Callable[..., None]) -> Any:
 
 
 def _after_create_decode_backend(steps: Any, factory: Any) -> Any:
-    """AFTER DraftBackendFactory.create_decode_backend."""
+    """Hook AFTER DraftBackendFactory.create_decode_backend."""
     return _give(steps, factory.draft_model_runner, with_pat_drafts)
 
 
 def _after_create_extend_backend(backend: Any, factory: Any) -> Any:
-    """AFTER DraftBackendFactory.create_draft_extend_backend."""
+    """Hook AFTER DraftBackendFactory.create_draft_extend_backend."""
     return _give(backend, factory.draft_model_runner, with_pat_extend)
 
 
 def _after_block_backend(result: Any, worker: Any) -> None:
-    """AFTER init_attention_backends of a worker whose draft model gives blocks."""
+    """Hook AFTER init_attention_backends of a worker whose draft model gives blocks."""
     _give(worker, getattr(worker, "draft_model_runner", None), with_pat_blocks)
 
 
 def _after_graphs(result: Any, worker: Any) -> None:
-    """AFTER EagleDraftWorker._capture_cuda_graphs, which captures draft extend.
+    """Hook AFTER EagleDraftWorker._capture_cuda_graphs, which captures draft extend.
 
     SGLang captures it with some default backends only (in 0.5.17 not with FA3). With pat it can be
     captured if no layer falls back.

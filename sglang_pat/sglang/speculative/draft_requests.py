@@ -78,7 +78,7 @@ def watch_draft_batches() -> None:
 def _around_load_batch(
     original: Callable[..., Any], graphs: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND DecodeCudaGraphRunner.load_batch, which prepares verify steps before their forward."""
+    """Hook AROUND DecodeCudaGraphRunner.load_batch, which prepares verify steps early."""
     if graphs.model_runner.is_draft_worker or REQUEST_TRACKER.is_within_step:
         return original(graphs, forward_batch, *args, **kwargs)
     with REQUEST_TRACKER.running(forward_batch):
@@ -88,7 +88,7 @@ def _around_load_batch(
 def _around_blocks(
     original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND forward_batch_generation of a worker that drafts blocks and verifies them."""
+    """Hook AROUND forward_batch_generation of a worker that drafts blocks and verifies them."""
     DRAFT_REQUESTS.on_block_draft(batch)
     try:
         return original(worker, batch, *args, **kwargs)

@@ -31,7 +31,7 @@ _DRAFT = "speculative_draft_attention_backend"
 
 
 def around_resolution(resolve: Callable[[Any], None], arguments: Any) -> None:
-    """AROUND the method of ServerArgs that resolves the arguments. SGLang may call it repeatedly.
+    """Hook AROUND the method of ServerArgs that resolves the arguments. It may be called again.
 
     ValueError if `pat` is chosen for a mode that it does not serve, if an environment variable is
     wrong, or in strict mode if pat decodes nothing under these options. RuntimeError if SGLang has

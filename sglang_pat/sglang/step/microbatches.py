@@ -86,9 +86,9 @@ class Microbatches:
         """Allocate the buffers that CUDA graphs capture. reservation: arguments of PackAttention.
 
         All microbatches share them, because the graphs are captured once. A microbatch sends its
-        plan again if another one has used the buffers in between. An equal reservation keeps its
-        buffers: graphs of a draft model have captured them, and SGLang does not capture those again
-        with the served model's.
+        plan again if another one has used the buffers in between. If the reservation is equal to
+        the last one, the buffers stay. Graphs of a draft model may have captured them, and SGLang
+        does not capture these graphs again when it captures those of the served model.
         """
         if reservation == self._reservation:
             return

@@ -142,7 +142,7 @@ REQUEST_TRACKER = RequestTracker()
 def _after_init_new(
     result: Any, cls: type, batch: Any, model_runner: Any, *args: object, **kwargs: object
 ) -> None:
-    """AFTER ForwardBatch.init_new."""
+    """Hook AFTER ForwardBatch.init_new."""
     if not model_runner.is_draft_worker:
         REQUEST_TRACKER.on_target_batch(result, batch)
     elif REQUEST_TRACKER.on_draft_batch is not None:
@@ -152,7 +152,7 @@ def _after_init_new(
 def _around_forward(
     original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND ModelRunner._forward_raw."""
+    """Hook AROUND ModelRunner._forward_raw."""
     if runner.is_draft_worker:
         return original(runner, forward_batch, *args, **kwargs)
     with REQUEST_TRACKER.running(forward_batch):
@@ -160,7 +160,7 @@ def _around_forward(
 
 
 def _after_retraction(result: Any, req: Request, *args: object, **kwargs: object) -> None:
-    """AFTER Req.reset_for_retract."""
+    """Hook AFTER Req.reset_for_retract."""
     REQUEST_TRACKER.invalidate([req])
 
 
