@@ -590,7 +590,8 @@ class PackAttention:
         kind: PlanningClass = "cold"
         if isinstance(batch.paths, PrefixForest):
             self._scheduler.plan(batch.paths, batch.seq_lens)
-            if key == self._key or batch.paths.num_kept:  # outgrown, or some new requests
+            # The plan was outgrown, or some requests stayed and others joined or left.
+            if key == self._key or batch.paths.num_kept:
                 kind = "changed"
         else:
             paths = batch.read_paths() if read_paths is None else read_paths

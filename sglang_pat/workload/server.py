@@ -384,7 +384,7 @@ class SimulatedServer:
             self.clock.begin(batch, tree)
             self._has_changed = False
         size = len(self._batch)
-        # Beyond this the pool may be short within the jump.
+        # With more steps at once than this, the pool may become too small before they end.
         in_pool = tree.reachable // (size * page) - 1
         steps = max(1, min(int(self._left.min()), in_pool, self.steps_at_once))
         held = tree.size - tree.reachable - int((-self._lengths % page).sum())

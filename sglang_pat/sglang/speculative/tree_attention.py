@@ -126,7 +126,7 @@ class BranchKv(DraftKv):
 
     def __init__(self, num_steps: int, topk: int, device: torch.device) -> None:
         self._num_steps, self._topk = num_steps, topk
-        self._reserved = torch.zeros(0, device=device)  # all are read, so all biases are 0
+        self._reserved = torch.zeros(0, device=device)  # each key is read, so biases are 0
         self._biases = self._reserved
         self._slots = torch.zeros(0, num_steps, dtype=torch.int64, device=device)
         self._num_read = 0
