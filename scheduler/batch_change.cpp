@@ -43,7 +43,7 @@ class Places {
   void fill_table() {
     buckets_.assign(std::bit_ceil(2 * (batch_.size() - num_taken_) + 1), {});
     following_.assign(batch_.size(), -1);
-    for (size_t i = batch_.size(); i-- > 0;) {  // backwards, so that first is the first
+    for (size_t i = batch_.size(); i-- > 0;) {  // backwards: the lowest place is set last
       if (taken_[i]) continue;
       Bucket& bucket = bucket_of(batch_[i]);
       const int32_t place = static_cast<int32_t>(i);

@@ -70,7 +70,7 @@ class PythonPathReader : public pat::PathReader {
     kv_begin_.clear();
     kv_end_.clear();
     branches_.clear();
-    for (const py::object path : answer) add_path(path);  // a sequence may make them as it is read
+    for (const py::object path : answer) add_path(path);  // reading may create the paths
     return {.paths = {.path_begin = path_begin_,
                       .node_id = node_id_,
                       .kv_begin = kv_begin_,
@@ -269,7 +269,7 @@ pat::CostModel cost_model_from_kwargs(const py::kwargs& costs) {
       if (cost != name) return;
       is_known = true;
       const double scaled = std::round(number_of<double>(name, value) * pat::kCostUnit);
-      if (!(scaled >= least && scaled <= pat::kLargestCost)) {  // NaN, too
+      if (!(scaled >= least && scaled <= pat::kLargestCost)) {  // also true for NaN
         throw py::value_error("cost " + name + " must be " + std::to_string(least) + " / 64 to " +
                               std::to_string(pat::kLargestCost / pat::kCostUnit) + ", got " +
                               py::cast<std::string>(py::repr(value)));

@@ -57,7 +57,7 @@ void DecodePlan::count_partials(int32_t num_requests, const Split& split) {
   kv_tokens_.planned = 0;
   for (const Split::WorkItem& item : split.work_items) kv_tokens_.planned += item.num_tokens;
   checked_int32(static_cast<int64_t>(split.requests.size()),
-                "item requests");  // there are at least as many as partials
+                "item requests");  // there are at most as many partials
   for (const int32_t request : split.requests) ++num_partials_[request];
 }
 

@@ -14,8 +14,8 @@ namespace pat {
 class PathReader {
  public:
   virtual ~PathReader() = default;
-  // Returns the present paths of these requests, which are given by their places in the new batch, in this order. They
-  // are valid until the next call. May throw.
+  // Returns the present paths of requests, in the order of `requests`, which has their places in the new batch. The
+  // paths are valid until the next call. May throw.
   virtual TreePaths read(std::span<const int32_t> requests) = 0;
 };
 
@@ -28,7 +28,8 @@ struct UpdateCounts {
 
 // Goes from the batch `before`, whose paths the forest has, to `now`. Reads the paths of requests that joined or moved.
 // If these paths show that the tree has split nodes of kept paths, reads those paths again. If they only make a split
-// possible, reads one path per node that may be split. These may show more splits; the third time, reads all paths.
+// possible, reads one path per node that may be split. These paths may show more splits. The third time, reads all
+// paths.
 //
 // Returns nothing if the batches are equal and no request moved. Does not use the spans after the first call of the
 // reader. Throws what the reader and PrefixForest::update() throw; the next update must then be from an empty batch.

@@ -7,8 +7,8 @@ namespace pat {
 
 namespace {
 
-// An item of several requests has at most this many shares of a worker, or this many chunks. Shorter items would be
-// more even, but would read more shared KV again.
+// The most tokens of an item with several requests: this many times an even share of the distinct tokens for each
+// worker, or this many chunks. Shorter items would be more even, but would read more shared KV again.
 constexpr int64_t kLongestShares = 2;
 constexpr int64_t kLongestChunks = 2;
 
@@ -59,8 +59,8 @@ void InvariantChunks::list_requests(const PrefixForest& forest) {
 
 bool InvariantChunks::enter_chunk(const PrefixForest& forest, std::span<const int32_t> seq_lens,
                                   int32_t begin) {
-  // The node that all requests since the last kept one share. Of nodes on one path, the uppermost has the smallest
-  // index.
+  // The deepest node that this request shares with the last request that was kept: the uppermost of the nodes that the
+  // requests between them share with their neighbours. Of nodes on one path, the uppermost has the smallest index.
   int32_t common = std::numeric_limits<int32_t>::max();
   size_t num_kept = 0;
   for (Holder holder : holders_) {
@@ -136,8 +136,8 @@ void InvariantChunks::add_item(const PrefixForest& forest, std::span<const int32
   for (int32_t i = first; i < end; ++i) {
     const Holder& holder = holders_[i];
     split.requests.push_back(holder.request);
-    // The KV that no earlier request of the item has, from its beginning on. What most later requests share comes
-    // first.
+    // Adds the KV of this request that no earlier request of the item has, from its beginning to its end. A range that
+    // more of the later requests share comes before one that fewer share.
     int32_t next = i == first ? begin : holder.shared_end;
     reaches_.clear();
     Reach reach{.last = i, .end = holder.end, .node = std::numeric_limits<int32_t>::max()};

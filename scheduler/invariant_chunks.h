@@ -33,7 +33,8 @@ class InvariantChunks {
   // but also keeps items from being much longer than others. Takes time linear in requests * chunks + segments, up to a
   // factor of the requests in a tile.
   //
-  // Of `packing`, the plan needs the spans. Throws std::length_error if int32 cannot count the slots of all spans.
+  // The plan needs the spans of `packing`, and nothing else of it. Throws std::length_error if int32 cannot count the
+  // slots of all spans.
   void plan(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& packing,
             Split& split);
 
@@ -83,9 +84,9 @@ class InvariantChunks {
   std::vector<int32_t> candidates_;  // holders where that run may begin, best first
   std::vector<int32_t> run_ends_;
   struct Reach {
-    int32_t last;  // holders up to this one
-    int32_t end;   // share KV until here
-    int32_t node;  // the node that ends here
+    int32_t last;  // the last holder that shares the range
+    int32_t end;   // of the range
+    int32_t node;  // the node in which the range ends
   };
   std::vector<Reach> reaches_;
   struct KnownSpan {

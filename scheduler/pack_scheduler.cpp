@@ -12,7 +12,7 @@ namespace pat {
 
 namespace {
 
-// Narrow tiles are tried only if they might save this part of the time. Below that, most trials would be in vain.
+// Narrow tiles are tried only if they might save 1 / kNarrowGain of the time. For less, most trials would be in vain.
 constexpr int64_t kNarrowGain = 10;
 constexpr int64_t kMaxLength = std::numeric_limits<int32_t>::max();
 

@@ -67,9 +67,9 @@ class PackScheduler {
   // its new tokens.
   LengthCheck check_lengths(std::span<const int32_t> seq_lens) const;
 
-  // How many tokens every request may grow from these lengths, which the last plan serves, until it no longer does or
-  // one is longer than `longest`. Requests of length 0 are padding and do not grow. Throws std::invalid_argument if a
-  // length is negative or the plan is for another number of requests.
+  // How many tokens every request may grow from these lengths before the last plan no longer serves, or a request is
+  // longer than `longest`. The last plan must serve these lengths. Requests of length 0 are padding and do not grow.
+  // Throws std::invalid_argument if a length is negative or the plan is for another number of requests.
   int32_t steps_left(std::span<const int32_t> seq_lens, int32_t longest) const;
 
   const DecodePlan& last_plan() const { return last_.plan; }
@@ -96,9 +96,11 @@ class PackScheduler {
   };
   static std::optional<Narrow> narrow_of(const SchedulerConfig& config);
   std::optional<Narrow> narrow_;
-  // Shares nothing. A small step may end earlier with this too: each request has a CTA of its own, and no partials.
+  // Makes packs that share nothing. These, too, may let a small step end earlier: each request has a CTA of its own,
+  // and no partials.
   Packer query_centric_;
-  // A small step of `memory` gets narrow tiles, or shares nothing, if it is then expected to end earlier.
+  // With Policy::kMemory, tries narrow tiles for a small step, and then a plan that shares nothing. Keeps what is
+  // expected to end first.
   void try_other_packings(const PrefixForest& forest, std::span<const int32_t> seq_lens,
                           SplitTask task);
   Packing packing_, other_packing_;

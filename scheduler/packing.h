@@ -51,8 +51,8 @@ class Packer {
   // tiles: one decision per edge, parents before children, in time linear in nodes, edges and packed requests.
   //
   // In very deep trees the result may exceed kMaxPacksPerRequest. pack() then doubles the price of partials and
-  // repeats, until the limit holds. A higher price makes more children merge. The first are those
-  // that save most partials for each token that is then read again.
+  // repeats, until the limit holds. A higher price makes more children merge. The first children to merge are those
+  // that save the most partials for each token that is then read again.
   //
   // Throws std::length_error if int32 cannot count the requests of all packs, or their shared slots.
   void pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out);

@@ -120,7 +120,7 @@ void PrefixForest::add_cut_paths(const PrefixForest& whole, std::span<const int3
     int32_t child = -1;  // the copy of the node below
     for (int32_t n = whole.anchor_[request]; n >= 0 && whole.nodes_[n].kv_end > cut;
          n = whole.nodes_[n].parent) {
-      if (copies_[n] < first) {  // earlier numbers are copies of other calls
+      if (copies_[n] < first) {  // not copied by this call
         copies_[n] = static_cast<int32_t>(path_nodes_.size());
         path_nodes_.push_back({.id = copies_[n],
                                .parent = -1,
@@ -173,9 +173,9 @@ void PrefixForest::release(int32_t node) {
 }
 
 // Looks for nodes of kept paths that the tree has split since they were read. The lower part of a split node keeps its
-// id, so a new path with this id shows another span or another parent. A new path that ends or leaves in the upper part
-// does not have the id. But then it has a node that is new here, a sibling of the longer node that was split, and in
-// the tree this node or one below it has children that are not on the path.
+// id, so a new path with this id shows another span or another parent. A new path that ends in the upper part, or
+// branches off there, does not have the id. But it has a node that is unknown here, and that begins where the split
+// node began. In the tree, this node, or a node below it, has children that are not on the path.
 void PrefixForest::mark_outdated(const TreePaths& read) {
   any_outdated_ = false;
   split_parents_.clear();
@@ -202,9 +202,9 @@ void PrefixForest::mark_outdated(const TreePaths& read) {
   }
 }
 
-// `node`, on a path that ends at `path_end`, is a new child of `parent`, which is known. If a split made it, the kept
-// node that was split ends after the end of a certain node: the first on the path, from `node` on, that has other
-// children.
+// `node`, on a path that ends at `path_end`, is a new child of `parent`, which is known. Find the first node on the
+// path, from `node` on, that has other children. If a split made `node`, the kept node that was split ends after that
+// node.
 void PrefixForest::note_new_child(int32_t parent, const TreePaths& read, int32_t node,
                                   int32_t path_end) {
   while (node < path_end && !read.branches[node]) ++node;

@@ -52,9 +52,9 @@ class PrefixForest {
 
   // Replaces all paths by empty ones, of `num_requests` requests.
   void clear(size_t num_requests);
-  // Gives requests, whose paths are empty, the paths that they have in `whole`, which is arranged, from position `cut`
-  // on. Positions then count from there, and requests of another call share nothing with these. Nodes get ids that
-  // update() does not know.
+  // Copies the paths of `requests` from `whole`, from position `cut` on. Positions in the copies count from there.
+  // `whole` must be arranged, and these requests must have empty paths here. Requests of different calls share nothing.
+  // The nodes get ids that update() does not know.
   void add_cut_paths(const PrefixForest& whole, std::span<const int32_t> requests, int32_t cut);
 
   // Goes to the next batch. kept[i] is the place of request i in the current batch, from which it keeps its path. If it

@@ -10,8 +10,8 @@ namespace pat {
 namespace {
 
 // Nodes up to this length share a segment with their ancestors where the same requests of a pack hold both, because a
-// segment takes whole stages of the kernels' rings. For longer nodes that is negligible, and as segments of their own
-// their slots are gathered once for all packs.
+// segment takes whole stages of the kernels' rings. For longer nodes that is negligible. If they are segments of their
+// own, their slots are gathered once for all packs.
 constexpr int32_t kShortNode = 255;
 // In very deep trees this would make too many segments. There, at least this many levels share a segment, however long
 // the nodes are. Segments begin at multiples of it, so that packs have most of them, and their slots, in common.
@@ -47,7 +47,7 @@ void SubtreeTiler::pack(const PrefixForest& forest, std::span<const int32_t> seq
   find_common_nodes(forest);
   choose_cuts(forest);
   even_out_runs();
-  // This ends, because once all levels share a segment, a pack has at most two per request.
+  // This ends: once a segment may have nodes of all levels, a pack has at most two segments per request.
   for (int32_t levels = 0; !emit(forest, seq_lens, levels, out);) {
     levels = std::max(kFewestFusedLevels, 4 * levels);
   }
@@ -199,7 +199,7 @@ void SubtreeTiler::emit_pack(const PrefixForest& forest, std::span<const int32_t
       is_private_once = false;
     }
     for (; node != known && last_holder(node) == first + 1; node = nodes[node].parent) {
-      private_begin = nodes[node].kv_begin;  // it is the only holder in the pack
+      private_begin = nodes[node].kv_begin;  // this request is the node's only holder in the pack
       is_private_once = false;
     }
     ranges_.clear();
@@ -207,7 +207,7 @@ void SubtreeTiler::emit_pack(const PrefixForest& forest, std::span<const int32_t
       const int32_t last = last_holder(node);
       int32_t top = node;
       if (last - first == num_requests) {
-        // The whole pack holds it and what is above, so a pack visits no more nodes of a long chain than it has
+        // The whole pack holds this node and its ancestors, so a pack visits no more nodes of a long chain than it has
         // segments.
         top = segment_top_[node];
       } else {

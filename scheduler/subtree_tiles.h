@@ -102,7 +102,7 @@ class SubtreeTiler {
   std::vector<int32_t> run_begin_;  // per place: where the run that ends there begins
   std::vector<int32_t>
       candidates_;  // places where that run may begin, best first; then the ends of all runs
-  // Per node: the node at which the segment that ends with it begins, if the same requests hold both.
+  // Per node: the first node of a segment that ends with this node, if the same requests of a pack hold both.
   std::vector<int32_t> segment_top_;
   std::vector<int32_t>
       segments_above_;  // per node: segments from the root to its end, under the same condition

@@ -198,8 +198,8 @@ class PackScheduler:
     def check_lengths(self, seq_lens: _Int32) -> tuple[bool, int, int]:
         """Check the last plan against the same batch with these lengths.
 
-        Returns whether it is right and balanced, the sum of the lengths, each at most the window,
-        and the longest.
+        Returns whether the plan is right and balanced for them, the sum of the lengths, and the
+        longest length. The sum counts each length up to the window.
         """
     def steps_left(self, seq_lens: _Int32, longest: int) -> int:
         """Tokens that every request except padding (length 0) may grow from `seq_lens`.

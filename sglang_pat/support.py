@@ -296,7 +296,9 @@ def shape_reason(
     one_byte: bool = False,
     default: str = "",
 ) -> Unsupported | None:
-    """Return why pat does not decode a layer of this shape. None: it does. Heads of one rank.
+    """Return why pat does not decode a layer of this shape, or None if it does.
+
+    The numbers of heads are those of one rank.
 
     one_byte, default: see `fills_tile`.
     """

@@ -39,7 +39,7 @@ struct SharedState<Dims> {
   alignas(kSharedAlignment) float4 exchange[kPassUnits][LatentPart::kParts][Dims::kTokens / 8][32];
   PassRecord records[kPassRecords];
   StageRecord stage_records[kMaxPassStages];
-  int32_t drawn[kDrawsAhead];  // draws that one producer hands to the other
+  int32_t drawn[kDrawsAhead];  // tickets drawn by the K producer, for the V producer
   alignas(8) uint64_t kv_full[kMaxPassStages];
   uint64_t kv_empty[kMaxPassStages];
   uint64_t drawn_full[kDrawsAhead];

@@ -33,7 +33,7 @@ struct SharedState<Dims> {
   float sums[kLatentRecords][kLatentGroups][kMaxTileRows];  // of an item
   ItemRecord records[kLatentRecords];
   StageRecord stage_records[kLatentStages];
-  int32_t drawn[kDrawsAhead];  // draws that one producer hands to the others
+  int32_t drawn[kDrawsAhead];  // tickets drawn by the K producer, for the other producers
   alignas(8) uint64_t kv_full[kLatentStages][kStageParts];
   uint64_t kv_empty[kLatentStages][kStageParts];
   uint64_t queries_full;

@@ -205,7 +205,7 @@ __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Di
       storage.row_states[warp][state_row + 8 * h] = make_float2(part.maximum[h], part.sum[h]);
     }
   }
-  // Also keeps a fast warp from writing into `exchange` while a slow one still reads the last item's.
+  // The barrier also keeps a fast warp from writing into `exchange` while a slow warp still reads it for the last item.
   ptx::named_barrier_sync<1, kSyncThreads>();
 
   // exchange[row group][receiver][sender's rank among the others][tile][lane], 8 rows at a time

@@ -115,7 +115,7 @@ struct PanelCopy {
 // converted ones. So the converted numbers of a token lie where its bytes were, and in the panels before. A warp reads
 // all of its tokens before it writes.
 //
-// The columns of every 16 change places, so that a lane of an accumulator has four neighbouring columns, as in
+// Within each group of 16, columns change places, so that a lane of an accumulator has four neighbouring columns, as in
 // mma_body.cuh. Of the two chunks that 16 columns become, the first has columns 0, 1, 4, 5, 8, 9, 12 and 13.
 template <int kColumns>
 struct ValueConversion {

@@ -1,8 +1,8 @@
 // Shared memory of pack_decode and the positions in its rings: what the producer warps hand to the consumers.
 //
-//   KV ring     kStages stages of 32 tokens, K and V, of one segment each, and what the consumers must know of them. It
-//               runs on across work items, so loads never drain.
-//   query ring  4 units of 16 query rows; an item takes block_q / 16 of them, aligned to their number
+//   KV ring     kStages stages. A stage has the keys and values of up to 32 tokens of one segment, and a record that
+//               tells the consumers about them. The ring runs on across work items, so loads never drain.
+//   query ring  4 units of 16 query rows; an item takes block_q / 16 units, aligned to that number
 //   records     what the consumers must know of an item, one per query ring item
 #pragma once
 
@@ -247,7 +247,7 @@ struct SharedState {
   int32_t mixed_items[kAllConsumerWarps<Dims>];  // ItemRecord::mixed_item of that item
   ItemRecord records[kQueryUnits];
   StageRecord stage_records[kMaxStages];
-  int32_t drawn[kDrawsAhead];  // draws that the K producer hands to the V producer
+  int32_t drawn[kDrawsAhead];  // tickets drawn by the K producer, for the V producer
   alignas(8) uint64_t kv_full[kMaxStages];
   uint64_t kv_ready[kHasConverters<Dims> ? kMaxStages : 1];  // converted
   uint64_t kv_empty[kMaxStages];
@@ -276,7 +276,8 @@ inline constexpr int kCtasPerSm = Dims::kKey + Dims::kValue <= (kUsesWgmma<Dims>
                                       ? 2
                                       : 1;
 
-// True if warpgroups give one another registers. One CTA per SM has as many as threads can have.
+// True if some warpgroups give registers to others. Elsewhere, if an SM has one CTA, each thread already has as many
+// registers as a thread can have.
 template <typename Dims>
 inline constexpr bool kMovesRegisters =
     Dims::kIsWide || kHasConverters<Dims> && kCtasPerSm<Dims> == 2;

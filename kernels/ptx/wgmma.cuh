@@ -60,8 +60,8 @@ __device__ __forceinline__ uint32_t computed_again(uint32_t address) {
   return address;
 }
 
-// The registers of an accumulator as an asm operand list, and their placeholders: %0 to %15, to %31, to %63,
-// to %127.
+// The registers of an accumulator as an asm operand list, and their placeholders, which begin with %0: 16, 32, 64 or
+// 128 of them.
 #define PAT_TILE(acc, i) "+f"(acc[i][0]), "+f"(acc[i][1]), "+f"(acc[i][2]), "+f"(acc[i][3])
 #define PAT_TILES_4(acc, i) \
   PAT_TILE(acc, i), PAT_TILE(acc, (i) + 1), PAT_TILE(acc, (i) + 2), PAT_TILE(acc, (i) + 3)

@@ -12,10 +12,10 @@ namespace {
 
 // Price of the partials that a cut makes, relative to their cost in packing: nothing overlaps with their merge.
 constexpr double kPriceOfMerging = 1.5;
-// A cut between two segments may leave this part of the ticket empty.
+// A cut between two segments may leave up to 1 / kEmptyPart of the ticket empty.
 constexpr int64_t kEmptyPart = 8;
-// Reading again instead of making partials keeps a worker busy. It may be at most this part of a ticket, or this many
-// tokens if that is more.
+// Reading again instead of making partials keeps a worker busy. A worker may read again at most 1 / kAgainPart of a
+// ticket, or kLittleAgain tokens if that is more.
 constexpr int64_t kAgainPart = 3;
 constexpr int64_t kLittleAgain = 160;
 
@@ -84,7 +84,7 @@ bool CutFinder::find(const Tile& tile, const Position& at, int64_t budget_left, 
       if (taken <= fit) {
         border = s;
         border_taken = taken;
-      } else {  // only if forced: no cut before here fits
+      } else {  // only if a cut is forced: no earlier cut fits
         cut_at(tile, at, s, 0, taken, most_reread, cut);
         return true;
       }

@@ -14,7 +14,7 @@ struct Position {
   int32_t segment;  // into Packing::segments
   int32_t offset;   // tokens of the segment that are assigned
   int32_t first;    // all requests before this one are done
-  // The next item reads again from here on, as far as the segments concern requests from `first` on.
+  // Segment and offset at which the next item begins to read again. It reads only segments of requests from `first` on.
   int32_t base;
   int32_t base_offset;
   int64_t assigned;     // load that is assigned, without what is read again

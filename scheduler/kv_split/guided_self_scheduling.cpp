@@ -128,13 +128,13 @@ int64_t Stream::assign_ticket(int64_t budget, int32_t ticket) {
   int64_t budget_left = budget;
   while (!is_empty()) {
     const Tile& tile = tiles_[tile_];
-    if (tile.is_chunked) break;  // not the first item: assign() calls assign_chunk() for that
+    if (tile.is_chunked) break;  // not the ticket's first item: assign_chunk() takes that
     const Position& at = part_.begin;
     Cut& cut = part_.cut;
     cut_finder_.take_rest(tile, at, cut);
     if (cut.cost > budget_left) {
       if (budget_left < budget) break;       // not the first item: the next ticket has more budget
-      if (cut.cost > budget + budget / 2) {  // half more than the budget is worth a cut
+      if (cut.cost > budget + budget / 2) {  // an item of 1.5 times the budget is worth a cut
         const int32_t num_requests = tile.num_requests - at.first;
         const int64_t shortest = shortest_item(num_requests);
         cut_finder_.force(tile, at, std::max(budget, context_.cost(num_requests, shortest)), cut);

@@ -10,7 +10,7 @@ namespace {
 
 // These constants are fitted to the trees of benchmarks/kernel/workloads.py on an H100. Costs are in tokens.
 
-// Up to this cost per worker, a second ticket each costs more time than the better balance saves.
+// Up to this cost per worker, a second ticket for each worker costs more time than the better balance saves.
 constexpr int64_t kOneTicketEach = 1300;
 // The same limit if nothing is shared. All tickets then wait for device memory only, and end at about the same time
 // even if they cost more.

@@ -33,8 +33,8 @@ class KvSplitter {
   KvSplitter(const SplitConfig& config, const CostModel& cost, const TileSelection& tiles);
 
   // StreamKSplit splits a little work evenly, and more work if it can cut tiles that read one long range at the same
-  // places and workers then end close enough together. Else each tile becomes a ticket, on the same condition, or
-  // GuidedSelfScheduling makes tickets that shrink with the work that is left.
+  // places and workers then end close enough together. Otherwise each tile becomes a ticket, again if workers then end
+  // close enough together. If they do not, GuidedSelfScheduling makes tickets that shrink with the work that is left.
   //
   // A cut lies between two segments if the ticket is then nearly full, else within one. A request on both sides of a
   // cut gets a partial from each. Where the cut lies between two requests, the second side may instead read again what

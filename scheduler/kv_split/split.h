@@ -50,9 +50,9 @@ struct Split {
 
   void clear();
   void list_ticket_costs(std::vector<int64_t>& costs) const;
-  // By how many tokens each request may grow before the split is out of balance: a ticket is then more than a sixteenth
-  // longer than the longest ticket is now, and also than the workers' mean is then. The largest number if not all
-  // tickets are drawn at once, because later tickets even such differences out.
+  // By how many tokens each request may grow before the split is out of balance. It is out of balance once a ticket
+  // exceeds both the workers' mean and the longest ticket of planning time by more than a sixteenth of the latter. The
+  // largest integer if not all tickets are drawn at once, because later tickets even out such differences.
   int64_t balanced_growth(int32_t num_workers) const;
 };
 

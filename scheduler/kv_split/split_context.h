@@ -30,8 +30,8 @@ struct SplitContext {
   TileSelection tiles;
   const CostModel* costs;
   const ItemCost* item_costs;
-  // Loads count whole stages and the starts of segments. False where that makes no difference: much work, and nothing
-  // shared or a long range.
+  // Loads count whole stages and the starts of segments. False if there is much work, and nothing is shared or some
+  // shared range is long: it then makes no difference.
   bool counts_stages;
   int64_t min_item_tokens;  // no cut makes a shorter item
   bool may_merge =

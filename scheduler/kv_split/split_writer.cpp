@@ -6,7 +6,7 @@ namespace pat {
 
 namespace {
 
-// Every request of a pack is in one of its segments, so the item has all of them.
+// Every request of a tile has a segment, so the item has all requests of the tile.
 void add_whole(const Packing& packing, const Tile& tile, Split& out) {
   out.work_items.push_back({.tile = tile.tile,
                             .request_begin = static_cast<int32_t>(out.requests.size()),
@@ -35,7 +35,7 @@ void SplitWriter::add_part(const Packing& packing, const SplitContext& context, 
   const auto add_segment = [&](int32_t s, int32_t from, int32_t to) {
     Segment segment = packing.segments[s];
     segment.is_open &= to == segment.num_tokens();
-    // Otherwise another item reads it for other requests.
+    // If some requests of the segment are outside the item, another item reads the segment for them.
     segment.is_read_once &= at.first <= segment.first && segment.end <= cut.last;
     segment.kv_end = segment.kv_begin + to;
     segment.kv_begin += from;

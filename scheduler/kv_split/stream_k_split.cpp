@@ -15,11 +15,11 @@ namespace {
 // Items of a little work may be as short as a half or a quarter of the usual, so that more workers have one and all end
 // sooner.
 constexpr std::array<int64_t, 2> kShorterItems = {2, 4};
-// Shorter items are tried where perfect balance would save at least this part of the time.
+// Shorter items are tried where perfect balance would save at least 1 / kUnevenPart of the time.
 constexpr int64_t kUnevenPart = 12;
-// To cut tiles that read one range at the same places may cost this part of a ticket.
+// Cutting tiles that read one range at the same places may cost up to 1 / kAlignedPart of a ticket.
 constexpr int64_t kAlignedPart = 4;
-// Tickets are ordered by cost in steps of this part of the largest, and within a step by their tiles.
+// Tickets are ordered by cost, in steps of 1 / kOrderPart of the largest cost, and within a step by their tiles.
 constexpr int64_t kOrderPart = 8;
 
 }  // namespace
@@ -39,7 +39,7 @@ StreamKSplit::AssignResult StreamKSplit::assign(const SplitContext& context, con
       if (++ticket == context.num_workers) return result;
       budget_left = budget;
     }
-    if (tile.uncut_cost <= budget_left) {  // most tiles: this loop runs once per step of the search
+    if (tile.uncut_cost <= budget_left) {  // most tiles; each step of the search runs this loop
       assignment.add(i, ticket);
       budget_left -= tile.uncut_cost;
       result.kv_load += tile.kv_load;
@@ -96,7 +96,7 @@ bool StreamKSplit::choose(const SplitContext& context, const Packing& packing,
   }
   bool aligned = false;
   // How close to the smallest budget the search comes. Aligned tickets read from the L2 and seldom keep others waiting,
-  // so theirs is coarser.
+  // so the search for their budget is coarser.
   const auto step = [&](int64_t budget) {
     return std::max(kCostUnit * int64_t{kCutGranularity} / 4, budget / (aligned ? 32 : 64));
   };

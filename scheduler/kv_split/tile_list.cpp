@@ -44,7 +44,7 @@ void TileList::make(const Packing& packing, const SplitContext& context, bool pa
   }
   mark_common_ranges(packing, parted ? kLongRange : kAlignedRange);
   if (parted) part_long_ranges(packing, context);
-  // The order is stable, so a request's packs stay in theirs.
+  // This sort is stable, so the packs of a request keep their order.
   const auto is_shared = [](const Tile& tile) { return tile.is_shared; };
   const auto privates = std::is_partitioned(tiles_.begin(), tiles_.end(), is_shared)
                             ? std::partition_point(tiles_.begin(), tiles_.end(), is_shared)

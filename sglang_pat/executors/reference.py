@@ -57,9 +57,10 @@ class _SegmentRanges(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _SegmentGroup:
-    """Segments of similar size, executed as one batched product. Padding repeats valid ones.
+    """Segments of similar size, executed as one batched product.
 
-    An entry is a pair of a segment and one of its requests.
+    Padding repeats a segment's last slot and its last request. An entry is a pair of a
+    segment and one of its requests.
     """
 
     slots: torch.Tensor  # int64 [segments, tokens]

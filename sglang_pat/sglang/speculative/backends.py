@@ -35,7 +35,7 @@ class PatSpeculativeMixin(PatMixin):
     # --- once per step ---
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Capture what a CUDA graph does before its layers: it writes what the rows read."""
+        """Capture what a CUDA graph does before its layers. This writes the tensors of the rows."""
         kind = self._pat.kinds.get(forward_batch.forward_mode)
         is_pats = not self._pat.in_default and self._pat.layer_support.shapes
         if isinstance(kind, SpeculativeStep) and is_pats:

@@ -148,7 +148,7 @@ class DecodeBatchBuilder:
         return self._source
 
     def without_sharing(self, batch: DecodeBatch, reason: str | None) -> DecodeBatch:
-        """Return the batch that was just read as one that shares nothing, and count the reason."""
+        """Return a copy of the last batch in which no requests share KV, and count the reason."""
         self._shares = False
         if reason is not None:
             self._count_private(reason)
