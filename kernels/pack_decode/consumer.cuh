@@ -79,7 +79,7 @@ struct Consumer {
     }
   }
 
-  // The same address and record for the following stage.
+  // These two do the same for the stage after that one.
   __device__ __forceinline__ uint32_t wait_for_following_wgmma_stage() const {
     return wait_for_wgmma_stage(following());
   }

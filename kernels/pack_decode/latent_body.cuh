@@ -61,8 +61,8 @@ struct LatentConsumer {
   __device__ __forceinline__ uint32_t address(const Ring& at) const {
     return ptx::shared_address(storage.kv[at.stage]);
   }
-  // Waits for a part of a stage. If only the other warpgroup hands the part back, this one may wait for it only while
-  // the other waits for this one's weights.
+  // Waits for a part of a stage. If only the other warpgroup hands the part back, this warpgroup may wait for the part
+  // only while the other waits for this warpgroup's weights.
   __device__ __forceinline__ void wait_for_part(const Ring& at, int part) const {
     ptx::barrier_wait(ptx::shared_address(&storage.kv_full[at.stage][part]), at.parity);
     ptx::fence_shared_memory();

@@ -139,8 +139,8 @@ class KvStages<Dims, kIsKey> {
     ring_.advance();
   }
 
-  // Releases a pass's record after the lanes have written it. This is the arrival that a stage's record makes in other
-  // stages.
+  // Releases a pass's record after the lanes have written it. The stage has no StageRecord, so this arrival takes the
+  // place of the record's.
   __device__ __forceinline__ void release_record(uint32_t full) {
     __syncwarp();
     if (copy_.lane == 0) ptx::barrier_arrive(full);

@@ -1,6 +1,6 @@
-// Keeps a NaN in one request's KV from the rows of others in its work item. A segment that does not count for a
-// row has weights of 0 there, but 0 times NaN or infinity is NaN. So at the end of an item with such segments, each
-// warp looks for NaN in its sums, and computes the rows where it finds one again, from their own KV alone. A request
+// Keeps a NaN in one request's KV from the rows of others in its work item. A segment that does not count for a row has
+// weights of 0 there, but 0 times NaN or infinity is NaN. So at the end of an item with such segments, each warp looks
+// for NaN in its sums. It recomputes the rows in which it finds NaN, each from its request's own KV alone. A request
 // whose own KV holds NaN keeps it.
 //
 // Maximum and sum of a row need no such care: scores that do not count are replaced, not multiplied.
@@ -73,7 +73,7 @@ __device__ __noinline__ void recompute_rows(const DecodeParams& params, const Ro
     };
     const char* query =
         row_of(params.q, Dims::kIsLatent ? params.q.head_chunks : Dims::kKey * 2 / kChunkBytes);
-    // Where the rope's row would begin if its groups counted on after the query's.
+    // Where the row of the rope would begin if its groups were numbered on from those of the query.
     const char* rope = query;
     if constexpr (Dims::kIsLatent) {
       rope = row_of(params.q_rope, params.q_rope.head_chunks) - Dims::kValue * 2;

@@ -1,7 +1,7 @@
 // pack_decode: the attention of one decode step over the plan's work items.
 //
 // The kernel is persistent. A CTA draws tickets until none is left: the first by its own number, the others from a
-// counter, so that whoever is early takes more. Two producer warps keep a ring of KV stages and a ring of query tiles
+// counter, so that CTAs that are early draw more. Two producer warps keep a ring of KV stages and a ring of query tiles
 // full across items and tickets; four consumer warps run the tile body that the item asks for. Between them, over
 // one-byte KV on Hopper, two converter warps prepare stages for wgmma. A row that is its request's only partial goes
 // straight to the output, every other to the partials that merge_partials reads.

@@ -11,14 +11,14 @@
 //   state        holds if                               left by
 //   in segment   left_ > 0                              take_whole_stages(), take_last_stages(): a batch
 //   listed       listed_ != 0                           begin_segment() -> in segment
-//   unlisted     next_segment_ < end_segment_           list_segments() -> listed; none is: the next that holds
+//   unlisted     next_segment_ < end_segment_           list_segments() -> listed, or the next that holds
 //   unclosed     !is_closed_: no stage was the last     take_empty_stage(): a batch
 //   pass ended   has_pass()                             begin_pass() -> unlisted
 //   item ended   next_item_ < ticket_.end_item          begin_item() -> unlisted
 //   ticket ended else                                   begin_ticket() -> unlisted; no ticket: the end
 //
-// The rings. Parities are those of the lap: full barriers complete with the parity of their lap (0 first); who fills
-// waits for an empty barrier with the other one, so that the first lap passes at once.
+// The rings. A full barrier completes with the parity of its lap, 0 in the first lap. A warp that fills a stage waits
+// for the empty barrier with the other parity, so in the first lap it does not wait.
 //
 //   barrier         arrivals                                              waited for by
 //   kv_full         both producers' lanes after their copies, and the     consumers, converters

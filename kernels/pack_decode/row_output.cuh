@@ -45,7 +45,7 @@ __device__ __forceinline__ void store_columns(const DecodeParams& params, RowTar
   }
 }
 
-// Transposes words among four neighbouring lanes: lane i gets word i of each, so lane-wise words become word-wise.
+// Transposes words among four neighbouring lanes: lane i gets word i of each lane.
 __device__ __forceinline__ void transpose(uint32_t (&words)[4], uint32_t lane) {
 #pragma unroll
   for (int distance = 1; distance <= 2; distance *= 2) {
@@ -61,7 +61,8 @@ __device__ __forceinline__ void transpose(uint32_t (&words)[4], uint32_t lane) {
   }
 }
 
-// Stores the same columns of a long row in pieces of 16 bytes, which is worth the exchange among its four lanes.
+// Does what store_columns() does, for a long row: stores pieces of 16 bytes, for which the row's four lanes exchange
+// columns.
 template <typename T, typename Dims, int kTiles>
 __device__ __forceinline__ void store_long_row(const DecodeParams& params, RowTarget row,
                                                int first_column, const float2 (&values)[kTiles],
@@ -148,7 +149,7 @@ __device__ __forceinline__ void store_row(const DecodeParams& params,
 }
 
 // Stores a tile in which each row group's KV was read by one warp. Every warp stores its own rows, or its columns of
-// them. Its first row is row first_row of the item.
+// these rows. The warp's first row is row first_row of the item.
 template <typename T, typename Dims, bool kSoftCap>
 __device__ __forceinline__ void store_item(const WarpAttention<T, Dims, kSoftCap>& part,
                                            SharedStorage<Dims>& storage, const DecodeParams& params,

@@ -14,9 +14,9 @@ inline constexpr int kStageTokens = 32;  // one slot per lane of a producer warp
 inline constexpr int kUnitRows = 16;
 
 // A matrix in shared memory, `rows` rows of 2-byte elements: panels of 64 columns (128 bytes), and within a row the
-// 16-byte chunks are XORed with the row number. Free of bank conflicts for ldmatrix, and the canonical 128-byte
-// swizzle that wgmma and TMA know. Columns that the last panel has beyond the matrix are never written: no sum over
-// columns reads them, and what a multiplication makes of them as columns of its result is not stored.
+// 16-byte chunks are XORed with the row number. Free of bank conflicts for ldmatrix, and the canonical 128-byte swizzle
+// that wgmma and TMA know. Columns that the last panel has beyond the matrix are never written. No sum over columns
+// reads them. A multiplication may compute columns of its result from them, but these are not stored.
 inline constexpr int kChunkBytes = 16;
 inline constexpr int kPanelRowBytes = 128;
 inline constexpr int kPanelColumns = 64;
@@ -137,7 +137,7 @@ struct ValueConversion {
   PAT_HOST_DEVICE constexpr uint32_t source(int copy) const {
     return swizzled_offset(kStageTokens, token(copy), chunk());
   }
-  // Offset of the first of the two chunks that it becomes, from where wgmma reads values. The second
+  // Offset of the first of the two chunks that the lane's chunk becomes, from where wgmma reads values. The second
   // chunk is at ^ kChunkBytes.
   PAT_HOST_DEVICE constexpr uint32_t target(int copy) const {
     return swizzled_offset(kStageTokens, token(copy), 2 * chunk());

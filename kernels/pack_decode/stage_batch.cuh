@@ -31,7 +31,7 @@ struct ItemSource {
 struct StageBatch {
   static constexpr int kStages = 4;
 
-  int32_t slots[kStages];        // lane l holds that of token l of each stage
+  int32_t slots[kStages];        // lane l holds the slot of token l of each stage
   StageRecord records[kStages];  // of the stages
   int count = 0;                 // 0: there are no more items
   bool begins_pass = false;

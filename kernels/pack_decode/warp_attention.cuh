@@ -27,7 +27,7 @@ struct WarpAttention {
   // been summed up is not rescaled. In 16 bits they are as exact as those below 1.
   static constexpr float kSlack = 8.f;
   // Over one-byte KV, probabilities are in fp16 even if the model has bf16. They are multiplied with 2 to this power:
-  // in fp16, those below 2^-14 are less exact, and a million of them may count.
+  // in fp16, numbers below 2^-14 are less exact, and a million of such probabilities may add up to much.
   static constexpr float kHeadroom = Dims::kIsFp8 ? 6.f : 0.f;
 
   WarpQueries<T, Dims> queries;

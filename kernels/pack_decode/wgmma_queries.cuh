@@ -136,7 +136,7 @@ struct Queries<T, Dims, kSoftCap> {
     return scales;
   }
 
-  // Makes the maximum that of the scores without factors. With a soft-cap it is one already.
+  // Turns the maximum into that of the scores without factors. With a soft-cap, the maximum is already without factors.
   __device__ __forceinline__ void finish(Attention& part, const Consumer<Dims>& consumer,
                                          uint32_t lane) const {
     if constexpr (!kSoftCap) {

@@ -105,7 +105,7 @@ inline constexpr int kStageBytes =
 inline constexpr bool kHas228Kb = PAT_TARGET_ARCH == 90 || PAT_TARGET_ARCH == 100 ||
                                   PAT_TARGET_ARCH == 103 || PAT_TARGET_ARCH == 110;
 inline constexpr bool kHas164Kb = PAT_TARGET_ARCH == 80 || PAT_TARGET_ARCH == 87;
-// Shared memory that one CTA can have; elsewhere an SM has 100 KB.
+// Shared memory that one CTA can have: 1 KB less than an SM has. Other GPUs have 100 KB per SM.
 inline constexpr int kMaxSharedBytes = (kHas228Kb ? 227 : kHas164Kb ? 163 : 99) * 1024;
 // Bytes of the KV ring if two CTAs share an SM.
 inline constexpr int kRingBytes = (kHas228Kb ? 80 : 48) * 1024;
@@ -335,8 +335,8 @@ struct QueryPosition {
 
   __device__ __forceinline__ int record() const { return item % kQueryUnits; }
   __device__ __forceinline__ uint32_t item_parity() const { return (item / kQueryUnits) & 1; }
-  // The first unit of an item of `units` (1, 2 or 4) units. Units between next_unit and it are skipped
-  // by the consumers.
+  // The first unit of an item of `units` (1, 2 or 4) units. The consumers skip the units between next_unit and that
+  // unit.
   __device__ __forceinline__ int first_unit(int units) const {
     return (next_unit + units - 1) & -units;
   }

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 _NORMAL = NormalDist()
 
-# Means over all of BurstGPT; that lengths are log-normal, and the sigma, is our choice.
+# Means over all of BurstGPT. The log-normal distribution and its sigma are our choice.
 _PROMPT_MEAN, _ANSWER_MEAN = 621, 126
 _CHAT_SIGMA = 1.0
 _LONGEST_PROMPT, _LONGEST_ANSWER = 8192, 2048
@@ -28,7 +28,7 @@ _LONGEST_PROMPT, _LONGEST_ANSWER = 8192, 2048
 # FastTree, section 6.2: Meta AI's system prompt, 128 requests at a time, 256 new tokens each.
 _FASTTREE_SYSTEM, _FASTTREE_ANSWER = 3193, 256
 _FASTTREE_BATCH = 128
-# Questions of GSM8K; the numbers are our choice.
+# Lengths of questions, for those of GSM8K. The numbers are our choice.
 _QUESTION_MEAN, _QUESTION_SIGMA, _LONGEST_QUESTION = 60, 0.4, 256
 
 
@@ -43,7 +43,7 @@ _Burst = list[_Draft]
 
 
 class Workload(NamedTuple):
-    """A named generator. rate: requests a second if none is asked for."""
+    """A named generator. rate: requests a second, unless the caller asks for another rate."""
 
     bursts: Callable[[Draws], Iterator[_Burst]]
     rate: float
@@ -51,11 +51,11 @@ class Workload(NamedTuple):
 
 
 def generate(name: str, *, requests: int, seed: int = 0, rate: float | None = None) -> Trace:
-    """A trace of `requests` requests by one of `WORKLOADS`.
+    """Return a trace of `requests` requests of one of `WORKLOADS`.
 
-    rate: requests a second, in the mean; bursts arrive as a Poisson process. inf makes all arrive
-    at once, None takes the workload's own. Arrivals are whole milliseconds, the first is 0.
-    ValueError names what is not allowed.
+    rate: the mean number of requests a second. Bursts arrive as a Poisson process. With inf, all
+    arrive at once. None: the rate of the workload. Arrivals are whole milliseconds, the first is 0.
+    ValueError names the argument that is not allowed.
     """
     if name not in WORKLOADS:
         raise ValueError(f"workload {name!r}; allowed: {', '.join(WORKLOADS)}")
@@ -90,9 +90,11 @@ def conversation(
 ) -> Iterator[_Burst]:
     """Chat after a system prompt of three levels (PAT, section 8.2).
 
-    The first level is everybody's, the second that of a country, the third that of a country and a
-    language; lengths are those of Llama 3's tokenizer. How many countries and languages there are,
-    equally frequent, is our choice. Then a private message; lengths as BurstGPT's.
+    All requests have the first level in common. Those of a country have the second level in common,
+    and those of a country and a language the third. The levels' lengths are those that the
+    tokenizer of Llama 3 gives. All countries are equally frequent, and so are all languages; their
+    numbers are our choice. A private message follows. Messages and answers have the lengths of
+    BurstGPT.
     """
     everybody, by_country, by_language = levels
     while True:
@@ -110,9 +112,10 @@ def toolagent(
 ) -> Iterator[_Burst]:
     """Agents whose task sets the system prompt (PAT, section 8.2: the toolagent trace of Mooncake).
 
-    59% of the prompt tokens are found in a cache that holds everything, over a thousand requests or
-    more. `shared`, the share of the system prompt in a task's prompts, is a bit higher, since every
-    task is new once. Tasks are Zipf-frequent; all numbers but the 59% are our choice.
+    Over a thousand requests or more, 59% of the prompt tokens are found in a cache that holds
+    everything. `shared`, the share of the system prompt in a task's prompts, is a bit higher,
+    because no cache holds the first prompt of a task. The frequencies of tasks follow Zipf's law.
+    All numbers but the 59% are our choice.
     """
     system_lengths = [draws.length(system_mean, 0.5, 4 * system_mean) for _ in range(tasks)]
     frequencies = zipf(tasks)
@@ -129,8 +132,9 @@ def few_shot(
 ) -> Iterator[_Burst]:
     """A system prompt, one of 8 combinations of 20 examples, a question (FastTree, 6.2, B).
 
-    The paper's batch of 128 requests is all questions of all combinations; here they arrive in a
-    random order, and every batch has new combinations. An example of 150 tokens is our choice.
+    A batch of the paper has 128 requests: 16 questions for each of the 8 combinations. Here these
+    requests arrive in a random order, and every batch has new combinations. An example has 150
+    tokens, which is our choice.
     """
     batch = 0
     while True:
@@ -147,7 +151,8 @@ def few_shot(
 def multi_chain(draws: Draws, chains: int = 4) -> Iterator[_Burst]:
     """Four chains of reasoning for each question (FastTree, 6.2, C), arriving together.
 
-    A system prompt, the question, and 24 tokens, our choice, that start a chain.
+    A prompt is a system prompt, the question, and 24 tokens that start a chain. The number 24 is
+    our choice.
     """
     while True:
         prefix = (Segment(_content("fasttree"), _FASTTREE_SYSTEM), _question(draws))
@@ -159,9 +164,9 @@ def multi_document(
 ) -> Iterator[_Burst]:
     """Questions on several parts of one report (FastTree, 6.2, D), without a system prompt.
 
-    A prompt holds `in_prompt` of the parts in the order of the report, so prefixes share one, two
-    or three of them. Number and length of the parts are our choice. Every 128 requests, the size
-    of the paper's batch, it is another report.
+    A prompt holds `in_prompt` of the parts in the order of the report, so prompts share prefixes of
+    one, two or three parts. The number and the length of the parts are our choice. A report serves
+    128 requests, the size of a batch in the paper.
     """
     count = 0
     while True:
@@ -175,10 +180,10 @@ def multi_document(
 def rl_rollout(
     draws: Draws, samples: int = 16, template: int = 64, prompt_mean: int = 200
 ) -> Iterator[_Burst]:
-    """Rollouts of reinforcement learning: a group of samples of each prompt, at once, as in GRPO.
+    """Rollouts of reinforcement learning: a group of samples for each prompt, as in GRPO.
 
-    Prompts are identical within a group and share a template across groups; what is sampled differs
-    in length. All numbers are our choice.
+    The requests of a group arrive together and have the same prompt. The prompts of all groups
+    begin with one template. Samples differ in length. All numbers are our choice.
     """
     while True:
         question = _private(draws, draws.length(prompt_mean, 0.6, 2048))
@@ -218,12 +223,12 @@ def _question(draws: Draws) -> Segment:
 
 
 def _private(draws: Draws, length: int) -> Segment:
-    """Text that occurs nowhere else: a random content of 62 bits."""
+    """Return a text that occurs nowhere else. Its content id is a random number of 62 bits."""
     return Segment(draws.below(1 << 31) << 31 | draws.below(1 << 31), length)
 
 
 def _content(*names: str | int) -> int:
-    """The content of shared text, by its name: 62 bits."""
+    """Return the content id of a shared text: 62 bits of a hash of its name."""
     digest = hashlib.blake2b(repr(names).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
 
@@ -248,17 +253,17 @@ class Draws:
         return -mean * math.log(1.0 - self._uniform())
 
     def length(self, mean: float, sigma: float, longest: int) -> int:
-        """A log-normal length of about this mean (before it is cut to 1..longest).
+        """Draw a log-normal length of about this mean, then limit it to 1..longest.
 
-        sigma: of its logarithm; the median is mean / exp(sigma^2 / 2).
+        sigma: the standard deviation of its logarithm. The median is mean / exp(sigma^2 / 2).
         """
-        # inv_cdf is open at 0, random() is not.
+        # inv_cdf() does not take 0, which random() may return.
         normal = _NORMAL.inv_cdf(max(self._uniform(), 1e-12))
         exponent = sigma * normal - sigma * sigma / 2
         return min(max(round(mean * math.exp(exponent)), 1), longest)
 
     def ranked(self, cumulated: Sequence[float]) -> int:
-        """An index, by the cumulated weights that `zipf` gives."""
+        """Draw an index. `cumulated` has the cumulated weights of the indices, as `zipf` gives."""
         wanted = self._uniform() * cumulated[-1]
         return next(i for i, weight in enumerate(cumulated) if wanted < weight)
 
@@ -272,7 +277,7 @@ class Draws:
 
 
 def zipf(count: int) -> list[float]:
-    """Cumulated weights of `count` ranks, rank k being 1/k as probable as the first."""
+    """Return the cumulated weights of `count` ranks. Rank k is 1/k as probable as the first."""
     cumulated = [0.0]
     for rank in range(1, count + 1):
         cumulated.append(cumulated[-1] + 1.0 / rank)

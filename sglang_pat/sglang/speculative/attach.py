@@ -206,8 +206,8 @@ def _captured_extends(worker: Any, backend: PatMixin) -> Any:
 def _without_hidden_states(execute: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     """Run a captured step of a STANDALONE draft model, and return no hidden states.
 
-    On retraction SGLang indexes the concatenated hidden states by request. Prompts return none, so
-    those of captured steps would be too few.
+    On retraction SGLang concatenates the hidden states and indexes them by request. Prompts return
+    no hidden states, so those of captured steps alone would be too few.
     """
     out = execute(*arguments, **keywords)
     out.hidden_states = None
@@ -228,7 +228,10 @@ def _captures_extends() -> bool:
 
 
 def _after_prepare(result: Any, graphs: Any, forward_batch: Any, *_: Any, **__: Any) -> None:
-    """AFTER prepare() of the graphs of several draft layers, which replay their own spec_info."""
+    """Hook AFTER prepare() of the graphs of several draft layers.
+
+    The graphs replay a spec_info of their own, so the requests are noted on it.
+    """
     step = step_of_extend(forward_batch)
     if step is not None:
         note_requests(graphs._replay_spec_info, step)

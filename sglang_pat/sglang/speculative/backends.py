@@ -90,7 +90,7 @@ class PatSpeculativeMixin(PatMixin):
 
     @property
     def supports_draft_extend_metadata_staging(self) -> bool:
-        """The same answer as that of `draft_extend_metadata_captured_in_graph`."""
+        """Whether SGLang may stage the metadata of draft extend. Not if pat plans draft extend."""
         return not self._extends() and super().supports_draft_extend_metadata_staging
 
     def _extends(self) -> bool:
@@ -109,7 +109,7 @@ class PatSpeculativeMixin(PatMixin):
         super(PatMixin, self).init_cuda_graph_state(max_bs, max_num_tokens)
         kinds = self._pat.kinds.values()
         if not self._pat.kinds.keys() & {ForwardMode.DRAFT_EXTEND_V2}:
-            # Graphs of draft extend are as large as those that they follow.
+            # Graphs of draft extend are as large as those of the verify steps before them.
             assert isinstance(self._pat.planner, SpeculativePlanner)
             self._pat.planner.reserve(max_bs, kinds)
 
@@ -181,8 +181,8 @@ class PatDraftSteps:
     def _takes_default(self) -> bool:
         """Return True if the default backend must be prepared for the next round.
 
-        It must be if a layer falls back, and until each layer has run once, because it may fall
-        back in its first run.
+        That is so if a layer falls back. It is also so until each layer has run once, because a
+        layer may fall back in its first run.
         """
         pat, support = self._pat, self._pat.layer_support
         pat.has_default = bool(support.fallback) or not pat.seen >= support.shapes.keys()

@@ -48,9 +48,9 @@ class DraftRequests:
         return StepRequests(self.last_reqs, batch.tree_cache, has_beams=False)
 
     def on_block_draft(self, batch: Any | None) -> None:
-        """Note the scheduler's `batch` while a draft model drafts its blocks. None: it is done.
+        """Note the scheduler's `batch` while a draft model drafts its blocks, or None after it.
 
-        SGLang does not make the draft model's own batch from it.
+        SGLang does not make the draft model's own batch from `batch`.
         """
         is_known = batch is not None and batch.reqs
         self._blocks = self._step(batch) if is_known else None

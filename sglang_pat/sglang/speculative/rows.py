@@ -102,7 +102,7 @@ class DeviceRows:
     def write(self, batch: Any, execution: ExecutionMode) -> tuple[torch.Tensor, torch.Tensor]:
         """Write and return the rows and their lengths.
 
-        batch: its rows and lengths are the requests', without draft tokens.
+        batch: has one row per request, and the requests' lengths without draft tokens.
         """
         raise NotImplementedError
 

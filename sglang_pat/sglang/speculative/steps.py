@@ -221,7 +221,7 @@ class DraftExtendStep(SpeculativeStep):
             view,
             num_known=size if requests is None else min(len(requests.reqs), size),
             req_pool_indices=view.req_pool_indices[:size],
-            # Padding rows may be shorter than `count`.
+            # The lengths of padding may be less than `count`.
             seq_lens=(view.seq_lens[:size] - count).clamp_(min=1),
             seq_lens_cpu=None if on_host is None else (on_host[:size] - count).clamp_(min=1),
         )
@@ -255,7 +255,7 @@ class DraftSteps(SpeculativeStep):
         super().__init__(shape, rows, extra_kv)
         self._num_steps = num_steps
         self._tokens = KvTokens(0, 0, 0)  # of the first step of the last round that was planned
-        self._num_rows = 0  # of its known requests
+        self._num_rows = 0  # of the known requests of that round
         self._kv_tokens = Counter(dict.fromkeys(KvTokens._fields, 0))
 
     def go_to(self, step: int, plans: StepPlans) -> None:

@@ -50,8 +50,8 @@ class TreeKv(DraftKv):
     Attributes
     ----------
     masks
-        The buffer for SGLang's masks, which say which draft tokens each one reads. It has the size
-        of the largest graph: bool `[requests, draft tokens, draft tokens]`. None before `reserve`.
+        The buffer for SGLang's masks, which say which drafts each draft reads. It has the size of
+        the largest graph: bool `[requests, draft tokens, draft tokens]`. None before `reserve`.
     """
 
     def __init__(self, num_drafts: int, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class TreeKv(DraftKv):
         self._chain[:, 0] = -torch.inf  # the plan covers the root
         self._reserved: torch.Tensor | None = None
         self.masks: torch.Tensor | None = None
-        # [requests, draft tokens, draft tokens]: 0 where the first one reads the second, else -inf.
+        # [requests, draft tokens, draft tokens]: 0 at [r, i, j] if draft i reads j, else -inf.
         self._biases = self._in_graphs = self._chain.expand(0, -1, -1)
 
     def reserve(self, max_requests: int) -> None:
@@ -92,8 +92,8 @@ class TreeKv(DraftKv):
 class BlockKv(DraftKv):
     """Draft tokens of chains or blocks: each reads those up to itself, or the whole block.
 
-    The plan covers the first one. Before draft extend, SGLang moves the accepted path of a tree to
-    the front, so the tree is a chain there.
+    The plan covers the first draft token. Before draft extend, SGLang moves the accepted path of a
+    tree to the front, so the tree is a chain there.
     """
 
     def __init__(self, num_drafts: int, device: torch.device, *, are_chains: bool = True) -> None:
@@ -121,7 +121,7 @@ class BlockKv(DraftKv):
 class BranchKv(DraftKv):
     """The draft tokens of a draft model that branches: each row reads those of its own branch.
 
-    SGLang does not move them when branches change parents: row `i` reads its own slots.
+    SGLang does not move the draft tokens when branches change parents: row `i` reads its own slots.
     """
 
     def __init__(self, num_steps: int, topk: int, device: torch.device) -> None:
@@ -238,7 +238,7 @@ def square_masks(
     num_drafts: int,
     buffer: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return which draft tokens each one reads: bool `[requests, draft tokens, draft tokens]`.
+    """Return which drafts each draft reads: bool `[requests, draft tokens, draft tokens]`.
 
     SGLang's mask has the rows of each request one after the other. In a full mask, a row covers the
     tokens that the request has before the step (`seq_lens`) and its draft tokens. In a square mask,
@@ -279,8 +279,9 @@ def _square_places(seq_lens: torch.Tensor, num_drafts: int) -> tuple[torch.Tenso
 def choose_masks(*, square: bool) -> None:
     """Tell SGLang's n-gram worker which masks to make.
 
-    square: over the draft tokens alone. The worker makes full masks one request after the other,
-    with some five calls of torch for each, while the GPU waits. Other backends need full masks.
+    square: masks cover the draft tokens alone. The worker makes full masks one request after the
+    other, with some five calls of torch for each, while the GPU waits. Other backends need full
+    masks.
     """
     from sglang.srt.speculative import ngram_worker
 
@@ -290,7 +291,7 @@ def choose_masks(*, square: bool) -> None:
 def undo_square_masks(forward_batch: Any | None, buffer: torch.Tensor | None = None) -> None:
     """Let SGLang make full masks from now on.
 
-    forward_batch: a verify step whose mask exists already. It gets a full one instead.
+    forward_batch: a verify step whose mask exists already. The step gets a full mask instead.
     """
     from sglang.srt.speculative import ngram_worker
 
