@@ -40,7 +40,7 @@ struct Argument {
   void* pointers[1] = {&params};
 
   Argument() = default;
-  Argument(const Argument&) = delete;  // `pointers` points into this one
+  Argument(const Argument&) = delete;  // `pointers` points into this object
   Argument& operator=(const Argument&) = delete;
 
   uintptr_t address() const { return reinterpret_cast<uintptr_t>(pointers); }
@@ -146,7 +146,7 @@ void set_maps(DecodeArgument& self, uintptr_t keys, uintptr_t values) {
   pat::DecodeParams& params = self.params;
   params.has_kv_maps = keys != 0 && values != 0;
   if (!params.has_kv_maps) return;
-  // They lie within Python objects, which are not aligned as TensorMap is.
+  // The maps lie within Python objects, which are not aligned as TensorMap is.
   std::memcpy(&params.kv_maps[0], pointer<const void>(keys), sizeof(pat::TensorMap));
   std::memcpy(&params.kv_maps[1], pointer<const void>(values), sizeof(pat::TensorMap));
 }

@@ -69,7 +69,7 @@ struct FillParams {
   IndexArray slot_map;          // the layers' slots, by those of req_to_token; nullptr: the same
   int32_t num_requests;
   int32_t window;     // the most tokens of a row
-  bool chunked;       // a row begins at a multiple of them
+  bool chunked;       // a row begins at a multiple of `window`
   int32_t* rows;      // [num_requests, window], written
   int32_t* row_lens;  // [num_requests], written
 };

@@ -68,8 +68,8 @@ struct PartialSum {
     return sum;
   }
 
-  // The same for several rows with up to kFew partials each. Results have the same bits. counts: partials of each row,
-  // maybe 0.
+  // Sums several rows with up to kFew partials each. The results have the same bits as those of of(). counts: partials
+  // of each row, maybe 0.
   template <int kFew, int kRows>
   __device__ __forceinline__ static void of_few(PartialSum (&sums)[kRows],
                                                 const PartialRow<T> (&rows)[kRows],

@@ -26,7 +26,7 @@ struct KvScales<true> {
   float key;  // in addition to the host's part in logit_scale
   float values;
 
-  // After wait_for_dependencies().
+  // Must be called after wait_for_dependencies().
   __device__ __forceinline__ static KvScales load(const DecodeParams& params) {
     return {params.k_scale_on_device == nullptr ? 1.f : *params.k_scale_on_device,
             params.v_scale_on_device == nullptr ? params.v_scale : *params.v_scale_on_device};

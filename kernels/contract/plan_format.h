@@ -17,8 +17,8 @@
 //
 // Terms. request: index into the batch of this step. position: index of a KV token in its request. slot:
 // index into the KV pool. query row: one (request, query head within the group) pair; row r of a work item
-// is request r / group_size, head r % group_size of the KV head's group. segment: a KV range that some of a work
-// item's requests attend to, next to one another in the item. A work item is a tile of query rows that runs through
+// is request r / group_size, head r % group_size of the KV head's group. segment: a KV range to which some
+// neighbouring requests of a work item attend. A work item is a tile of query rows that runs through
 // its segments in order, with one online softmax per row: the levels of a tree above a few requests, and their
 // private tails, need no partials between them.
 // partial: normalised output, rounded to the output's type, and natural-log fp32 LSE of one query head over the KV of
@@ -96,9 +96,9 @@ struct WorkItem {
   int32_t reserved[3];
 };
 
-// KV that requests [first, end) of its work item attend to, counted from the item's first; every (request, position)
-// of the batch lies in one segment. Of an item's segments, those of one request ascend in position, or descend. A work
-// item with one segment, of all of its requests, has one softmax over one range.
+// A KV range of a work item. The item's requests [first, end), counted from its first request, attend to the range.
+// Every (request, position) of the batch lies in one segment. The segments of one request ascend in position through
+// its item, or descend. A work item with one segment, of all of its requests, has one softmax over one range.
 struct KvSegment {
   int32_t kv_request;  // request whose own row of req_to_token is read live, or kSharedKv
   int32_t kv_begin;    // position in kv_request, or index into the slot buffer

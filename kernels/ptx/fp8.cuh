@@ -9,7 +9,7 @@
 namespace pat::fp8 {
 
 // Permutes bytes. Each digit of kSelector says which byte of the word becomes this byte of the result; 4 stands for a
-// byte of 0. If 8 is added to the digit, all bits are the highest bit of that byte.
+// byte of 0. If 8 is added to the digit, all bits of the result's byte are the highest bit of the word's byte.
 template <uint32_t kSelector>
 __device__ __forceinline__ uint32_t permuted(uint32_t bytes) {
   uint32_t result;
