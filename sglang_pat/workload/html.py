@@ -22,7 +22,7 @@ _LEAST_ROWS = 1 / 800  # of the height: thinner blocks would be invisible
 
 
 class Block(NamedTuple):
-    """A rectangle of the forest, in parts of its width and height."""
+    """A rectangle of the forest, in parts of the forest's width and height."""
 
     x: float
     y: float

@@ -2,9 +2,9 @@
 
 Prefills run before decode steps. A pass has `chunked_prefill_size` tokens, and its last prompt may
 be cut. Requests are admitted while the KV pool is expected to suffice. If it is short, KV is
-evicted, and if that is not enough, requests are retracted. Prompts of one pass do not see each
-other: they enter the tree after it. The rules are those of SGLang 0.5.23 without its overlap, which
-begins each batch one step later.
+evicted, and if that is not enough, requests are retracted. A prompt cannot reuse the
+KV of other prompts in its pass, because all enter the tree after the pass. The rules are those of
+SGLang 0.5.23 without its overlap, which begins each batch one step later.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from sglang_pat.workload.tree import RadixTree, Tree
 
 SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight")
 
-# SGLang's defaults. The ratio is the share of its remaining answer for which a running request
-# reserves room in the pool. It falls from step to step, and rises when requests are retracted.
+# SGLang's defaults. For each running request, room in the pool is reserved for a part of its
+# remaining answer. The ratio is that part. It falls from step to step, and rises when requests are
+# retracted.
 _NEW_TOKEN_RATIO = 0.7
 _LEAST_NEW_TOKEN_RATIO = 0.7 * 0.14
 _RATIO_DECAY = (_NEW_TOKEN_RATIO - _LEAST_NEW_TOKEN_RATIO) / 600
@@ -33,7 +34,7 @@ _RETRACT_STEPS = 20
 _SPARE_FOR_ANSWER = 5  # tokens that a prompt must leave
 _MATCHED_WAITING = 128  # most waiting requests whose prefixes are looked up
 _REFRESH_PASSES = 32
-_SHORT_PREFIX = 32  # lpm: below it, a request waits for one with the same beginning
+_SHORT_PREFIX = 32  # lpm: up to it, a request waits for one that begins alike
 _ANSWERS = 0x5EED << 48  # base of the answers' content ids: far from small numbers
 
 
@@ -103,7 +104,7 @@ class SimulatedRequest:
 
 @dataclass(slots=True)
 class Refused:
-    """Requests that are longer than the context or the pool, and answers that these cut short."""
+    """Requests longer than the context or the pool, and answers that these limits cut short."""
 
     context: int = 0
     pool: int = 0
@@ -132,7 +133,7 @@ def accepted(
     requests, refused = [], Refused()
     for number, traced in enumerate(stream):
         length = traced.input_length
-        # The pool holds a page more for every request than its tokens.
+        # Every request takes one more page of the pool than its tokens fill.
         in_pool = pool - length - 2 * page_size - 1
         if length >= longest - _SPARE_FOR_ANSWER or in_pool < 1 or length == 0:
             if longest - _SPARE_FOR_ANSWER <= length and context <= pool:
@@ -389,7 +390,7 @@ class SimulatedServer:
         steps = max(1, min(int(self._left.min()), in_pool, self.steps_at_once))
         held = tree.size - tree.reachable - int((-self._lengths % page).sum())
         kv_tokens = int(self._lengths.sum())
-        growth = size * (steps + 1) / 2  # the mean growth of both over the steps
+        growth = size * (steps + 1) / 2  # mean growth of both counts over the steps
         seconds = self.clock.decode(size, kv_tokens + growth, held + growth)
         if next_arrival < math.inf and not self._is_full:
             until = math.ceil((next_arrival - self.now) / seconds)

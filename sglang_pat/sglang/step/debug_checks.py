@@ -99,7 +99,10 @@ class StepChecker:
         *,
         plan_is_new: bool,
     ) -> None:
-        """Raise RuntimeError that names such a request. reqs: in row order, just planned."""
+        """Raise RuntimeError that names a request of which the plan reads other KV.
+
+        reqs: in row order, just planned.
+        """
         fields = RequestFields.on(reqs[0])
         rows = [fields.row(req) for req in reqs]
         if req_pool_indices[: len(rows)].tolist() != rows:

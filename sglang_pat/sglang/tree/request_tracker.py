@@ -76,8 +76,8 @@ class RequestTracker:
             reqs, beam_tail = batch.reqs, compat.beam_tail(batch)
             if beam_tail is not None:
                 reqs = batch_with_beams(reqs, beam_tail, self.invalidate)
-            # All microbatches share this list. If they alternate, no step repeats the last one,
-            # and none may: the buffers of the graphs hold another microbatch's plan.
+            # All microbatches share this list. If they alternate, no step repeats the last one.
+            # None may repeat it: the buffers of the graphs hold another microbatch's plan.
             if not same_objects(self.last_reqs, reqs):
                 self.last_reqs = list(reqs)
             step = StepRequests(self.last_reqs, batch.tree_cache, beam_tail is not None)
