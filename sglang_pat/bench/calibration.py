@@ -189,7 +189,7 @@ def designs(kind: str = PLAIN) -> list[Design]:
             (128, 64, 16, 16),
         )
     ]
-    # Several tiles read it at the same time, as in real plans: then it comes from the L2.
+    # Several tiles read a prefix at the same time, as in real plans: then it comes from the L2.
     read_again = [
         Design(*shape)
         for shape in (

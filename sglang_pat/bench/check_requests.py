@@ -3,8 +3,9 @@
 Generated requests share up to three levels (root, document, thread) with ragged tails. Some branch
 inside a level, so that SGLang splits a node of its radix tree. Some repeat or continue another
 request, some share nothing, and some are longer than a chunk of prefill. Their answers differ in
-length. The server runs fewer at once than it is asked, so that requests join as others leave. The
-KV pool holds half of the running ones, so that nodes are evicted and requests are retracted.
+length. The server runs fewer requests at once than it gets, so that requests join as others leave.
+The KV pool holds half of the running requests, so that nodes are evicted and requests are
+retracted.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ def running_server(
     Raises
     ------
     RuntimeError, TimeoutError
-        The server does not start. With the end of the log.
+        The server does not start. The message has the end of the log.
     """
     # On SIGTERM, a benchmark must end its servers too: they are in other process groups.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -1,8 +1,9 @@
 """`sglang-pat check`: pat must be as close to a model as the present attention backend.
 
-Servers are started one after the other. pat's and the other backend's answer the same requests, and
-a third one, of a reference backend, scores all answers by prefills. If it does not serve the model,
-the other backend scores. The limits of the verdict are in `bench/closeness.py`.
+Servers are started one after the other. One runs pat, and one the other backend; both answer the
+same requests. A third server, with a reference backend, scores all answers by prefills. If that
+backend does not serve the model, the other backend scores. The limits of the
+verdict are in `bench/closeness.py`.
 """
 
 from __future__ import annotations

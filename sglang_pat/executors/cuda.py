@@ -257,7 +257,7 @@ class CudaExecutor:
         return plan
 
     def reuse_plan(self, step: Step, *, gather: bool = False) -> None:
-        """Let the last plan serve this step too; its tensors are read from now on.
+        """Let the last plan serve this step too. From now on, the step's tensors are read.
 
         gather: read the slots of shared ranges again, too.
         """

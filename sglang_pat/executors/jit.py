@@ -258,8 +258,8 @@ def build(config: KernelConfig, *, cache: Path | None = None, force: bool = Fals
 def find_image(config: KernelConfig, cache: Path) -> Path | None:
     """Return an image of `config` without compiling: the cached one, or else the shipped one.
 
-    The cached image must be of this machine's compiler. If there is no compiler, it is the newest
-    one. If the cache cannot be written and no other image fits, it is the newest one too.
+    The cached image must be of this machine's compiler. The newest cached image of any compiler is
+    returned if there is no compiler, or if the cache cannot be written and no other image fits.
     """
     made = kernel_cache.versions(cache, cache_key(config))
     if made:

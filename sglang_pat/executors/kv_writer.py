@@ -112,7 +112,7 @@ class KvWriter:
             int32 or int64 `[num_tokens]`.
         k_cache, v_cache : torch.Tensor
             `[num_slots, num_kv_heads, head_dim]` and `[.., v_head_dim]`; written. In latent
-            attention, the columns that `k` and `v` are.
+            attention, views of the cache: the columns of `k`, and those of `v`.
         k_scale, v_scale : KvScale
             Results of `scale()`.
 

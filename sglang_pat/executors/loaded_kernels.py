@@ -64,8 +64,8 @@ class Launcher:
     shared_bytes : int
         Dynamic shared memory of a CTA.
     overlap : bool
-        Whether it may start while its predecessor in the stream drains (programmatic dependent
-        launch). It then waits by itself, before it touches what the predecessor wrote.
+        Whether the kernel may start while its predecessor in the stream drains (programmatic
+        dependent launch). It then waits by itself, before it touches what the predecessor wrote.
     """
 
     def __init__(

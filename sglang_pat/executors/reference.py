@@ -256,7 +256,7 @@ class ReferenceExecutor:
         return ReferenceExecutor(self._device, self._new_execution, self._window)
 
     def reuse_plan(self, step: Step, *, gather: bool = False) -> None:
-        """Let the last plan serve this step too; its tensors are read from now on.
+        """Let the last plan serve this step too. From now on, the step's tensors are read.
 
         gather: read the slots of shared ranges again, too.
         """

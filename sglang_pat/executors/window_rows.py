@@ -17,9 +17,9 @@ class Window(NamedTuple):
     tokens : tokens that a request attends to, its new one included.
     slack : tokens by which requests may grow under one cut.
     ahead : tokens by which a request may be longer on the device than on the host.
-    chunked : whether it is a chunk: a request attends from the last multiple of `tokens` on.
+    chunked : whether windows are chunks: a request attends from the last multiple of `tokens` on.
     slot_map : int64 or int32 `[num_slots]`, the slot in the layers' caches, by the slot in
-        `req_to_token`. It is borrowed, and read in each step. None: they are the same.
+        `req_to_token`. It is borrowed, and read in each step. None: these slots are the same.
     """
 
     tokens: int

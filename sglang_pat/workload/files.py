@@ -100,15 +100,16 @@ def intact_lines(path: Path) -> Iterator[bytes]:
 
 
 def json_objects(path: Path, is_record: Callable[[Mapping[str, Any]], bool]) -> Iterator[bytes]:
-    """The objects of an array, or one after another, each as JSON; whatever the lines are.
+    """Yield the objects of an array, or objects that follow one another, each as JSON.
 
-    Superfluous commas are skipped. If an object is not a record but holds a list of records, these
-    are yielded instead. If the file ends within an object, the incomplete rest comes last.
+    Line breaks make no difference. Superfluous commas are skipped. If an object is not a record but
+    holds a list of records, these are yielded instead. If the file ends within an object, the
+    incomplete rest comes last.
 
     Raises
     ------
     TraceError
-        It is not JSON, with the number of the object; or the file is too large for this.
+        The file is not JSON (the message has the number of the object), or it is too large.
     """
     lines, size = [], 0
     for line in intact_lines(path):

@@ -114,7 +114,7 @@ def open_trace(
     strict
         Raise the first malformed line as TraceError.
     untimed
-        Requests to APIs need no time: where the first record has none, one arrives each second.
+        Requests to APIs need no time: if the first record has none, a request arrives each second.
 
     Raises
     ------

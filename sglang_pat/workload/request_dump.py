@@ -1,6 +1,6 @@
 """SGLang's own request dump: a pickle of the requests that a server has answered.
 
-A format of `formats.py`. A server writes one per `dump_requests_threshold` finished requests
+A format of `formats.py`. A server writes a dump per `dump_requests_threshold` finished requests
 (`POST /configure_logging` with `dump_requests_folder`), and one when it crashes
 (`--crash-dump-folder`). SGLang 0.5.17 and 0.5.23 write the same: a dict whose `requests` are tuples
 `(GenerateReqInput, answer, seconds of arrival, seconds of completion)`.

@@ -66,14 +66,14 @@ def read_record(
     Parameters
     ----------
     untimed
-        The arrival where the record has no time at all. None: it is refused.
+        The arrival, if the record has no time at all. None: such a record is refused.
 
     Raises
     ------
     NotReplayed
         The record is understood, and there is nothing to replay.
     ValueError
-        It is not understood, or cannot be replayed. The message names the key.
+        The record is not understood, or cannot be replayed. The message names the key.
     """
     event = record.get("event")
     if isinstance(event, str) and event.startswith("request.") and event != "request.finished":

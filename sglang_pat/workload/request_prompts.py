@@ -397,7 +397,7 @@ def to_request(logged: LoggedRequest, errors: TraceErrors) -> TraceRequest:
     """Return a request whose prompt has tokens.
 
     A text has a token per `errors.bytes_per_token` bytes. If `usage` counts more, tokens are
-    appended that only equal prompts share. If it counts fewer, the last ones are dropped.
+    appended that only equal prompts share. If it counts fewer, the last tokens are dropped.
     """
     if not isinstance(logged.prompt, tuple):
         tokens = logged.prompt

@@ -82,7 +82,7 @@ def token_ids(prompt: Prompt) -> TokenIds:
 
 
 def text_tokens(text: str | bytes, ratio: float = 4.0) -> TokenIds:
-    """Tokens of a text without its tokenizer: `ratio` bytes of UTF-8 are one, int64 `[length]`.
+    """Return made-up tokens of a text, int64 `[length]`: one for `ratio` bytes of UTF-8.
 
     Texts share a prefix of tokens as far as their bytes are equal. The ids are not those of a
     vocabulary. ratio: from 1 to 8; 4 is about that of a tokenizer for English.

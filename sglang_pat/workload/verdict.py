@@ -32,7 +32,7 @@ class Verdict:
         The relative error that each of the two may have.
     says
         `pays`: a gain above the error in one of the two, and no loss in the other. `may pay`: a
-        gain below it. `does not pay`: none.
+        gain below the error. `does not pay`: no gain.
     sentence, basis, why
         The same in words: what, for which server, for which reasons.
     """

@@ -246,7 +246,7 @@ def _is_mixture(config: Mapping[str, Any], index: int) -> bool:
 
 
 def _shared_width(config: Mapping[str, Any], width: int) -> int:
-    """The width of the experts that every token takes, together."""
+    """Return the total width of the experts that every token takes."""
     shared = _first(config, _SHARED_COUNTS)
     own = _first(config, _SHARED_WIDTHS)
     if own:
