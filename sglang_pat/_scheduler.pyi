@@ -88,7 +88,7 @@ class CostModel:
 
 SHIPPED_COSTS: tuple[tuple[str, bool, CostModel], ...]
 """(part of the GPU's name, whether the costs were measured there, the costs) of every GPU that has
-its own."""
+costs of its own."""
 SHIPPED_LATENT_COSTS: tuple[tuple[str, bool, CostModel], ...]
 """The same for latent attention. Other GPUs use the first one's costs."""
 
@@ -102,8 +102,8 @@ def row_lengths(lengths: _Int32 | _Int64, num_requests: int, num_rows: int) -> _
 def growth_of(lengths: _Int32 | _Int64, least: _Int32, room: _Int32) -> int | None:
     """Return by how many tokens requests have grown since they had the lengths `least`, in all.
 
-    None if one has grown by more than its `room`, has shrunk, or is missing. `lengths` may go on
-    with padding. ValueError if `least` and `room` differ in size.
+    None if a request has grown by more than its `room`, has shrunk, or is missing. `lengths` may
+    end with padding. ValueError if `least` and `room` differ in size.
     """
 
 def same_objects(a: list[object], b: list[object]) -> bool:

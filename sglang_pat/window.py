@@ -64,7 +64,7 @@ class WindowAttention(PackAttention):
             A request of n tokens attends to those from `(n - 1) // window * window` on.
         slot_map : torch.Tensor, optional
             int64 or int32 `[num_slots]`: the slot in the layers' caches, by the slot in
-            `req_to_token`. It is borrowed, and read in each step. Default: they are the same.
+            `req_to_token`. It is borrowed, and read in each step. Default: both are the same.
         ahead : int
             Tokens by which a request may be longer on the device than `batch.seq_lens` says.
             Default: AHEAD, or 0 with `chunked`, which allows no other value.

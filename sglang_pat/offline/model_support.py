@@ -51,7 +51,8 @@ def layers_of_config(path: str, flags: Sequence[str] = ()) -> LayerSupport:
     path
         A folder, or a name that SGLang can load the configuration of.
     flags
-        Of the server, such as `--tp 8`, as words. Of several pipeline stages all layers are read.
+        Flags of the server, such as `--tp 8`, as words. With several pipeline stages, the layers of
+        all stages are read.
 
     Raises
     ------

@@ -172,7 +172,7 @@ DEFAULT_GPU = "H100"
 
 @contextlib.contextmanager
 def naming(model: str) -> Iterator[None]:
-    """Put the label of a model before the ValueErrors within."""
+    """Put the label of a model before the message of each ValueError in this context."""
     try:
         yield
     except ValueError as error:

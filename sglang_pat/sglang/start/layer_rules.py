@@ -206,7 +206,8 @@ def _is_sparse(config: Any) -> bool:
 def window_reason(model: torch.nn.Module) -> Unsupported | None:
     """Return a reason if the model's class asks for a window that its layers do not show.
 
-    fa3 then reads the prompt, but after it only the last tokens.
+    Such a window leaves the prompt in view: fa3 reads the whole prompt, but only the last tokens
+    after it.
     """
     asks = getattr(model, "is_prefill_aware_swa", bool)
     return Unsupported("sliding window", "behind the prompt") if asks() else None
