@@ -164,7 +164,7 @@ void PackScheduler::plan(PrefixForest& batch, std::span<const int32_t> seq_lens)
         longest = std::min(longest, ChunkGrid::last_length(range.planned));
       }
       if (window > 0) {
-        // The row stays as long as the window.
+        // The length of the row stays that of the window.
         if (longest >= window && !config_.window.chunked) longest = kMaxLength;
         longest = std::min<int64_t>(longest, window_.longest()[request]);
       }

@@ -19,7 +19,8 @@ __device__ __forceinline__ uint32_t wait_for_unit(Storage& storage, int unit) {
 }
 
 // Waits for the units from the next one to end_unit. Units before first_unit stay unused. The producer hands them back
-// at once, in place of the consumers, because the item's own last units may be the next lap of such a unit.
+// at once, in place of the consumers, because the item may need the same unit again, in the next lap, for its last
+// rows.
 template <typename Dims>
 __device__ __forceinline__ void wait_for_units(SharedStorage<Dims>& storage,
                                                const QueryPosition& position, int first_unit,

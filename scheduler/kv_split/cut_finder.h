@@ -39,7 +39,7 @@ struct Cut {
   bool is_end;            // nothing of the tile is left after it
 };
 
-struct TilePart {  // of a tile
+struct TilePart {  // a part of a tile, up to a cut
   Position begin;
   Cut cut;
 };
