@@ -101,7 +101,7 @@ void set_step(DecodeArgument& self, uintptr_t req_to_token, int64_t req_to_token
   params.seq_lens = {pointer<const void>(seq_lens), lengths_are_int64};
 }
 
-// counters: TicketCounter[]; the first holds partials_owner, `counter` is the launch's own.
+// counters: TicketCounter[], whose first entry holds partials_owner. counter: the index of this launch's own entry.
 void set_launch(DecodeArgument& self, uintptr_t counters, int32_t counter, int32_t max_merges) {
   pat::DecodeParams& params = self.params;
   auto* const tickets = pointer<pat::TicketCounter>(counters);

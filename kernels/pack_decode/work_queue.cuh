@@ -223,7 +223,7 @@ inline constexpr int kSharedAlignment = 1024;
 // may have fewer.
 template <typename Dims>
 __host__ __device__ constexpr int own_tiles(int warps) {
-  constexpr int kTogether = Dims::kIsFp8 ? 2 : 1;  // tiles in which a lane's columns are neighbours
+  constexpr int kTogether = Dims::kIsFp8 ? 2 : 1;  // tiles that a lane's neighbouring columns span
   return (Dims::kValue / 8 / kTogether + warps - 1) / warps * kTogether;
 }
 

@@ -128,7 +128,7 @@ int64_t Stream::assign_ticket(int64_t budget, int32_t ticket) {
   int64_t budget_left = budget;
   while (!is_empty()) {
     const Tile& tile = tiles_[tile_];
-    if (tile.is_chunked) break;  // not the ticket's first item: assign_chunk() takes that
+    if (tile.is_chunked) break;  // this tile begins the next ticket: see assign()
     const Position& at = part_.begin;
     Cut& cut = part_.cut;
     cut_finder_.take_rest(tile, at, cut);

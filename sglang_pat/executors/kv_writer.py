@@ -74,7 +74,8 @@ class KvWriter:
         if divisor is None or self.config.kv_dtype is None:
             return UNSCALED
         if isinstance(divisor, torch.Tensor):
-            # torch rounds only such a scale to the dtype of the dividends.
+            # torch rounds a 0-d float32 divisor on the device to the dtype of the dividends, and no
+            # other tensor.
             if (divisor.dim(), divisor.dtype, divisor.device) != (0, torch.float32, self._device):
                 return None
             return KvScale(divisor.data_ptr(), ScaleUse.DIVIDE)

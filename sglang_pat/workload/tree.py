@@ -103,7 +103,7 @@ class Tree(Protocol):
         """The path of each request, including nodes that only it has."""
 
     def by_weight(self, requests: Sequence[CachedRequest]) -> list[int]:
-        """The order of `dfs-weight`, as indices. All prefixes have just been found."""
+        """Return the order of `dfs-weight`, as indices. Call find() for each request before."""
 
 
 class Node:

@@ -73,7 +73,8 @@ def bound_kv_pool(arguments: list[str]) -> list[str]:
     """Return the arguments of a server with a size for its KV pool.
 
     SGLang would size the pool by the free memory: most of the machine. A size among `arguments`
-    wins, because it comes later. With `--config` nothing is added: it would win over the file.
+    wins, because it comes later. With `--config` nothing is added: a size here would
+    win over one in the file.
     """
     if "--config" in arguments:
         return arguments

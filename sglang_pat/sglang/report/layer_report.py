@@ -45,7 +45,8 @@ def report_layer_support(layer_support: LayerSupport, model_runner: Any = None) 
         logger.info(line)
     _LastReport.line = line
     if model_runner is not None:
-        # With adaptive drafts, SGLang builds a draft model's backends before the target's last.
+        # With adaptive drafts, the target model has several backends. SGLang builds the draft
+        # model's backends before the last of these.
         if model_runner is not _LastReport.model_runner:
             _LastReport.drafts.clear()
         _LastReport.model_runner = model_runner

@@ -1,7 +1,7 @@
 """The types of steps of speculative decoding.
 
-Each type says what the step is, `device_rows` what its rows read on the device, and `extra_kv`
-which draft tokens they read besides the plan.
+Each type says what the step is. Its `device_rows` has what the rows read on the device, and its
+`extra_kv` has the draft tokens that they read besides the plan.
 
 | type | rows per request | each row reads | requests grow by | counted as |
 |---|---|---|---|---|
