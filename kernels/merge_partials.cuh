@@ -55,7 +55,7 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
   using MergeRow = MergeRow<kColumns>;
   __shared__ float4 part_columns[kMergeWarps][Sum::kVectors][32];
   __shared__ float2 part_states[kMergeWarps];    // maximum and weight
-  __shared__ MergeRow shared_rows[kMergeWarps];  // long rows of this round; others have no partials
+  __shared__ MergeRow shared_rows[kMergeWarps];  // by warp: its long row, or one without partials
 
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;

@@ -83,7 +83,7 @@ class PrefixForest {
   std::span<const int32_t> holders(const ForestNode& node) const {
     return std::span(holders_).subspan(node.holder_begin, node.num_holders);
   }
-  // All requests in tree order: the more requests share, the closer together they are.
+  // All requests in tree order, in which the holders of each node are next to one another.
   const std::vector<int32_t>& requests_in_tree_order() const { return holders_; }
   // The node at whose end a request's private range begins; -1 if it shares nothing.
   int32_t anchor(int32_t request) const { return anchor_[request]; }

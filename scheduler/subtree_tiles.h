@@ -24,7 +24,7 @@ struct Segment {
   int32_t first;     // requests [first, end) of the pack
   int32_t end;
   bool is_open;       // it grows with its request: a private segment that no cut has ended
-  bool is_read_once;  // no other pack or tile reads any of it, as far as is known
+  bool is_read_once;  // no other pack or tile reads any of the segment, as far as is known
 
   bool is_private() const { return span == kPrivate; }
   int32_t num_tokens() const { return kv_end - kv_begin; }

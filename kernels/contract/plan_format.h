@@ -105,7 +105,8 @@ struct KvSegment {
   int32_t kv_end;      // exclusive, or kOpenEnd; not above kv_begin if the segment is empty
   int32_t requests;    // first | end << 16 | kReadOnce
 
-  // No other work item reads any of it, so it need not stay in the L2. A hint: results do not depend on it.
+  // Set if no other work item reads any of the segment's KV, which then need not stay in the L2. Results do not depend
+  // on this hint.
   static constexpr int32_t kReadOnce = 1 << 15;
 
   static constexpr int32_t interval(int32_t first, int32_t end) { return first | end << 16; }
@@ -206,7 +207,7 @@ struct PlanLayout {
   }
 };
 
-// The parts of a plan where it lies.
+// Pointers to the sections of a plan in its buffer.
 struct PlanView {
   const PlanHeader* header;
 #define PAT_PLAN_POINTER(name, Entry, count, extra) const Entry* name;

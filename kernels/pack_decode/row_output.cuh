@@ -130,8 +130,8 @@ __device__ __forceinline__ void store_latent_unit(
   }
 }
 
-// Stores a row's columns from `first_column` on, and its LSE if that is 0. total: sum of exponentials relative to the
-// score `maximum`.
+// Stores a row's columns from `first_column` on, and the row's LSE if `first_column` is 0. total: sum of exponentials
+// relative to the score `maximum`.
 template <typename T, typename Dims, bool kSoftCap, bool kMayEnd, int kTiles>
 __device__ __forceinline__ void store_row(const DecodeParams& params,
                                           const KvScales<Dims::kIsFp8>& scales, RowTarget row,

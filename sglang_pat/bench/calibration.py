@@ -240,7 +240,7 @@ def measure(report: Callable[[str], None], kind: str = PLAIN) -> list[Measuremen
 
 
 class _Timer:
-    """K and V of layers for all designs. In latent attention, V is a view of K."""
+    """Times designs over K and V of its own. In latent attention, V is a view of K."""
 
     def __init__(self, layers: Layers, most_tokens: int) -> None:
         self._of = layers
@@ -341,7 +341,7 @@ class Fit:
 
 
 def fit(measurements: Sequence[Measurement]) -> Fit:
-    """Fit the costs. CalibrationError if the sum does not describe the measurements."""
+    """Fit the costs. CalibrationError if a sum of costs does not describe the measured times."""
     summed = [each for each in measurements if not each.design.body]
     found = min((_fit(summed, least) for least in SHORTEST), key=lambda each: each.error)
     _check(found)

@@ -32,14 +32,14 @@ class PlanReads(NamedTuple):
 
 
 class Ratios(NamedTuple):
-    """Fractions of the tokens that could be read again.
+    """Fractions of the repeated tokens: the tokens of a batch's requests minus the distinct ones.
 
     Attributes
     ----------
     from_memory
-        The fraction that query-centric attention reads from memory, not from the cache.
+        The fraction that query-centric attention reads from memory, not from the L2 cache.
     plans
-        The reads of a plan, by packing policy.
+        What a plan reads of the repeated tokens, by packing policy.
     """
 
     from_memory: float

@@ -61,7 +61,8 @@ class BackendClock:
         planner = self._planner
         plan = planner.ratios.plans[planner.policies[0] if policy is None else policy]
         again = (kv_tokens - distinct) * plan.again
-        # Distinct tokens that are shared are repeated at least once.
+        # `kv_tokens` counts a token that requests share at least twice, and `distinct` counts it
+        # once. So at most kv_tokens - distinct of the distinct tokens are shared.
         in_tiles = min(distinct, kv_tokens - distinct) + again
         return Reads(distinct, cached=again, partials=plan.partials * requests, in_tiles=in_tiles)
 

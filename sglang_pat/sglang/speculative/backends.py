@@ -35,12 +35,15 @@ class PatSpeculativeMixin(PatMixin):
     # --- once per step ---
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Capture what a CUDA graph does before its layers. This writes the tensors of the rows."""
+        """Capture what a CUDA graph does before its layers.
+
+        In speculative steps of pat, `SpeculativeStep.record_in_graph` comes first.
+        """
         kind = self._pat.kinds.get(forward_batch.forward_mode)
         is_pats = not self._pat.in_default and self._pat.layer_support.shapes
         if isinstance(kind, SpeculativeStep) and is_pats:
             kind.record_in_graph(forward_batch)
-        super().init_forward_metadata_in_graph(forward_batch)  # windows read these rows
+        super().init_forward_metadata_in_graph(forward_batch)  # may read the rows, for windows
 
     @property
     def _trees(self) -> TreeKv | None:
@@ -239,7 +242,8 @@ class PatDraftStep(DecodeMixin):
     def _attends(
         self, layer: RadixAttention, forward_batch: Any, arguments: dict[str, Any]
     ) -> bool:
-        # The default backend is prepared for the round in which a layer runs first.
+        # A layer may fall back in its first run: until each layer has run once, the default backend
+        # is prepared for every round (`_takes_default`).
         layer_support, layer_id = self._round.layer_support, layer.layer_id
         reason = layer_support.fallback_reason(layer, arguments)
         if reason is not None:

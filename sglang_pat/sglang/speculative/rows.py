@@ -76,7 +76,7 @@ class RowShape:
         return rows * np.int32(self.step) + np.int32(self.first)
 
     def offsets(self, device: torch.device) -> torch.Tensor:
-        """Return how many more tokens each row of a request reads: int64 `[per_request]`."""
+        """Return how many tokens each row reads beyond its request's KV: int64 `[per_request]`."""
         return torch.from_numpy(self._offsets().astype(np.int64)).to(device)
 
 

@@ -239,7 +239,7 @@ def _climbed_path(core: Any, last_node: int) -> Path:
 def _checked(
     reqs: Sequence[Request], paths: Sequence[Path | None], on_mismatch: OnMismatch
 ) -> list[Path]:
-    """Replace each path that does not end where its request's shared KV ends by an empty path.
+    """Return the paths, but empty ones where a path and its request's shared KV end apart.
 
     A path of None is not known. It becomes empty too, without a call of `on_mismatch`.
     """
