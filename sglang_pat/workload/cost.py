@@ -1,8 +1,9 @@
-"""The clock: how long a pass and a decode step take, from what they compute and move.
+"""The clock: how long a prefill pass and a decode step take, from what they compute and move.
 
-The constants were fitted to recorded servers of an H100 and an H200 (`benchmarks/results`): the
-8B shape, and the part of a 70B model on one of eight GPUs. Tests compare them. Passes were fitted
-to whole jobs on an H200. Other GPUs are scaled by their data sheets, which no run has checked.
+The constants of decode steps were fitted to recorded servers on an H100 and an H200
+(`benchmarks/results`): an 8B model, and one GPU's part of a 70B model on eight GPUs. Tests compare
+the estimates with these recordings. The constants of passes were fitted to whole jobs on an H200.
+Data sheets scale the constants to other GPUs; no run has checked this scaling.
 """
 
 from __future__ import annotations
@@ -45,10 +46,12 @@ _PARTIAL_SHARE = 2.27e12 / _H100.bytes_per_second  # partial results, written an
 _WEIGHT_SHARE = 2.96e12 / _H100.bytes_per_second
 _FLOPS_SHARE = 700e12 / _H100.flops_per_second
 _L2_PER_SM = 6.8e12 / _H100.num_sms  # bytes a second, KV that the L2 cache holds
-# Each token that is read is multiplied with a whole tile of 64 query rows. Fitted to latent
-# attention. Other attention is bound by this only on GPUs with much bandwidth per operation (H20).
+# Each token that is read is multiplied with a whole tile of 64 query rows. The rate was fitted to
+# latent attention. These products limit other attention only on GPUs with much bandwidth per
+# operation (H20).
 _LATENT_FLOPS_SHARE = 650e12 / _H100.flops_per_second
-# pat's other attention: a tile's rows are multiplied with each token that several requests share.
+# pat's attention other than latent: each token that several requests share is multiplied with all
+# rows of a tile.
 _TILE_FLOPS_SHARE = 400e12 / _H100.flops_per_second
 _TILE_ROWS = 64
 _OVERLAP = 4  # exponent that combines the times in memory and in tensor cores
@@ -61,12 +64,12 @@ _PREFILL_SHARE = 650 / 989  # of the peak of the tensor cores, projections and M
 _PREFILL_ATTENTION_SHARE = 350 / 989
 _PREFILL_SECONDS = 0.002  # of every pass
 _PREFILL_LAYER_SECONDS = 0.3e-3  # of a layer at least: no graph, so the host launches each kernel
-_PREFILL_REQUEST_SECONDS = 0.001  # of every request in it
+_PREFILL_REQUEST_SECONDS = 0.001  # of every request in a pass
 
 _MEMORY_SHARE = 0.86  # of a GPU's memory for weights and KV, about SGLang's default
 
-# An all-reduce after attention and one after the MLP of every layer. SGLang's own, on eight H200s;
-# NCCL's takes three times as long there.
+# Every layer has two all-reduces, after attention and after the MLP. The times are those of
+# SGLang's own all-reduce on eight H200s. NCCL's takes three times as long there.
 _ALL_REDUCE_SECONDS = 5e-6
 _ALL_REDUCE_BYTES_PER_SECOND = 300e9
 
@@ -83,9 +86,10 @@ class Reads(NamedTuple):
 
     once: the distinct tokens, from memory. again: repeated reads from memory by other requests of
     the batch. cached: repeated reads from the L2 cache. partials: partials of one query row.
-    cache_speed: the speed of reads from the cache, over that of all SMs that do nothing else.
-    in_tiles: tokens that pat's tiles read for several requests at once. Their products hide the
-    reads from the cache.
+    cache_speed: the speed of reads from the cache, as a part of the speed that all SMs reach
+    together. in_tiles: tokens that pat's tiles read for several requests at once. The tensor cores
+    multiply these tokens while the cache is read, so reads from the cache take no time of their
+    own.
     """
 
     once: float
@@ -111,7 +115,7 @@ class Reads(NamedTuple):
         prefix = common / max(requests - 1, 1)
         own = kv_tokens / requests - prefix
         left = max(0.0, window - own)
-        part = (self.again + self.cached) / common if common else 1.0  # 1: nobody shares reads
+        part = (self.again + self.cached) / common if common else 1.0  # 1: no shared reads
         slack = min(_WINDOW_SLACK, window / 8, left) * (1 - part)
         cached = left * (requests - 1) * part + slack * requests
         return self._replace(
@@ -137,11 +141,11 @@ class StepTime:
     Attributes
     ----------
     layers
-        Of the whole model.
+        All layers of the model.
     bytes_of_weights
-        Of one parameter.
+        Bytes of one parameter.
     kv_bytes
-        Of one number in the KV cache.
+        Bytes of one number in the KV cache.
     quantisation
         How the checkpoint is quantised, by name; empty if it is not.
     """
@@ -169,7 +173,7 @@ class StepTime:
         Parameters
         ----------
         layers, weights
-            None: by the rules of this package.
+            None: the rules of this package derive them from `config`.
 
         Raises
         ------
@@ -198,7 +202,7 @@ class StepTime:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Return the KV bytes of a token on one GPU, in a pool that keeps windows in full."""
+        """Return the KV bytes of a token on one GPU, if the pool keeps it in all layers."""
         return sum(self._token_bytes(layer) * self.kv_heads(layer) for layer in self.layers)
 
     @property
@@ -211,7 +215,7 @@ class StepTime:
     def pool_tokens(self, pool_bytes: float | None = None) -> int:
         """Return the tokens of a GPU's KV pool. pool_bytes: by default what the weights leave.
 
-        ValueError if the model does not leave room for any.
+        ValueError if the weights leave no room for a pool, or the pool holds less than two tokens.
         """
         gpu = self.gpu
         if pool_bytes is None:
@@ -242,11 +246,11 @@ class StepTime:
         return fixed + math.hypot(from_memory, computed) + moved / gpu.bytes_per_second
 
     def busy_sms(self, requests: int) -> float:
-        """Part of the SMs that work while query-centric attention goes over the KV heads.
+        """Return the part of the SMs that query-centric attention keeps busy.
 
-        A block of threads goes over the KV of one request and head. Fewer blocks than SMs are
-        split into equal parts, as many as find an SM; more blocks take turns, and in the last turn
-        some SMs have none.
+        One block of threads reads the KV of one request and one KV head. If there are fewer blocks
+        than SMs, each block is split into as many parts as can all have an SM of their own. If
+        there are more, the blocks take turns, and in the last turn some SMs have no block.
         """
         heads = max(
             (self.kv_heads(layer) for layer in self.layers if layer.kind == FULL), default=0
@@ -284,12 +288,12 @@ class StepTime:
         return _ATTENTION_SECONDS + seconds + merge
 
     def decode(self, requests: int, kv_tokens: float, ours: Reads, other: Reads) -> StepSeconds:
-        """A decode step.
+        """Return the time of a decode step.
 
         Parameters
         ----------
         kv_tokens
-            Of all requests.
+            KV tokens of all requests.
         ours, other
             The reads of a full-attention layer that pat accelerates, and of one that it does not.
         """

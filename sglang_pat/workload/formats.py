@@ -119,7 +119,8 @@ def open_trace(
     Raises
     ------
     ValueError
-        The file is missing, empty, or of no known format. The last case lists what was found.
+        The file is missing, empty, or of no known format. In the last case the message lists
+        what was found.
     """
     if format not in ("auto", *FORMATS):
         raise ValueError(f"format {quoted(format)}; allowed: auto, {', '.join(FORMATS)}")
@@ -312,7 +313,7 @@ class _MooncakeReader:
 
 
 def _block_tokens(lines: Iterable[Mapping[str, Any]]) -> int:
-    """The size of a block with which most lines agree; 512 if it does not follow from them."""
+    """Return the block size with which most lines agree; 512 if the lines show no size."""
     sizes = [
         (length, len(each["hash_ids"]))
         for each in lines

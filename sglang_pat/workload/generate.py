@@ -28,7 +28,7 @@ _LONGEST_PROMPT, _LONGEST_ANSWER = 8192, 2048
 # FastTree, section 6.2: Meta AI's system prompt, 128 requests at a time, 256 new tokens each.
 _FASTTREE_SYSTEM, _FASTTREE_ANSWER = 3193, 256
 _FASTTREE_BATCH = 128
-# Lengths of questions, for those of GSM8K. The numbers are our choice.
+# Lengths of questions, in place of the questions of GSM8K. The numbers are our choice.
 _QUESTION_MEAN, _QUESTION_SIGMA, _LONGEST_QUESTION = 60, 0.4, 256
 
 

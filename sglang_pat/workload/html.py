@@ -42,7 +42,10 @@ class Bar(NamedTuple):
 
 
 class TimeChart(NamedTuple):
-    """Points of both lines, y downwards, in a square of 100; ticks: (where, text)."""
+    """Points of each backend's line, in a square of 100 by 100; y grows downwards.
+
+    between: the outline of the area between the two lines. ticks: (position, text).
+    """
 
     default: str
     pat: str
@@ -142,7 +145,7 @@ def _round_numbers(most: float) -> list[float]:
 
 
 def blocks(forest: Forest) -> Iterator[Block]:
-    """A rectangle for each node: as wide as it is long, as high as it has holders.
+    """Yield a rectangle for each node: as wide as it has tokens, as high as it has holders.
 
     A child lies within the rows of its parent, below its larger siblings. Blocks that are too thin
     to be seen are left out.

@@ -2,7 +2,7 @@
 
 `advise` reads models here, `doctor --model` asks the same class. The rules
 (`model_layers.py`, `weights.py`) serve machines without SGLang, the models that are known by name,
-and models that SGLang cannot build on this machine; then the answer says so.
+and models that SGLang cannot build on this machine. For such a model, `Model.note` says so.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _by_rules(config: Mapping[str, Any], tp: int, why: str | None) -> Sequence[L
 def _of_sglang(
     whole: Mapping[str, Any], config: Mapping[str, Any], tp: int
 ) -> tuple[list[Layer], Weights] | str | None:
-    """Ask SGLang's class. None without SGLang; text if SGLang cannot build it here."""
+    """Ask SGLang's class. None without SGLang; a text if SGLang cannot build the model here."""
     try:
         installed = f"SGLang {version('sglang')}"
     except PackageNotFoundError:
@@ -129,7 +129,8 @@ def _of_sglang(
         asked: list[dict[str, Any]] = [{"path": folder}]
         if tp > 1:
             asked.append({"path": folder, "flags": ["--tp", str(tp)]})
-        # Importing one class takes a fraction of the time, if it needs no other model class.
+        # At first import the model's own class alone, which takes a fraction of the time. If that
+        # class needs other model classes, import all.
         answers = _ask(asked, modules_without(_classes(whole)))
         if any(_NEEDS_MORE.search(each.get("error", each.get("class", ""))) for each in answers):
             answers = _ask(asked)
@@ -151,7 +152,7 @@ def _classes(config: Mapping[str, Any]) -> set[str]:
 
 
 def _ask(asked: Sequence[Mapping[str, Any]], without: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Ask a process that imports SGLang, all of its models but those in modules `without`."""
+    """Ask a process that imports SGLang and its models, except the modules in `without`."""
     left_out = {VARIABLE: ",".join(without)} if without else {}
     command = [sys.executable, "-m", "sglang_pat.offline.model_descriptions"]
     lines = "".join(json.dumps(each) + "\n" for each in asked)

@@ -105,7 +105,7 @@ MODELS = (
     "Hugging Face hub"
 )
 
-_DTYPES = (*KERNEL_DTYPES, "float32")  # the last one is cast when it is loaded
+_DTYPES = (*KERNEL_DTYPES, "float32")  # SGLang casts float32 when it loads it
 _LARGEST_CONFIG = 64 << 20  # bytes: weights are no config
 _CONFIG, _QUANTISATION = "config.json", "hf_quant_config.json"
 _HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}")
@@ -191,8 +191,9 @@ def read_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
 def read_whole_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
     """Return a label of a model, and its `config.json`.
 
-    ValueError if `name` is neither a name that is known here, nor such a file or its folder, nor
-    the name of a model on the Hugging Face hub that can be reached or is in the local cache.
+    ValueError if `name` is none of these: a name in `NAMED_CONFIGS`; the path of a `config.json` or
+    of its folder; a model on the Hugging Face hub, if the hub can be reached or the local cache has
+    the file.
     """
     if str(name) in NAMED_CONFIGS:
         return str(name), NAMED_CONFIGS[str(name)]
@@ -201,7 +202,7 @@ def read_whole_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
         raise ValueError(f"model {_told(name)}: no {_CONFIG} in this folder; allowed: {MODELS}")
     if not os.path.exists(path) and _HUB_NAME.fullmatch(str(name)):
         path = _from_hub(str(name))
-    if not os.path.isfile(path):  # unlike Path, it takes names that are too long
+    if not os.path.isfile(path):  # Path.is_file() raises for too long names
         raise ValueError(f"model {_told(name)}; allowed: {MODELS}")
     try:
         size = path.stat().st_size

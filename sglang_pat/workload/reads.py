@@ -1,7 +1,7 @@
 """Reads of a batch: under pat, planned by the pack scheduler, and query-centric.
 
-All numbers are fractions of the KV tokens that a batch reads again, which are the tokens of its
-requests minus the distinct ones. Such a fraction holds while the requests of a batch grow.
+A batch's repeated tokens are the KV tokens of its requests minus the distinct ones. All numbers but
+`PlanReads.partials` are fractions of them. These fractions hold while the requests grow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ _L2_SHARE = 0.5  # each half of the cache keeps its own copy of what all SMs rea
 
 
 class PlanReads(NamedTuple):
-    """again: the fraction that a plan reads again. partials: of one query row, per request."""
+    """Reads of one plan.
+
+    again: how many tokens the plan reads again, as a fraction of the repeated tokens. partials: the
+    plan's partials of one query row, divided by the number of requests.
+    """
 
     again: float = 0.0
     partials: float = 0.0
@@ -39,7 +43,7 @@ class Ratios(NamedTuple):
     from_memory
         The fraction that query-centric attention reads from memory, not from the L2 cache.
     plans
-        What a plan reads of the repeated tokens, by packing policy.
+        The reads of each packing policy's plan, by the name of the policy.
     """
 
     from_memory: float
@@ -118,10 +122,10 @@ class Planner:
         self.ratios = Ratios(self._from_memory(paths) / again, plans)
 
     def _from_memory(self, paths: PrefixPaths) -> float:
-        """Return the tokens that a query-centric kernel reads from memory more than once.
+        """Return how many repeated tokens a query-centric kernel reads from memory.
 
-        Neighbours in the batch read a node at the same time, through the cache. Other
-        requests find as much of the shared nodes in the cache as fits there.
+        Neighbours in the batch read a shared node at the same time, so the second one finds it in
+        the cache. Other requests find as much of the shared nodes in the cache as fits there.
         """
         lengths = paths.kv_end - paths.kv_begin
         _, first, holders = np.unique(paths.node_id, return_index=True, return_counts=True)
