@@ -61,12 +61,12 @@ struct GatherParams {
 };
 
 struct FillParams {
-  const int32_t* cuts;          // [num_requests], where a row begins, if within its window
+  const int32_t* cuts;          // [num_requests], where a row begins, if the cut is in its window
   const int32_t* req_to_token;  // [num_rows, req_to_token_stride]
   int64_t req_to_token_stride;  // in elements
   IndexArray req_pool_indices;  // [num_requests]
   IndexArray seq_lens;          // [num_requests]
-  IndexArray slot_map;          // the layers' slots, by those of req_to_token; nullptr: the same
+  IndexArray slot_map;          // from slots of req_to_token to the layers'; nullptr: the same
   int32_t num_requests;
   int32_t window;     // the most tokens of a row
   bool chunked;       // a row begins at a multiple of `window`
@@ -74,12 +74,13 @@ struct FillParams {
   int32_t* row_lens;  // [num_requests], written
 };
 
-// Scaling of keys or values before they are rounded to one byte, as torch does it in their type: nothing, a
-// multiplication (torch's division by a number of the host), or a division (torch's by a tensor of the device).
+// How write_kv scales keys or values, in their type, before it rounds them to one byte: not at all, by a multiplication
+// (as torch divides by a number of the host), or by a division (as torch divides by a tensor of the device).
 enum class ScaleUse : int32_t { kNone, kMultiply, kDivide };
 
 // Keys or values of new tokens, and the cache that they go to. D: their head_dim. Latent attention has one KV head, and
-// its rows are split: one NewRows has the first Dv columns, and the other has the rest, with `cache` where these begin.
+// its rows are split: one NewRows has the first Dv columns. The other has the remaining columns, and its `cache` is
+// where they begin in the cache.
 struct NewRows {
   const void* source;    // [num_tokens, num_kv_heads, D]
   int64_t token_stride;  // in elements
@@ -103,7 +104,7 @@ struct WriteParams {
 };
 
 // Counts the draws of tickets. There is one counter for each captured graph, and one for all launches outside of
-// graphs, which follow one another. pack_decode finds it zero and leaves it zero.
+// graphs, which follow one another. pack_decode finds its counter at zero and leaves it at zero.
 struct TicketCounter {
   int32_t num_draws;   // tickets drawn beyond the first of each CTA
   uint32_t num_ended;  // CTAs that draw no more
@@ -120,7 +121,7 @@ struct DecodeParams {
   PlanView plan;
   QueryArray q;  // [num_requests, Hq, D], heads dense; in latent attention, the first Dv columns
   QueryArray q_rope;      // in latent attention, the other columns
-  int32_t num_requests;   // the plan's must be the same
+  int32_t num_requests;   // must equal the plan's
   const void* k_cache;    // [num_slots, num_kv_heads, D]
   const void* v_cache;    // [num_slots, num_kv_heads, Dv]
   uint32_t k_slot_bytes;  // bytes between slots
@@ -139,17 +140,18 @@ struct DecodeParams {
   TicketCounter* tickets;
   int32_t* partials_owner;  // tag of the launch that wrote the partials last
   int32_t max_tickets;      // capacity of the plan
-  int32_t max_merges;  // of the plans that this launch may find: bounds the grid of merge_partials
+  // The most merges of any plan that this launch may find. It bounds the grid of merge_partials.
+  int32_t max_merges;
   int32_t num_q_heads;
   int32_t num_kv_heads;
   QueryRows rows;
-  LogitScale logit_scale;  // times the scale of the keys in the cache, if the host has it
+  LogitScale logit_scale;  // includes the scale of the keys in the cache, if the host has it
   float v_scale;           // of the values in the cache, if the host has it
   SinkArray sinks;
   bool has_kv_maps;
   TensorMap kv_maps[2];  // keys, values
   // Over one-byte KV: scales of the keys and of the values that lie on the device, where a weight update may change
-  // them under a captured graph. nullptr: the host has it.
+  // them under a captured graph. nullptr: the host has the scale.
   const float* k_scale_on_device;
   const float* v_scale_on_device;
 };

@@ -27,7 +27,8 @@ using Element = PAT_ELEMENT;
 using Dims = HeadDims<PAT_HEAD_DIM, PAT_V_HEAD_DIM, KvType::PAT_KV_TYPE,
                       kLatentTokens<KvType::PAT_KV_TYPE>, kQueryTerms<Element>>;
 using Partial = ComputeType<Element, Dims>;
-// Latent attention has a second body if tiles of the first have more rows than most plans without sharing need.
+// Latent attention on wgmma has a second body, on mma.sync, for plans that use only the smallest tile. Most plans
+// without sharing need no larger one.
 constexpr bool kHasTwoBodies = kHasLatentWgmma<Dims>;
 using FewRows = HeadDims<PAT_HEAD_DIM, PAT_V_HEAD_DIM, KvType::PAT_KV_TYPE, kStageTokens>;
 constexpr int kSharedBytes =

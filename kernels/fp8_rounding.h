@@ -25,7 +25,7 @@ PAT_HOST_DEVICE constexpr uint32_t to_byte(float number, uint32_t overflow) {
   if (magnitude > 0x7f800000) return sign | 0x7f;
   uint32_t byte = 0;
   if (magnitude < kLeastNormal) {
-    // The sum has the steps of the type's subnormal numbers: the addition rounds.
+    // One step of the sum is one step of the type's subnormal numbers, so the addition rounds.
     constexpr uint32_t kSteps = (kBias + 1 + kDropped) << 23;
     const float sum =
         __builtin_bit_cast(float, magnitude) + __builtin_bit_cast(float, uint32_t{kSteps});

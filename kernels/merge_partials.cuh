@@ -1,11 +1,11 @@
 // merge_partials: the second kernel of a decode step. Requests whose KV was read in several pieces get the
 // LSE-weighted sum of their partials.
 //
-// Rows are (request, query head) pairs, dealt out one by one: row r belongs to CTA r % gridDim.x, so each of a few
-// rows has its own CTA. If outputs are long, a row is only some of the columns of such a pair. One warp sums a row with
-// few partials. All warps of a CTA share a row with many: each takes a contiguous part, and one warp combines the parts
-// in shared memory. The parts and their order depend on the number of partials alone, so the result does not depend on
-// the launch.
+// Rows are (request, query head) pairs, dealt out one by one: row r belongs to CTA r % gridDim.x. If there are few
+// rows, each has its own CTA. If outputs are long, a row is only some of the columns of such a pair. One warp sums a
+// row with few partials. All warps of a CTA share a row with many: each takes a contiguous part, and one warp combines
+// the parts in shared memory. The parts and their order depend on the number of partials alone, so the result does not
+// depend on the launch.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ inline constexpr int kMergeCtasPerSm = 2;
 // One warp sums a row of up to this many partials. All warps of a CTA share a row with more.
 template <int kColumns>
 inline constexpr int kWarpPartials = kColumns > 256 ? 48 : 12;
-// In a shared row, one more warp takes part for every this many partials.
+// The most partials of a warp's part of a shared row, unless all warps take part.
 inline constexpr int kPartPartials = 6;
 
 // The type of an argument of merge_partials(): it gives the most partials that count as few.
@@ -33,9 +33,9 @@ struct Few {};
 
 // Waits for pack_decode, and lets the successor start. Returns false if the CTA has no row.
 //
-// In a graph, the grid is that of the largest plan. CTAs without rows make room for the successor at once. But the
-// first one waits in any case: pack_decode must have ended when this kernel ends, which is all that the successor
-// waits for.
+// In a graph, the grid is that of the largest plan. CTAs without rows make room for the successor at once. But CTA 0
+// always waits for pack_decode: the successor waits only for the end of this kernel, and pack_decode must have ended by
+// then.
 __device__ __forceinline__ bool wait_for_partials(int num_rows) {
   const bool has_rows = static_cast<int>(blockIdx.x) < num_rows;
   if (!has_rows && blockIdx.x > 0) return false;
@@ -55,7 +55,7 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
   using MergeRow = MergeRow<kColumns>;
   __shared__ float4 part_columns[kMergeWarps][Sum::kVectors][32];
   __shared__ float2 part_states[kMergeWarps];    // maximum and weight
-  __shared__ MergeRow shared_rows[kMergeWarps];  // by warp: its long row, or one without partials
+  __shared__ MergeRow shared_rows[kMergeWarps];  // per warp: its row if long, else an empty one
 
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;

@@ -3,12 +3,12 @@
 // A plan is one flat int32 buffer. Its sections lie at offsets that depend only on the capacities
 // (PlanLayout), so a CUDA graph that captured the addresses stays valid when a new plan is written into
 // the same buffer. A plan does not depend on the number of KV heads: every KV head executes the same work
-// items. CTAs draw tickets: a ticket is a run of work items, for one KV head. Draw number d is ticket
-// d / num_kv_heads of KV head d % num_kv_heads (heads innermost, so that all heads of a token range are read
-// together). Which CTA draws what makes no difference to the result.
+// items. A ticket is a run of work items. CTAs draw tickets: draw d gives a CTA ticket d / num_kv_heads, for KV head
+// d % num_kv_heads (heads innermost, so that CTAs read all heads of a token range together). Which CTA draws what makes
+// no difference to the result.
 //
 //   header         PlanHeader
-//   ticket_begin   TicketBegin[num_tickets + 1]   ticket t is what lies between entries t and t + 1, at least one item
+//   ticket_begin   TicketBegin[num_tickets + 1]   ticket t has the items from entry t to entry t + 1, at least one
 //   work_items     WorkItem[num_work_items]
 //   kv_segments    KvSegment[num_kv_segments]       the KV of each work item, in the order of the items
 //   item_requests  ItemRequest[num_item_requests]   the requests of each work item
@@ -37,15 +37,16 @@ inline constexpr int32_t kPlanVersion = 5;
 inline constexpr int32_t kOpenEnd = -1;
 // KvSegment::kv_request of a shared range: kv_begin/kv_end index the plan's slot buffer, not a request.
 inline constexpr int32_t kSharedKv = -1;
-// ItemRequest::partial_slot of a request that is in one work item only: stored to the output directly.
+// ItemRequest::partial_slot of a request that is in one work item only: the CTA stores that request's result
+// directly to the output.
 inline constexpr int32_t kDirectStore = -1;
 
-// The sections after the header, in their order. Everything that depends on the list of sections is generated
-// from this one: the counts of the header, capacities, layout, views, the scheduler's sections, and what Python
-// knows about them. SECTION(name, Entry, count, extra): section `name` has `count` (a field of the header)
-// entries of type Entry, and `extra` more.
+// The sections after the header, in their order. Macros generate from this list everything that depends on it: the
+// counts of the header, capacities, layout, views, the scheduler's sections, and what Python knows about sections.
+// SECTION(name, Entry, count, extra): section `name` has `count` (a field of the header) entries of type Entry, and
+// `extra` more.
 //
-//   ticket_begin   ticket t is what lies between entries t and t + 1, at least one item
+//   ticket_begin   ticket t has the items from entry t to entry t + 1, at least one
 //   work_items     what the CTAs execute
 //   kv_segments    the KV of each work item, in the order of the items
 //   item_requests  the requests of each work item
@@ -73,12 +74,13 @@ struct PlanHeader {
 #undef PAT_PLAN_COUNT
   int32_t num_partials;      // partial slots in use: [0, num_partials)
   int32_t num_shared_slots;  // entries of the slot buffer in use
-  int32_t num_kv_tokens;     // that all work items read at planning time, or INT32_MAX
+  int32_t num_kv_tokens;     // read by all work items at planning time, at most INT32_MAX
   int32_t largest_tile;      // of the work items
   int32_t reserved[2];
 };
 
-// The first work item of a ticket and its first segment: both are read at once, neither waits for the other.
+// The first work item of a ticket, and that item's first segment. A CTA loads both at the same time: neither load waits
+// for the other.
 struct TicketBegin {
   int32_t work_item;
   int32_t kv_segment;
@@ -146,7 +148,7 @@ static_assert(sizeof(ItemRequest) == 2 * sizeof(int32_t));
 static_assert(sizeof(GatherSpan) == 4 * sizeof(int32_t));
 static_assert(sizeof(MergeEntry) == 4 * sizeof(int32_t));
 
-// Number of entries that each section of a buffer can hold, by the counts of the header.
+// Number of entries that each section of a buffer can hold. The fields have the names of the header's counts.
 struct PlanCapacity {
 #define PAT_PLAN_COUNT(name, Entry, count, extra) int32_t count = 0;
   PAT_PLAN_SECTIONS(PAT_PLAN_COUNT)

@@ -17,14 +17,14 @@ struct TileConfig {
 inline constexpr TileConfig kTileTable[] = {
     {.block_q = 16, .block_kv = 64, .num_warps = 4},  // private tails; memory-bound
     {.block_q = 32, .block_kv = 64, .num_warps = 4},  // small packs
-    {.block_q = 64, .block_kv = 32, .num_warps = 4},  // what mma.sync feeds at HBM rate
+    {.block_q = 64, .block_kv = 32, .num_warps = 4},  // mma.sync still keeps up with HBM
 };
 inline constexpr int32_t kNumTiles = sizeof(kTileTable) / sizeof(kTileTable[0]);
 
 // A request's query rows never straddle two tiles, so the group must fit into the smallest one.
 inline constexpr int32_t kMaxGroupSize = 16;
 
-// Latent attention (MLA): all query heads over one KV head, of which values are a part of the keys.
+// Latent attention (MLA): all query heads share one KV head, whose values are the first columns of its keys.
 inline constexpr TileConfig kLatentTileTable[] = {
     {.block_q = 32, .block_kv = 32, .num_warps = 8},
     {.block_q = 64, .block_kv = 64, .num_warps = 8},

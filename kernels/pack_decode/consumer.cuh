@@ -1,6 +1,6 @@
 // Common part of the bodies of pack_decode: a consumer warp's place in the rings, and how it hands back what it has
-// read. Every lane arrives for its own reads, so that nothing rests on the order within a warp. For what the
-// warpgroup's matrix instructions have read, one lane arrives for its whole warp.
+// read. Every lane arrives for its own reads, so the order in which the lanes of a warp run does not matter. Where
+// matrix instructions of the warpgroup read, one lane arrives for its whole warp.
 #pragma once
 
 #include "pack_decode/work_queue.cuh"
@@ -41,8 +41,8 @@ struct Consumer {
     return query_tile(storage, position.first_unit(units));
   }
 
-  // Hands the item's record and queries back to the producer. What the end of the item needs of the record, for this
-  // warp's rows, stays in shared memory until the end: there is no register to spare.
+  // Hands the item's record and queries back to the producer. Before that, copies the fields that the warp needs at the
+  // end of the item to its own shared memory, because no register is free for them.
   __device__ __forceinline__ void release_queries(int units, int first_row, uint32_t lane) {
     if (lane < kUnitRows) storage.row_targets[warp][lane] = record().targets[first_row + lane];
     if (lane == 0) storage.mixed_items[warp] = record().mixed_item;
@@ -79,7 +79,7 @@ struct Consumer {
     }
   }
 
-  // These two do the same for the stage after that one.
+  // The next two functions wait for the stage after the present one, and return its record.
   __device__ __forceinline__ uint32_t wait_for_following_wgmma_stage() const {
     return wait_for_wgmma_stage(following());
   }

@@ -20,8 +20,8 @@ static_assert(kLatentTileTable[0].block_q == kPassRows &&
               kLatentTileTable[0].block_kv == LatentPart::kRows &&
               kLatentTileTable[0].num_warps == kLatentConsumerWarps &&
               kLatentTiles.largest_block_q() <= kMaxTileRows);
-// A pass has two stages or more. When a stage is filled again, its last reader may be at the end of the pass before the
-// oldest one in the ring.
+// A pass has two stages or more. When a producer fills a stage again, a consumer may still be at the end of the pass
+// before the oldest pass in the ring.
 inline constexpr int kPassRecords = (kMaxPassStages + 1) / 2 + 1;
 
 struct PassRecord {
@@ -53,7 +53,7 @@ template <typename Dims, bool kIsKey>
 class KvStages<Dims, kIsKey> {
  public:
   using Storage = SharedStorage<Dims>;
-  // The panels of this producer: the first half, or the others.
+  // The panels of this producer: the first half or the second half.
   template <int kPanels>
   static constexpr int kBegin = kIsKey ? 0 : (kPanels + 1) / 2;
   template <int kPanels>
@@ -67,7 +67,7 @@ class KvStages<Dims, kIsKey> {
     first_byte_ = kv_head * Dims::kTokenBytes;
   }
 
-  // Switches the hint for KV that is read once.
+  // Sets whether KV that is read once is copied with the hint kWholeOnce.
   __device__ __forceinline__ void set_streams(bool streams) { streams_ = streams; }
 
   // Fills this producer's panels of the next stage. lane_slot: the slot of token `lane`.

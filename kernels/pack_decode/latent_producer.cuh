@@ -26,7 +26,7 @@ class KvStages<Dims, kIsKey> {
     first_byte_ = kv_head * Dims::kTokenBytes;
   }
 
-  // Switches the hint for KV that is read once.
+  // Sets whether KV that is read once is copied with the hint kWholeOnce.
   __device__ __forceinline__ void set_streams(bool streams) { streams_ = streams; }
 
   // Fills this warp's half of the next stage. lane_slot: the slot of token `lane` of the half.

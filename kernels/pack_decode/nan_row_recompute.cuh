@@ -1,7 +1,7 @@
 // Keeps a NaN in one request's KV from the rows of others in its work item. A segment that does not count for a row has
 // weights of 0 there, but 0 times NaN or infinity is NaN. So at the end of an item with such segments, each warp looks
-// for NaN in its sums. It recomputes the rows in which it finds NaN, each from its request's own KV alone. A request
-// whose own KV holds NaN keeps it.
+// for NaN in its sums. It recomputes the rows in which it finds NaN, each from its request's own KV alone. If a
+// request's own KV holds NaN, its result keeps the NaN.
 //
 // Maximum and sum of a row need no such care: scores that do not count are replaced, not multiplied.
 #pragma once
@@ -16,7 +16,7 @@
 namespace pat {
 
 // Returns the NaN flags of 8 rows, in the layout of warp_attention.cuh. A row has four bits, which are not 0 if the row
-// holds a NaN. Infinities of both signs count as one.
+// holds a NaN. A row with infinities of both signs counts as a row with a NaN.
 template <int kTiles>
 __device__ __forceinline__ uint64_t find_nan(const float2 (&values)[kTiles]) {
   float total = 0.f;

@@ -62,7 +62,8 @@ struct QueryTerms {
       }
       largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 2));
-      // Both numbers are made of biased exponents. Rows whose largest number is below 2^-119 are multiplied with 2^126.
+      // The inverse and the factor are powers of 2, made from biased exponents. Rows whose largest number is below
+      // 2^-119 are multiplied with 2^126.
       const int exponent = max(static_cast<int>(__float_as_uint(largest) >> 23), 8);
       inverses[h] = __uint_as_float((261 - exponent) << 23);
       factors[h] = exponent == 255 ? largest - largest : __uint_as_float((exponent - 7) << 23);
