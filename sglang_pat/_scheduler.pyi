@@ -24,10 +24,10 @@ TILE_TABLE: tuple[tuple[int, int, int], ...]
 LATENT_TILE_TABLE: tuple[tuple[int, int, int], ...]
 """The bodies of latent attention."""
 MAX_PACKS_PER_REQUEST: int
-"""Most packs that a request takes part in, in the mean of a batch."""
+"""The packs of a batch have at most this many requests for each request of the batch."""
 PLAN_SECTIONS: tuple[tuple[str, str, int, int], ...]
-"""(name, the header's field with its count, entries beyond that count, int32 of an entry) of every
-section of a plan after the header, in their order."""
+"""Every section of a plan after the header, in order: (name, the field of the header with its
+count, entries beyond that count, int32 values per entry)."""
 
 class _StageTimes(TypedDict):
     forest: int
@@ -63,7 +63,10 @@ def plan_bounds(
     """
 
 def invariant_plan_bounds(max_requests: int, max_seq_len: int) -> tuple[PlanCapacity, int]:
-    """The same for batch-invariant plans, for requests of up to `max_seq_len` tokens."""
+    """Give the same as plan_bounds() for batch-invariant plans.
+
+    Requests have up to `max_seq_len` tokens.
+    """
 
 def num_chunks(length: int) -> int:
     """Number of chunks into which a batch-invariant plan cuts the KV of a request."""
@@ -90,17 +93,17 @@ SHIPPED_COSTS: tuple[tuple[str, bool, CostModel], ...]
 """(part of the GPU's name, whether the costs were measured there, the costs) of every GPU that has
 costs of its own."""
 SHIPPED_LATENT_COSTS: tuple[tuple[str, bool, CostModel], ...]
-"""The same for latent attention. Other GPUs use the first one's costs."""
+"""As SHIPPED_COSTS, for latent attention. Any other GPU uses the costs of the first entry."""
 
 def row_lengths(lengths: _Int32 | _Int64, num_requests: int, num_rows: int) -> _Int32:
     """Copy the lengths of the first `num_requests` rows, as far as `lengths` has them.
 
-    Returns int32 `[num_rows]`, 0 after these. ValueError if a length does not fit into int32, or
-    a number of rows is negative.
+    Returns int32 `[num_rows]`, 0 after the copied lengths. ValueError if a length does not fit into
+    int32, or a number of rows is negative.
     """
 
 def growth_of(lengths: _Int32 | _Int64, least: _Int32, room: _Int32) -> int | None:
-    """Return by how many tokens requests have grown since they had the lengths `least`, in all.
+    """Return by how many tokens all requests together have grown from the lengths `least`.
 
     None if a request has grown by more than its `room`, has shrunk, or is missing. `lengths` may
     end with padding. ValueError if `least` and `room` differ in size.
@@ -129,10 +132,11 @@ class PrefixForest:
         now
             The next batch.
         moved
-            id() of requests whose path may be another one.
+            id() of requests whose path may have changed.
         read
-            Gives the paths of requests. It is called with those that joined or moved; and again
-            with requests whose path the tree has, or may have, split since it was read. A node of a
+            Gives the paths of requests. update() calls read() with the requests that joined or
+            moved, and then with those whose path the tree has, or may have, split since read() last
+            gave it. A node of a
             path is a tuple of six integers: id, its parent's id, first position, end, tokens,
             children that it has in the tree.
 
@@ -145,8 +149,8 @@ class PrefixForest:
         Raises
         ------
         ValueError, TypeError
-            Bad paths. What read() raises goes through. The next update() must then be from an empty
-            batch.
+            Bad paths. An exception of read() passes through unchanged. After any exception, the
+            next update() must start from an empty batch.
         """
     def paths(self) -> list[list[tuple[int, int, int]]]:
         """(node id, first position, end) of the nodes of each request. For checks."""

@@ -48,7 +48,8 @@ logger = logging.getLogger(__name__)
 # Workers per KV head in plain torch: enough to cut long ranges in tests.
 _TORCH_WORKERS = 32
 INTS = (torch.int64, torch.int32)
-# torch.compile(fullgraph=True) shows this. Otherwise torch breaks its graph and calls run().
+# torch.compile(fullgraph=True) shows this message. Without fullgraph, torch breaks its graph and
+# calls run().
 _NO_FULL_GRAPH = (
     "PackAttention.run() cannot be part of torch.compile(fullgraph=True): its kernels and the plan "
     "are unknown to torch; compile without fullgraph, or the code before and after it"
@@ -146,8 +147,8 @@ class PackAttention:
         max_shared_slots : int
             With `max_requests`: the most KV tokens of all shared ranges of a batch.
         batch_invariant : bool
-            A request's output has the same bits in every batch, shared or not: it depends on its
-            own queries and KV and on the device alone. `policy` then has no effect.
+            A request's output has the same bits in every batch, shared or not. The output depends
+            only on the request's queries and KV, and on the device. `policy` then has no effect.
         max_seq_len : int, optional
             The most KV tokens of a request. `batch_invariant` with `max_requests` needs it, to
             reserve partials.
@@ -272,21 +273,21 @@ class PackAttention:
         seq_lens : torch.Tensor
             int64 or int32 `[num_requests]`: the values of `batch.seq_lens`. If a request has KV
             after its path, its length here may be one token less or a few more than on the host:
-            only batch-invariant plans depend on the exact length. Each run() reads the lengths, so
-            a captured graph sees those of its replay. Plain torch refuses other lengths. The
-            kernels do not check them, because that would wait for the device.
+            only batch-invariant plans depend on the exact length. Each run() reads the lengths, and
+            so does each replay of a captured graph. Plain torch refuses any other length. The
+            kernels do not check lengths, because the host would have to wait for the device.
 
         Returns
         -------
         DecodePlan
-            A view, valid until the next plan() builds one.
+            A view, valid until plan() builds another plan.
 
         Raises
         ------
         ValueError, TypeError
-            Bad input. The last plan stays in force, unless the executor refuses the step of a plan
-            that was just built (a row that `req_to_token` does not have, a stride). Then there is
-            no plan.
+            Bad input. The last plan stays in force, with one exception: if plan() has built a new
+            plan and the executor then refuses the step (a row that `req_to_token` does not have, a
+            stride), there is no plan.
         PlanOverflowError
             A reservation is too small. Then there is no plan.
         """
@@ -332,7 +333,8 @@ class PackAttention:
     def advance(self, seq_lens: torch.Tensor, tokens: int) -> None:
         """Let the next run()s read later lengths under the plan of the last plan().
 
-        For a few steps whose lengths the host knows only relative to plan(). They are not counted.
+        For a few steps whose lengths the host knows only relative to plan(). `stats` does not count
+        these steps.
 
         Parameters
         ----------
@@ -449,8 +451,8 @@ class PackAttention:
             If positive, logits become `logit_cap * tanh(logit / logit_cap)`.
         sinks : torch.Tensor, optional
             Attention sinks, float32, bfloat16 or float16 `[num_qo_heads]`: one more logit per head,
-            without a value. It is neither scaled nor capped. The kernels read it in each run(), so
-            a captured graph sees weights that are updated in place.
+            without a value. This logit is neither scaled nor capped. The kernels read the tensor in
+            each run() and each replay of a graph, so it may be updated in place.
         k_scale, v_scale : float or torch.Tensor
             Factors by which the keys and the values in the caches are multiplied. A captured graph
             keeps the value of a float. A tensor (float32, one element) is read in each run() and
@@ -535,8 +537,8 @@ class PackAttention:
     def sharing_buffers(self) -> PackAttention:
         """Return a PackAttention for other batches, which uses the buffers of this one.
 
-        One captured CUDA graph then serves both. A plan is sent to the device again if the other
-        one's plan was there in between. This needs `max_requests`.
+        One captured CUDA graph then serves both objects. Each sends its plan to the device again if
+        the other object's plan has replaced it there. `max_requests` must have been given.
         """
         sibling = object.__new__(type(self))
         sibling.__dict__.update(self.__dict__)
@@ -694,14 +696,14 @@ def _check_is_tensor(name: str, value: object) -> None:
 
 
 def _check_positive(name: str, value: float, allowed: str = "positive") -> None:
-    """Raise TypeError if it is not a number, ValueError if it is not positive and finite."""
+    """Raise TypeError if `value` is no number, ValueError if it is not positive and finite."""
     _check_number(name, value)
     if not 0 < value < math.inf:
         raise ValueError(f"{name} must be {allowed}, got {value}")
 
 
 def _check_number(name: str, value: float) -> None:
-    # Nearly all are floats. NumPy's numbers are Real, and so are bools; tensors are not.
+    # Nearly all values are floats. NumPy's numbers are Real, and so are bools; tensors are not.
     if type(value) is not float and (not isinstance(value, Real) or isinstance(value, bool)):
         raise TypeError(f"{name} must be a number, got {value!r}")
 

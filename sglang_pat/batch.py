@@ -117,11 +117,11 @@ class DecodeBatch(NamedTuple):
 
     seq_lens: int32 `[num_requests]`, KV length of every request including the token of this step. 0
         marks a padding row: its output is 0 and its LSE -inf.
-    paths: the batch's paths, or a forest that has them until its next update(). Rows after the
-        forest's last request have no path.
-    key: equal keys promise equal paths, rows and order, and that shared KV stays in its slots. A
-        plan may then be reused while `seq_lens` grow. With None, plan() compares the paths
-        themselves, and reads the slots of shared KV again in each step.
+    paths: the batch's paths, or a forest that holds them until the forest's next update(). Rows
+        after the forest's last request have no path.
+    key: equal keys promise that paths, rows and their order are equal, and that shared KV stays in
+        its slots. A plan may then be reused while `seq_lens` grow. With None, plan() compares the
+        paths themselves, and reads the slots of shared KV again in each step.
     begun_ns: `time.perf_counter_ns()` when work on the step began, if that was before plan(). The
         step's planning time counts from there.
     """
@@ -150,7 +150,7 @@ class Step(NamedTuple):
     req_to_token: torch.Tensor  # int32 [num_rows, max_context_len]
     req_pool_indices: torch.Tensor  # int64 or int32 [num_requests]
     seq_lens: torch.Tensor  # int64 or int32 [num_requests]
-    host_seq_lens: IntArray  # the lengths that the host knows; they may be a few tokens less
+    host_seq_lens: IntArray  # lengths on the host: `seq_lens`, a few tokens less or one more
 
 
 def check_integers(**values: int) -> None:
@@ -168,7 +168,7 @@ def is_integer(value: object) -> bool:
 
 
 def _check_array(name: str, array: object, dtype: type[np.generic]) -> None:
-    """Raise TypeError unless `array` is a contiguous 1-D array of this type."""
+    """Raise TypeError unless `array` is a contiguous 1-D array of `dtype`."""
     if not isinstance(array, np.ndarray):
         found = type(array).__name__
     elif array.dtype != dtype or array.ndim != 1:

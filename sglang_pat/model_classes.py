@@ -64,7 +64,7 @@ BY_LAYER_TYPES = _names(
     SmolLM3ForCausalLM Spark2_5ForCausalLM Step3p5ForCausalLM Step3p7ForConditionalGeneration
     """
 )
-# Other rules: `model_layers.py` has one for each.
+# Each of these classes has its own entry in `_RULES` of `model_layers.py`.
 OTHER_RULES = _names(
     """
     BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM Exaone4ForCausalLM FalconH1ForCausalLM
@@ -154,7 +154,7 @@ def is_draft_model(name: str) -> bool:
 
 
 def answers_with_tokens(config: Mapping[str, Any]) -> bool:
-    """Return False for models that SGLang treats as embedding, reward or encoder by default."""
+    """Return False if SGLang takes a model for an embedding, reward or encoder model by default."""
     is_embedding_gemma = (
         config.get("model_type") == "gemma3_text"
         and config.get("use_bidirectional_attention") is True

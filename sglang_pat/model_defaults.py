@@ -65,5 +65,5 @@ def _row(words: list[str]) -> dict[str, Any]:
 
 
 DEFAULTS = {words[0]: _row(words[1:]) for words in map(str.split, _TABLE.strip().splitlines())}
-# Keys of attention. Only their defaults are also used for models that are not multimodal.
+# Keys of attention. For models that are not multimodal, only the defaults of these keys are used.
 ATTENTION = ("num_key_value_heads", "head_dim", "sliding_window")

@@ -228,10 +228,11 @@ def whole_refusal(config: Mapping[str, Any]) -> Unsupported | None:
 def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the decoder's part of a configuration, with the names that most models use.
 
-    Multimodal models nest the decoder one or two levels deep, but describe its quantisation on top.
+    Multimodal models nest the decoder one or two levels deep, but describe the decoder's
+    quantisation at the top level.
     """
     name = class_name(config)
-    # The keys of such a model's decoder are at the top level.
+    # These Llava models keep the keys of their decoder at the top level.
     is_llava = name.startswith("Llava") and name.endswith("ForCausalLM")
     for key in () if is_llava else _DECODERS:
         inner = config.get(key)
@@ -324,7 +325,7 @@ def _rule(config: Mapping[str, Any]) -> str:
 
 
 def _kinds(config: Mapping[str, Any]) -> list[str]:
-    """The kind of every layer, by the rule of its class."""
+    """The kind of every layer, by the rule of the model's class."""
     name = _rule(config)
     rule = _RULES.get(name)
     if rule is None and name in model_classes.PLAIN:
@@ -539,11 +540,11 @@ def _query_heads(config: Mapping[str, Any], kind: str, index: int) -> int:
 def _attention_shape(
     config: Mapping[str, Any], kind: str, index: int, qo_heads: int
 ) -> tuple[int, int, int]:
-    """Return KV heads, head_dim and v_head_dim, which in some families depend on the kind."""
+    """Return KV heads, head_dim and v_head_dim, which depend on `kind` in some families."""
     heads = positive(config, "num_attention_heads", qo_heads)
     kv_heads = positive(config, "num_key_value_heads", heads)
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
-        kv_heads = 1  # StarCoder, but newer Falcons give a number of KV heads
+        kv_heads = 1  # StarCoder, older Falcons; newer Falcons give a number of KV heads
     if config.get("block_configs") is not None:
         kv_heads = max(1, heads // positive(_block(config, index), "n_heads_in_group"))
     hidden = count(config, "hidden_size")
@@ -583,8 +584,8 @@ def quantisation_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def has_float8_cache(config: Mapping[str, Any]) -> bool:
     """True if the checkpoint asks for fp8 KV.
 
-    `--kv-cache-dtype auto` of the newest SGLang follows this. Older versions do not if the method
-    is compressed-tensors.
+    With `--kv-cache-dtype auto`, the newest SGLang then stores fp8 KV. Older versions ignore what a
+    compressed-tensors checkpoint asks for.
     """
     quantisation = quantisation_of(config)
     scheme = quantisation.get("kv_cache_scheme")

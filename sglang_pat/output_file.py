@@ -1,4 +1,4 @@
-"""Checks of the files that a command will write: all of them run before the work starts.
+"""Checks of the files that a command will write. Every check runs before the work starts.
 
 `output_file` and `output_or_stdout` are the types of a single option. `check_outputs` looks at all
 options of one command together. `write_output` writes a file in the end. `replace_file` is for
@@ -132,7 +132,7 @@ class StdoutError(OutputError):
 
 
 class CheckedStdout:
-    """Standard output whose errors are StdoutError, except where the reader has gone."""
+    """Standard output that raises StdoutError, or BrokenPipeError if the reader has gone."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -209,7 +209,7 @@ def written(option: str, path: Path) -> Iterator[Path]:
 
 def replace_file(path: Path, text: str) -> None:
     """Give a file a new content, all at once. OSError if it cannot be written."""
-    # Nobody can foresee the name of the new file, so it follows no link that was put there.
+    # Nobody can foresee the name of the new file, so nobody can have put a link there.
     descriptor, new = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(descriptor, "w") as file:

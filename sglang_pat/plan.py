@@ -92,8 +92,8 @@ def new_scheduler(
 def largest_tile(group_size: int, *, latent: bool = False, one_byte: bool = False) -> int:
     """Return the query rows of the largest tile that plans use.
 
-    Over fp8 KV, latent attention takes less time for two tiles of 32 rows than for one of 64: 0.64
-    to 0.94 of it in the shared cases of `benchmarks/kernel mla`. A group of more than 16 query
+    Over fp8 KV, latent attention takes 0.64 to 0.94 times as long with two tiles of 32 rows as with
+    one tile of 64 rows (the shared cases of `benchmarks/kernel mla`). A group of more than 16 query
     heads needs the tile of 64 rows.
     """
     if latent and one_byte and 2 * group_size <= _ONE_BYTE_LATENT_TILE:
@@ -102,7 +102,7 @@ def largest_tile(group_size: int, *, latent: bool = False, one_byte: bool = Fals
 
 
 def shipped_latent_costs(gpu: str) -> CostModel:
-    """Shipped costs of latent attention on a GPU; those of the H100 if it is unknown."""
+    """Shipped costs of latent attention on a GPU; the H100's if the GPU is unknown."""
     first = SHIPPED_LATENT_COSTS[0][2]
     return next((costs for name, _, costs in SHIPPED_LATENT_COSTS if name in gpu), first)
 
@@ -229,7 +229,7 @@ class DecodePlan:
         return PlanHeader(*self.buffer[begin : begin + len(PlanHeader._fields)].tolist())
 
     def live_requests(self) -> IntArray:
-        """Requests whose KV each run() reads up to their current length, not the planned one."""
+        """Requests whose KV each run() reads up to their current length, not the planned length."""
         segments = self.kv_segments
         live: IntArray = segments[segments[:, 2] == OPEN_END, 0]
         return live
@@ -343,8 +343,8 @@ class BufferSizes(NamedTuple):
     """Capacity of the buffers of a plan.
 
     plan: entries of each section. num_partials: partial slots of 2 * num_qo_heads * (v_head_dim +
-    2) bytes. num_shared_slots: KV tokens of all shared ranges, 4 bytes each. num_cuts: requests, if
-    the layers have a window; their cuts follow the plan in its buffer, 4 bytes each.
+    2) bytes. num_shared_slots: KV tokens of all shared ranges, 4 bytes each. num_cuts: one cut per
+    request if the layers have a window, else 0. Cuts follow the plan in its buffer, 4 bytes each.
     """
 
     plan: PlanCapacity = PlanCapacity()
@@ -416,7 +416,7 @@ class BufferSizes(NamedTuple):
         )
 
     def grown(self, needed: BufferSizes) -> BufferSizes:
-        """Sizes that hold `needed`: each size that is too small becomes twice the needed one.
+        """Sizes that hold `needed`: each size that is too small becomes twice the needed size.
 
         So a growing batch allocates its buffers a logarithmic number of times.
         """

@@ -20,7 +20,7 @@ class StepReason(StrEnum):
         member.meaning = meaning or value
         return member
 
-    # `steps_planned`: the step was planned and did not repeat the last one. Checked in this order.
+    # `steps_planned`: why a step was planned and did not repeat the last step, in order of checks.
     FIRST = "first", "no step of known requests was planned before"
     REQUESTS = "requests", "other requests, or they ran elsewhere in between"
     KIND = "kind", "a decode step follows a verify step, or the reverse"

@@ -87,9 +87,9 @@ class PlanStats:
 
     `causes` splits plans_built by cause. "first": there was no plan. "batch_changed": the step
     had another key or number of rows. "tail_growth": a request outgrew its planned length, or
-    became shorter than it. The kv_tokens_* fields sum `KvTokens` at the lengths of each step.
-    planning_ns has one time per step: from `DecodeBatch.begun_ns`, or the call of plan(), until
-    plan() returns or the step is known to repeat the last one.
+    became shorter than that. The kv_tokens_* fields sum `KvTokens` at the lengths of each step.
+    planning_ns has one time per step. It begins at `DecodeBatch.begun_ns`, or with the call of
+    plan(). It ends when plan() returns, or when the step is known to repeat the last step.
     """
 
     plans_built: int = 0
@@ -114,7 +114,7 @@ Counters = dict[str, Any]
 def read_counters(stats: Sequence[PlanStats], **more: Sequence[Mapping[str, int]]) -> Counters:
     """Sum `stats` field by field, and the mappings that are given by name.
 
-    Returns a copy. A thread other than the counting one may call it.
+    Returns a copy. Any thread may call read_counters() while another thread counts.
     """
     counters: Counters = {}
     for name in (each.name for each in fields(PlanStats)):

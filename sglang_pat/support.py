@@ -18,7 +18,7 @@ SGLANG_VERSIONS = ("0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "
 PYTHON_VERSIONS = ("3.11", "3.12")
 DTYPES = ("float16", "bfloat16", "float32")
 KERNEL_DTYPES = ("float16", "bfloat16")  # of DTYPES, those that the CUDA kernels compute in
-# dtypes of the KV cache that are allowed besides that of the queries.
+# dtypes that the KV cache may have besides the dtype of the queries.
 CONVERTED_KV_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 WIDE_HEAD_DIMS = (512, 512)  # the full layers of Gemma 4
 # head_dims of keys (and queries) and of values, of layers whose KV heads store both. A pair that is
@@ -42,8 +42,8 @@ CAPABILITIES = (
     (12, 0),
     (12, 1),
 )
-# GPUs with kernels for latent attention. Elsewhere the default backends use instructions
-# (tcgen05) that pat's kernels do not use.
+# GPUs with kernels for latent attention. On the GPUs left out, the default backends use
+# instructions (tcgen05) that pat's kernels do not use.
 LATENT_CAPABILITIES = (OLDEST_CAPABILITY, (8, 6), (8, 7), (8, 9), (9, 0), (12, 0), (12, 1))
 # GPUs with kernels for head_dim 512, in which two warpgroups share a row.
 WIDE_CAPABILITIES = ((9, 0),)
@@ -56,12 +56,13 @@ MAX_LATENT_GROUP_SIZE = 64
 _LEAST_IN_TILE, _LEAST_BESIDE_FLASHMLA = 1.5, 4
 # SGLang's fa3 converts the whole pool of latent KV from fp8 in every layer, which takes 1.65 ns a
 # token on an H200. Where requests fill a tile, pat takes 0.45 ns longer for a token of a tile of
-# 64 rows (`h200/mla-fp8-pool-*.json`). So pat needs a pool of at least this many tokens for each
-# query row of the largest step. It then wins while requests average up to some 60,000 tokens.
+# 64 rows (`h200/mla-fp8-pool-*.json`). So pat needs a pool of at least _POOL_PER_ROW tokens for
+# each query row of the largest step. With that pool, pat wins while requests average up to some
+# 60,000 tokens.
 _CONVERTS_POOL, _POOL_PER_ROW = "fa3", 256
 GROWTH_TOKENS = 256  # default of SGLANG_PAT_GROWTH_TOKENS and of PackAttention
-# SGLang's backends that pat can decode for: dense attention over the whole paged KV of a request.
-# Other backends do not.
+# SGLang's backends that pat can decode for. They compute dense attention over the whole paged KV of
+# a request; the other backends do not.
 DEFAULT_BACKENDS = (
     "fa3",
     "fa4",
@@ -340,7 +341,7 @@ def pool_too_small(
 ) -> Unsupported | None:
     """Return why a small pool leaves latent attention to SGLang, if `pool_decides`.
 
-    max_requests: of the largest step.
+    max_requests: the number of requests in the largest step.
     """
     is_full = fills_tile(num_heads, num_drafts, one_byte=one_byte, default=default)
     needed = _POOL_PER_ROW * num_heads * num_drafts * max_requests

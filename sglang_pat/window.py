@@ -7,11 +7,12 @@ another table, which begins at a cut that several requests have in common:
     the end of the path to the end    the tail, which grows
     the window's begin to the cut     private, and shrinks as the window moves on
 
-The row has the window's length, and a plan serves it until the window begins at the cut. Only the
-table changes from step to step, on the device. Scheduler and kernels are those of other layers.
+The row is as long as the window. A plan serves the row until the window's begin reaches the cut.
+Only the table changes from step to step, on the device. The scheduler and the kernels are the same
+as for layers without a window.
 
-Windows may be chunks (Llama 4): a request attends from the last multiple of `window` on. Then that
-is the cut, there is no private begin, and a plan serves until the chunk ends.
+Windows may be chunks (Llama 4): a request attends from the last multiple of `window` on. The cut is
+then the begin of the chunk, nothing before it is private, and a plan serves until the chunk ends.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from sglang_pat.attention import INTS, PackAttention
 from sglang_pat.batch import check_integers
 from sglang_pat.executors.window_rows import Window
 
-# Tokens by which requests may grow under one cut. A row reads as many more tokens of its own. In
-# small windows it is 1 / SLACK_PART of the window instead.
+# A request may grow by SLACK tokens before it gets another cut. Its row reads as many more private
+# tokens. In small windows, 1 / SLACK_PART of the window takes the place of SLACK.
 SLACK, SLACK_PART = 64, 8
 AHEAD = 4  # the default of `ahead`
 _MAX_INT32 = 2**31 - 1
@@ -35,9 +36,9 @@ _MAX_INT32 = 2**31 - 1
 class WindowAttention(PackAttention):
     """Decode attention over the last `window` tokens of each request.
 
-    Used as PackAttention is, with three differences: a request may be at most `ahead` tokens longer
-    on the device than `batch.seq_lens` says, and not shorter; `seq_lens` on the device are read by
-    plan() and by refill(), with which a captured graph begins; and there is no advance().
+    It is used like PackAttention, with three differences. A request may be at most `ahead` tokens
+    longer on the device than `batch.seq_lens` says, and not shorter. plan() and refill() read the
+    `seq_lens` on the device; a captured graph begins with refill(). There is no advance().
     """
 
     def __init__(
@@ -59,18 +60,19 @@ class WindowAttention(PackAttention):
         num_qo_heads, num_kv_heads, head_dim
             As in PackAttention.
         window : int
-            Tokens that a request attends to, its new one included. With `chunked`, the most.
+            Tokens that a request attends to, its new token included. With `chunked`, the most
+            tokens that it attends to.
         chunked : bool
             A request of n tokens attends to those from `(n - 1) // window * window` on.
         slot_map : torch.Tensor, optional
             int64 or int32 `[num_slots]`: the slot in the layers' caches, by the slot in
-            `req_to_token`. It is borrowed, and read in each step. Default: both are the same.
+            `req_to_token`. It is borrowed, and read in each step. Default: both slots are equal.
         ahead : int
             Tokens by which a request may be longer on the device than `batch.seq_lens` says.
             Default: AHEAD, or 0 with `chunked`, which allows no other value.
         options
-            The other arguments of PackAttention. `max_shared_slots` has no effect: the rows of
-            `max_requests` bound it.
+            The other arguments of PackAttention. `max_shared_slots` has no effect:
+            `max_requests` and `window` bound the shared slots.
 
         Raises
         ------
@@ -85,8 +87,8 @@ class WindowAttention(PackAttention):
         if options.get("batch_invariant"):
             raise ValueError("batch_invariant must be False with a window: cuts depend on others")
         if type(max_requests := options.get("max_requests")) is int:
-            # There are fewer shared ranges than rows, and each lies within a row. The pool does not
-            # bound them: each class of rows reads the same slots again.
+            # There are fewer shared ranges than rows, and each range lies within a row. The size of
+            # the KV pool is no bound: several ranges may hold the same slots.
             options["max_shared_slots"] = min(max_requests * window, _MAX_INT32)
         slack = min(SLACK, int(window) // SLACK_PART)
         self._window = Window(int(window), slack, int(ahead), bool(chunked), slot_map)
