@@ -1,4 +1,5 @@
-// The online softmax over the partials of a row, in one warp. It loads and sums them, and combines parts.
+// The online softmax over the partials of a row, in one warp. The warp loads and sums partials, or combines the parts
+// of a row that several warps have summed.
 #pragma once
 
 #include <cmath>
@@ -28,12 +29,12 @@ struct PartialSum {
   static constexpr int kInFlight = (32 % kLanes == 0 && !kSinks ? 8 : 6) / kVectors;
   static constexpr float kLog2E = 1.4426950408889634f;
 
-  float maximum = -INFINITY;   // of the LSEs; NaN is left out, but not of `weight`
+  float maximum = -INFINITY;   // of the LSEs, except NaN; `weight` includes NaN
   float weight = 0.f;          // sum of exp(LSE - maximum)
   float4 columns[kVectors]{};  // not yet divided by `weight`; kLanes * 4 columns apart
 
   // Sums partials [begin, end). Loads bypass L1: the predecessor may still have been running when this kernel was
-  // launched, so that lines of L1 may be older than what it has written.
+  // launched, so lines of L1 may be older than what the predecessor has written.
   __device__ __forceinline__ static PartialSum of(const PartialRow<T>& row, int begin, int end,
                                                   int lane) {
     PartialSum sum;

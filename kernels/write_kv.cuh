@@ -113,8 +113,8 @@ __device__ __forceinline__ void write_chunk(const WriteParams& params, const New
 // that a thread finds its token without a division.
 template <typename T, typename Dims>
 __device__ __forceinline__ void write_kv(const WriteParams& params) {
-  // Waits first: pack_decode reads its plan before it waits for this kernel, and may then begin as soon as all that
-  // came before this kernel has ended.
+  // Waits before it lets pack_decode start. pack_decode reads its plan before it waits for this kernel, so the kernels
+  // before this one must have ended by then.
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
   const uint32_t token = blockIdx.x, index = blockIdx.y * kWriteThreads + threadIdx.x;

@@ -109,7 +109,7 @@ class Producer {
   }
 
   // kIsFirst: waits for the preceding kernel after the plan has been read. The plan was complete before that kernel
-  // began, but it may write anything else.
+  // began, but that kernel may write anything else that this one reads.
   template <bool kIsFirst>
   __device__ __forceinline__ bool begin_ticket(const TicketRange& ticket) {
     ticket_ = ticket;
@@ -169,7 +169,8 @@ class Producer {
            first_row_ + kPassRows < item_.num_requests * params_.rows.group_size;
   }
 
-  // Goes back to the first segment of the present item, for the rows of the next pass. Returns false if there are none.
+  // Goes back to the first segment of the present item, for the rows of the next pass. Returns false if the item has no
+  // more rows.
   __device__ __forceinline__ bool begin_pass() {
     if (!has_pass()) return false;
     first_row_ += kPassRows;
@@ -275,8 +276,8 @@ class Producer {
     for (int i = 0; i < StageBatch::kStages; ++i) {
       if (!has_stage()) break;
       const int num_tokens = min(left_, Dims::kTokens);
-      // Loads the slots before has_stage() looks for the next stage. The warp waits for the first load, so it starts
-      // soon.
+      // Loads the slots before has_stage() looks for the next stage. The warp waits for the first of these loads, so
+      // that load must start early.
       const int token = kFirstToken + lane_;
       next_.slots[i] = token < num_tokens ? slots_[token] : 0;
       slots_ += Dims::kTokens;
@@ -383,10 +384,10 @@ class Producer {
   int first_row_ = 0;      // of the present pass
   bool is_closed_ = true;  // the last stage of the pass is in a batch
   bool is_new_ = false;    // no stage of the pass is in a batch
-  uint32_t listed_ = 0;    // lanes that hold the item's segments to come
+  uint32_t listed_ = 0;    // lanes that hold the item's listed segments, until they begin
   const int32_t* slots_;   // of the present segment's next stage
-  int left_ = 0;           // its tokens from there on
-  StageRecord record_;     // of its whole stages
+  int left_ = 0;           // the present segment's tokens from that stage on
+  StageRecord record_;     // of the present segment's whole stages
   StageBatch next_;
 
   int first_head_;  // query heads of the KV head: first_head_ to first_head_ + group_size

@@ -1,5 +1,5 @@
-// The end of a work item in pack_decode. Combines the warps that split a tile's KV, normalises, and stores each row as
-// a partial, or straight into the output if it is the request's only one.
+// The end of a work item in pack_decode. Combines the results of the warps that split a tile's KV, normalises each row,
+// and stores it: in the output if the request is in no other work item, else as a partial.
 #pragma once
 
 #include "decode_params.h"
@@ -9,8 +9,8 @@
 
 namespace pat {
 
-// Stores kTiles times 8 columns of a row, of which this lane holds two each, from `first_column` on. Where kMayEnd is
-// set, the row may end before.
+// Stores kTiles times 8 columns of a row, of which this lane holds two each, from `first_column` on. With kMayEnd, the
+// row may end before the last of these columns.
 template <typename T, typename Dims, bool kMayEnd, int kTiles>
 __device__ __forceinline__ void store_columns(const DecodeParams& params, RowTarget row,
                                               int first_column, const float2 (&values)[kTiles],
@@ -206,7 +206,8 @@ __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Di
       storage.row_states[warp][state_row + 8 * h] = make_float2(part.maximum[h], part.sum[h]);
     }
   }
-  // The barrier also keeps a fast warp from writing into `exchange` while a slow warp still reads it for the last item.
+  // The barrier also keeps a fast warp from writing into `exchange` while a slow warp still reads from it for the item
+  // before.
   ptx::named_barrier_sync<1, kSyncThreads>();
 
   // exchange[row group][receiver][sender's rank among the others][tile][lane], 8 rows at a time
@@ -227,7 +228,7 @@ __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Di
         states[other] = storage.row_states[first_warp + other][state_row + 8 * h];
       maximum = fmaxf(maximum, states[other].x);
     }
-    const float shift = maximum == -INFINITY ? 0.f : maximum;  // the item is empty
+    const float shift = maximum == -INFINITY ? 0.f : maximum;  // -inf: the row has no KV
 #pragma unroll
     for (int other = 0; other < kKvWarps; ++other) {
       total += states[other].y * ptx::exp2((states[other].x - shift) * scale.outer);

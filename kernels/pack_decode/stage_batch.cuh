@@ -27,7 +27,7 @@ struct ItemSource {
   }
 };
 
-// Up to 4 stages of one pass of an item, which may be of several segments. An item without passes is one pass.
+// Up to 4 stages of one pass of an item. They may belong to several segments. An item without passes is one pass.
 struct StageBatch {
   static constexpr int kStages = 4;
 

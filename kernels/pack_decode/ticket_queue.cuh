@@ -19,8 +19,8 @@ struct TicketRange {
 };
 
 // A producer warp's view of the tickets. The K producer draws shortly before the present ticket ends. If it drew
-// earlier, a ticket would wait for its CTA. The K producer hands each draw on to the V producer, so that both walk the
-// same items.
+// earlier, the drawn ticket would wait for this CTA although another CTA may be idle. The K producer hands each draw on
+// to the V producer, so that both walk the same items.
 template <typename Storage, bool kDraws>
 class TicketQueue {
  public:

@@ -1,6 +1,6 @@
-// Online softmax of one warp: 16 query rows against however many KV tokens it is given. The bodies
-// multiply (mma_body.cuh, wgmma_body.cuh). Both keep results in these registers, in the layout of mma.m16n8k16: a lane
-// holds rows lane / 4 and lane / 4 + 8 (index h), and two of every 8 columns.
+// Online softmax of one warp: 16 query rows against however many KV tokens it is given. The bodies multiply
+// (mma_body.cuh, wgmma_body.cuh), and leave scores and sums in registers in the layout of mma.m16n8k16: a lane holds
+// rows lane / 4 and lane / 4 + 8 (index h), and two of every 8 columns.
 #pragma once
 
 #include <cmath>

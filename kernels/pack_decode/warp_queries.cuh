@@ -7,12 +7,12 @@
 
 namespace pat {
 
-// Type in which T, the type of queries and outputs, is multiplied. One-byte numbers are exact in fp16, and take one
-// instruction to get there. Probabilities in fp16 are eight times as exact as in bf16.
+// Type in which T, the type of queries and outputs, is multiplied. One-byte numbers are exact in fp16, and one
+// instruction converts them. Probabilities in fp16 are eight times as exact as in bf16.
 template <typename T, typename Dims>
 using ComputeType = std::conditional_t<Dims::kIsFp8, __half, T>;
 
-// True if queries are bf16 and what they are multiplied with is not.
+// True if queries are bf16, but are multiplied in fp16.
 template <typename T, typename Dims>
 inline constexpr bool kNarrowsQueries = !std::is_same_v<T, ComputeType<T, Dims>>;
 template <typename Dims>
@@ -26,7 +26,7 @@ using WarpQueries = ptx::Fragment[kDepthSteps<Dims>];
 template <typename T, typename Number, int kSteps>
 __device__ __forceinline__ bool narrow_queries(ptx::Fragment (&queries)[kSteps],
                                                float* query_factors, uint32_t lane) {
-  uint32_t exceeds = 0;  // the upper bit of a half: whether its number is 2^15 or more
+  uint32_t exceeds = 0;  // the top bit of each half is set if a number there is 2^15 or more
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
 #pragma unroll

@@ -4,8 +4,8 @@
 // warp ever waits for another warp's part of a row.
 //
 // Stages overlap: while a stage's scores become probabilities, the values of the stage before are multiplied. At
-// each point of the code, the same multiplications are always under way. Otherwise ptxas would let one wait for the
-// other.
+// each point of the code, the same multiplications are always under way. Otherwise ptxas would make one multiplication
+// wait for another.
 #pragma once
 
 #include "pack_decode/consumer.cuh"

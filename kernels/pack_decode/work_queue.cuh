@@ -151,9 +151,9 @@ struct ItemRecord {
   RowTarget targets[kMaxTileRows];
 };
 
-// The K producer's message to the consumers about a stage. A unit of 16 rows, which is a warp's, learns from
-// two bits whether the stage counts for any of its rows, and whether it counts whole. An item has at least one stage:
-// the only one of an item without KV is empty.
+// The K producer's message to the consumers about a stage. Each unit of 16 rows has two bits. They tell the unit's warp
+// whether the stage counts for any of the unit's rows, and whether the stage is full and counts for all of these rows.
+// An item without KV has one stage, which is empty.
 struct StageRecord {
   // The first bit of each field.
   static constexpr int kEndRow = 6, kTokens = 13, kLast = 20, kWgmma = 21, kEnd = 22,
@@ -216,7 +216,7 @@ struct StageRecord {
   }
 };
 
-// The swizzle is one of addresses: its pattern repeats after this many bytes.
+// The swizzle depends on the address, and its pattern repeats after this many bytes.
 inline constexpr int kSharedAlignment = 1024;
 
 // Columns, in tiles of 8, that each of `warps` warps gathers when they combine their parts of a row. The last warp

@@ -13,7 +13,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// volatile: what derives from it is computed where it is needed, not hoisted out of loops into registers.
+// volatile: the compiler computes what derives from the lane id where it is needed, and does not hoist it out of loops
+// into registers.
 __device__ __forceinline__ uint32_t lane_id() {
   uint32_t lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -222,7 +223,8 @@ __device__ __forceinline__ void wait_for_dependencies() {
 #endif
 }
 
-// Lets kernels that depend on this one start; they still wait for its end before they read.
+// Lets kernels that depend on this one start before it ends. They call wait_for_dependencies() before they read what it
+// writes.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
