@@ -44,9 +44,9 @@ REFUSED = {
     "multi_item_delimiter_indices": "it scores and generates nothing",
     "token_indices_to_pool": "it scores and generates nothing",
 }
-# Keys that choose tokens, or end, return, route or label an answer. The log has the resulting
-# lengths. Some change how many tokens media take. `usage` counts these, or else a note calls them a
-# guess.
+# Keys that choose tokens, or end, return, route or label an answer. They are not read, because the
+# log has the resulting lengths. Some of them change how many tokens media take. `usage` counts the
+# tokens of media; without it, a note calls their number a guess.
 NO_EFFECT = _words(
     """
     temperature top_p top_k min_p typical_p frequency_penalty presence_penalty repetition_penalty

@@ -39,7 +39,7 @@ _Placed: TypeAlias = tuple[tuple[str, ...], Json]  # an object, and the keys tha
 _DEPTH = 6  # of objects within a record
 _LONG_VALUE = 200
 _LONGEST_ANSWER = 1e5  # in seconds: larger numbers are not taken for durations
-_TEXTS = ("prompt", "text")  # may be JSON, which is no part of the record
+_TEXTS = ("prompt", "text")  # JSON in such a text is a prompt, no part of the record
 _MESSAGES = ("messages", "input", "conversation", "conversations")  # may be JSON as text
 _REQUEST_LINE = re.compile(r"[A-Z]{3,7} (\S+) HTTP/")
 _decode = msgspec.json.Decoder().decode
@@ -88,7 +88,7 @@ def read_record(
         raise NotReplayed(f"requests to {path[:60]}, which generate nothing")
     if asked is None:
         raise ValueError(f"neither messages nor a prompt; its keys are {listed(record)}")
-    # SGLang logs each of `n` answers on its own, with the `n` of all.
+    # For a request with `n` answers, SGLang writes `n` records, each of which has that `n`.
     is_own = event is not None or "request_parameters" in record
     arrival = untimed if untimed is not None else _arrival(objects)
     return requests_of(
@@ -340,7 +340,7 @@ def _arrival(objects: Sequence[_Placed]) -> float:
         )
     name = next((each for each in names if each not in took), names[0])
     arrival = seconds(*times[name])
-    # These logs write a line when the answer is complete.
+    # SGLang and nginx write a line when the answer is complete.
     if name == "timestamp" and objects[0][1].get("event") == "request.finished":
         return arrival - next(
             (number_of(each["e2e_latency"]) or 0.0 for _, each in objects if "e2e_latency" in each),
@@ -480,7 +480,7 @@ def _answer_bytes(value: object) -> int:
         _answer_bytes(value.get(key))
         for key in ("content", "text", "refusal", "summary", "partial_json", "arguments", "name")
     )
-    # Servers name reasoning by one of these, or by two that say the same.
+    # A server gives the reasoning under one of these keys, or repeats it under two of them.
     thoughts = ("reasoning_content", "reasoning", "thinking")
     found += max(_answer_bytes(value.get(key)) for key in thoughts)
     for call in (*as_list(value.get("tool_calls")), value.get("function_call")):

@@ -318,7 +318,11 @@ def _address(value: object) -> object:
 def checked(
     prompt: Any, counted: int | None, media_tokens: int | None, errors: TraceErrors
 ) -> tuple[Any, int | None]:
-    """Return the prompt, and its number of tokens if the log has it. ValueError if impossible."""
+    """Check a prompt. Return it with the tokens of its media, and its tokens by `usage`.
+
+    The second value is None for token ids, or if `usage` does not count the prompt. ValueError if
+    the prompt is malformed or contradicts `usage`.
+    """
     if not isinstance(prompt, tuple):
         tokens = _ids(prompt)
         if counted is not None and counted != len(tokens):

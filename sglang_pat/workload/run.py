@@ -82,7 +82,8 @@ class ServerStats:
     seconds
         From the first arrival to the last answer.
     tpot_ms
-        Time from a request's first token to its last, per token. It includes prefills of others.
+        Time from a request's first token to its last, per token. It includes prefills of other
+        requests.
     attention, prefill
         Attention's part of a decode step, and prefill's part of the server's busy time.
     prompt_tokens, new_tokens

@@ -34,7 +34,8 @@ _RETRACT_STEPS = 20
 _SPARE_FOR_ANSWER = 5  # tokens that a prompt must leave
 _MATCHED_WAITING = 128  # most waiting requests whose prefixes are looked up
 _REFRESH_PASSES = 32
-_SHORT_PREFIX = 32  # lpm: up to it, a request waits for one that begins alike
+# lpm: a request whose cached prefix is at most this long waits for another that begins alike.
+_SHORT_PREFIX = 32
 _ANSWERS = 0x5EED << 48  # base of the answers' content ids: far from small numbers
 
 
@@ -69,7 +70,8 @@ class SimulatedRequest:
     answer_length, asked
         Tokens that the request gets, and tokens that it asked for.
     kv_len
-        Tokens whose KV is in the pool. For a running request: when the batch last changed.
+        Tokens whose KV is in the pool. While the request runs, it keeps the number from the last
+        change of the batch.
     """
 
     number: int
@@ -290,7 +292,7 @@ class SimulatedServer:
             found = tree.match(request, request.wanted)
             rest = request.wanted - found
             answer = min(max(request.asked - request.generated, 0), _MOST_NEW_TOKENS)
-            # Locking the prefix has made it unreachable.
+            # match() has locked the prefix, so `reachable` no longer counts its tokens.
             if rest + answer + tree.page_size >= tree.reachable - reserved:
                 tree.unlock(request)
                 self._is_full = bool(admitted or self._batch)
@@ -314,7 +316,8 @@ class SimulatedServer:
 
     def _compute(self, admitted: list[tuple[SimulatedRequest, int, int]]) -> Prefill:
         tree, begin = self.tree, self.now
-        # Only now, when all prefixes are locked. As in SGLang, a page more for each request.
+        # Evict only now, when the prefixes of all requests are locked. SGLang, too, makes room for
+        # one more page per request.
         new_tokens = sum(new for _, new, _ in admitted)
         spare = 0 if tree.page_size == 1 else tree.page_size * len(admitted)
         tree.make_room(new_tokens + spare)
@@ -468,7 +471,7 @@ class SimulatedServer:
         self._has_changed = True
 
     def _add(self, started: list[SimulatedRequest]) -> None:
-        """Let requests decode whose KV is in the pool, except for the last generated token."""
+        """Let requests decode. The pool has their KV, except that of the last generated token."""
         rows = [
             (each.kv_len, each.answer_length - each.generated, each.asked - each.generated)
             for each in started

@@ -53,9 +53,9 @@ def seconds(value: object, unit: str | None = None, default: str = "s") -> float
 
 
 def is_time(value: object) -> bool:
-    """True for the objects that databases write a time as.
+    """True for an object that stands for a time, as some databases write it.
 
-    They are `{"$date": {"$numberLong": "..."}}` and `{"seconds": ..., "nanos": ...}`.
+    Such an object is `{"$date": {"$numberLong": "..."}}` or `{"seconds": ..., "nanos": ...}`.
     """
     if not isinstance(value, Mapping):
         return False

@@ -27,7 +27,8 @@ class CachedRequest(Protocol):
     kv_len
         Tokens whose KV is in the pool.
     protected
-        How many of its tokens the tree holds, locked while it runs. The tree sets it.
+        Tokens of the request that the tree holds, and locks while the request runs. The tree sets
+        this number.
     handle
         Set and read by the tree; None before the tree has seen the request.
     """
@@ -47,12 +48,12 @@ class Tree(Protocol):
     Attributes
     ----------
     size, page_size
-        Tokens of the pool, a multiple of the page's.
+        Tokens of the pool, and of a page. The pool consists of whole pages.
     available
         Tokens that are free.
     finished_leave_late
-        Up to 0.5.17 a finished request keeps its place until the next decode step is prepared,
-        which is after requests are admitted.
+        Whether a finished request keeps its place in the batch until the next decode step is
+        prepared, which is after requests are admitted. SGLang did so up to 0.5.17.
     refreshes_waiting
         Whether the prefixes of waiting requests regularly count as used.
     """
@@ -91,13 +92,13 @@ class Tree(Protocol):
         """Allocate whole pages. They must be free."""
 
     def checkpoint(self, request: CachedRequest) -> None:
-        """Put the KV of a request into the tree. Its path ends there from now on."""
+        """Put the KV of a request into the tree. The path of the request then ends with it."""
 
     def finish(self, request: CachedRequest) -> None:
         """Put all of a finished request's KV into the tree, and unlock it."""
 
     def release(self, request: CachedRequest) -> None:
-        """Free the KV of a retracted request that is not in the tree, and unlock the rest."""
+        """Free a retracted request's KV as far as it is not in the tree, and unlock the rest."""
 
     def paths(self, requests: Sequence[CachedRequest]) -> PrefixPaths:
         """The path of each request, including nodes that only it has."""
@@ -135,7 +136,8 @@ class RadixTree:
         self._root = self._new(np.empty(0, dtype=np.int64), None)
         self._root.lock = 1
         self._leaves: set[Node] = set()  # leaves that nobody has locked
-        # A heap by time of use: all of `_leaves`, some with an earlier time, and other nodes.
+        # A heap by time of use. It has all of `_leaves`, some by an outdated time, and also nodes
+        # that were once in `_leaves`.
         self._oldest: list[tuple[float, int, Node]] = []
 
     @property
@@ -310,7 +312,10 @@ class RadixTree:
         return upper
 
     def _match(self, tokens: TokenIds, node: Node, found: int) -> tuple[int, Node]:
-        """Go down from a node at which `found` of the tokens end. They are whole pages."""
+        """Go down the tree from `node`, at which the first `found` of the tokens end.
+
+        The tokens are whole pages. Returns how many of them the tree holds, and the last node.
+        """
         if not len(tokens):
             return 0, self._root
         while found < len(tokens):

@@ -13,7 +13,8 @@ from sglang_pat.workload.weights import WeightBytes
 PAYS, MAY_PAY, DOES_NOT_PAY = "pays", "may pay", "does not pay"
 
 TPOT, RATE = "tpot_ms", "requests_per_second"
-# Relative errors of the estimates: from recorded runs (tests compare), and a guess for other GPUs.
+# Relative errors of the estimates. Those of `ERRORS` come from recorded runs, with which tests
+# compare the estimates. The others are a guess, for servers unlike the recorded ones.
 ERRORS = {name: {TPOT: 0.10, RATE: 0.15} for name in ("H100", "H200")}
 _UNCHECKED = {TPOT: 0.25, RATE: 0.25}
 
@@ -29,10 +30,10 @@ class Verdict:
     requests_per_second
         The highest rate that is served, by `default` and `pat`.
     error
-        The relative error that each of the two may have.
+        The relative error that each of these two estimates may have, by its name.
     says
-        `pays`: a gain above the error in one of the two, and no loss in the other. `may pay`: a
-        gain below the error. `does not pay`: no gain.
+        `pays`: pat gains more than the error in one of the two, and loses in neither. `may pay`:
+        any other gain. `does not pay`: no gain.
     sentence, basis, why
         The same in words: what, for which server, for which reasons.
     """

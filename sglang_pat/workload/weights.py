@@ -35,7 +35,8 @@ _EXPERTS_PER_TOKEN = (
 _EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 _EXPERT_INPUTS = ("moe_latent_size", "routed_expert_hidden_size")  # Nemotron 3, Kimi K3
 _DENSE_WIDTHS = ("intermediate_size_mlp", "intermediate_size", "moe_intermediate_size")
-# Number of shared experts as wide as the others, or the width of all of them together.
+# The number of shared experts, each as wide as a routed one, or the width of all shared experts
+# together.
 _SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "num_shared_expert")
 _SHARED_WIDTHS = (
     "moe_shared_expert_intermediate_size",
@@ -79,7 +80,7 @@ _BYTES = {
     "modelopt_fp4": 9 / 16,
 }
 _SKIPPED = ("ignore", "ignored_layers", "exclude_modules", "modules_to_not_convert")
-_FEW_LAYERS = 8  # the first and the last ones are often left whole
+_FEW_LAYERS = 8  # the first and last layers are often not quantised
 WHOLE_BYTES = 2.0  # bytes of a parameter that is not quantised
 
 
@@ -94,7 +95,7 @@ class Weights:
     experts
         The parameters of all routed experts.
     num_experts, experts_per_token
-        Of one layer; 1 and 1 without experts.
+        Routed experts of one layer, and how many of them a token takes; 1 and 1 without experts.
     vocabulary
         Parameters of the output head, as many as an embedding has. They are part of `dense`.
     embedding
@@ -157,7 +158,7 @@ def read_weights(config: Mapping[str, Any], layers: Sequence[Layer]) -> Weights:
         dense += matrices * hidden * _shared_width(config, width) + num_experts * hidden
         if inner != hidden:
             dense += 2 * hidden * inner
-        if config.get("enable_moe_block"):  # Gemma 4 has both
+        if config.get("enable_moe_block"):  # Gemma 4: a dense MLP, too
             dense += matrices * hidden * positive(config, "intermediate_size")
     if not experts:
         return Weights(dense, 0, 1, 1, vocabulary, embedding, attention)
