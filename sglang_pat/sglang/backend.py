@@ -47,9 +47,10 @@ class BackendState:
         self.kind: Any = kinds[0]
         self.is_captured = False
         # By mode and batch size: whether pat has layers in the captured graph, and whether the
-        # default backend has. A layer that falls back later stays with pat in this graph.
+        # default backend has. A layer that falls back later stays with pat in a captured graph.
         self.graphs: dict[tuple[ForwardMode, int], tuple[bool, bool]] = {}
-        # The same for earlier captures of one size: SGLang captures it with and without LoRA.
+        # The entry of `graphs` before the capture in progress. There is one if SGLang captures the
+        # same size twice, with and without LoRA.
         self.earlier = (False, False)
         # Whether the default backend is preparing an eager step. It may call methods of the mixin.
         self.in_default = False
@@ -141,7 +142,7 @@ class PatMixin(DecodeMixin):
         if in_capture:
             pat.earlier = pat.graphs.get(_graph(forward_batch), (False, False))
             self._note_graph(forward_batch)
-        elif pat.layer_support.fallback:  # perhaps only after the capture
+        elif pat.layer_support.fallback:  # a layer may have fallen back after the capture
             routes = pat.graphs.get(_graph(forward_batch), routes)
         has_pat, has_default = routes
         if has_default:
@@ -170,7 +171,7 @@ class PatMixin(DecodeMixin):
     def shared_read_ends(self, mode: ForwardMode) -> Any:
         """Return the point after which the scheduler may overwrite a step's inputs.
 
-        0.5.17 never calls this. Reads of pat after that point do no harm
+        0.5.17 never calls this. If pat reads inputs after that point, it does no harm
         (docs/design/decisions.md#gathered-shared-slots).
         """
         ends = super().shared_read_ends(mode)
@@ -192,8 +193,8 @@ class PatMixin(DecodeMixin):
     def get_fused_kv_write_buffers(self, layer: RadixAttention, forward_batch: Any) -> Any:
         """Return the buffers to which a model may write a layer's KV itself. None: it may not.
 
-        The default backend needs its metadata for this, which is not prepared if no layer falls
-        back. 0.5.17 never calls this.
+        The default backend needs its metadata to find the buffers. If no layer falls back, these
+        metadata are not prepared. 0.5.17 never calls this.
         """
         if forward_batch.forward_mode in self._pat.kinds and not self._pat.layer_support.fallback:
             return None
@@ -214,7 +215,7 @@ class PatMixin(DecodeMixin):
         return layer_id in layer_support.shapes
 
     def _fall_back(self, layer_id: int, reason: Unsupported, forward_batch: Any) -> None:
-        """Let a layer fall back for a reason that only a step shows: first the warm-up."""
+        """Let a layer fall back for a reason that only a step shows, usually a warm-up step."""
         pat = self._pat
         if pat.is_strict:
             raise reason.refusal(f" (layer {layer_id})")

@@ -129,8 +129,8 @@ def num_padding(forward_batch: Any) -> int:
 def is_idle(forward_batch: Any) -> bool:
     """Return True if a batch has no requests and only keeps a rank of data parallelism in step.
 
-    The batch of a replay has the mode of the capture, and its own mode in another field. So has a
-    padding batch that SGLang turned into a verify step of a hybrid model.
+    The batch of a replay has the mode of the capture. SGLang may turn a padding batch into a verify
+    step of a hybrid model. Both batches keep their own mode in another field.
     """
     kinds = ("", "actual_", "_original_")
     modes = (getattr(forward_batch, f"{kind}forward_mode", None) for kind in kinds)
@@ -228,6 +228,6 @@ def rust_binding(core: Any) -> Any | None:
 
 
 def node_splitter(cache: Any, method: str) -> Any | None:
-    """Return the object that splits nodes: a prefix cache or its core. None: it is in Rust."""
+    """Return the object that splits nodes: a prefix cache or its core. None: a Rust core does."""
     owners = (cache, getattr(cache, "tree_core", None))
     return next((each for each in owners if callable(getattr(each, method, None))), None)

@@ -2,8 +2,8 @@
 
     python -m sglang_pat.sglang.cpu --model-path MODEL --attention-backend pat
 
-The arguments are those of `python -m sglang.launch_server`. With a driver, it is the same
-command.
+The arguments are those of `python -m sglang.launch_server`. With a driver, this command
+does the same as that one.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def _run_planned(
     """Attend for SGLang's rows, of which there may be more or fewer than planned.
 
     MLP synchronisation pads the tokens of a step to a multiple of the number of ranks that share
-    its attention, or to the number of the rank with the most. The padding of a verify step may be
+    its attention, or to as many tokens as the busiest rank has. The padding of a verify step may be
     planned in part. A step of a draft model is padded after it was planned. Rows that were not
     planned read nothing, and their output is 0.
     """

@@ -137,7 +137,7 @@ def has_window_pool(pool: Any, layer_id: int) -> bool:
 def pool_reason(pool: Any, layer_id: int) -> str | None:
     """Return why the kernel does not write a layer's KV to a pool. None: it does.
 
-    Other pools, subclasses included, may do more than scale, convert and store.
+    Pools that pat does not know, such as subclasses, may do more than scale, convert and store.
     """
     if envs.SGLANG_ENABLE_ASYNC_ASSERT.get():
         return "SGLANG_ENABLE_ASYNC_ASSERT, with which it checks slots"

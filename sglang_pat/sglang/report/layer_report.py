@@ -45,8 +45,8 @@ def report_layer_support(layer_support: LayerSupport, model_runner: Any = None) 
         logger.info(line)
     _LastReport.line = line
     if model_runner is not None:
-        # With adaptive drafts, the target model has several backends. SGLang builds the draft
-        # model's backends before the last of these.
+        # With adaptive drafts, SGLang builds several backends for the target model, and the draft
+        # model's backends before the last of them. That one must not clear their reports.
         if model_runner is not _LastReport.model_runner:
             _LastReport.drafts.clear()
         _LastReport.model_runner = model_runner
@@ -70,7 +70,7 @@ def report_draft_support(layer_support: LayerSupport, key: str = "draft_model") 
 
 
 def _after_get_init_info(result: dict[str, Any], *_: object) -> dict[str, Any]:
-    """Hook AFTER Scheduler.get_init_info: add this report, and name pat as the decode backend."""
+    """Hook AFTER Scheduler.get_init_info: add the last report, and name pat as decode backend."""
     told = _LastReport.layer_support
     decodes = told is not None and told["pat_layers"] > 0
     told = told and told | _LastReport.drafts

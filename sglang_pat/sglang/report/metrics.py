@@ -54,7 +54,7 @@ _DOCUMENTATION = {
     },
 }
 _LABELS = {name: label for label, names in _DOCUMENTATION.items() for name in names}
-_ENTRIES = {  # the names of entries that differ from their counter's
+_ENTRIES = {  # by counter, the name of its entry if that is another name
     "kv_tokens_read": "kv_tokens_planned",
     "plans_built": "causes",
     "private_steps": "steps_without_sharing",
@@ -183,7 +183,7 @@ def _by_label(name: str, counters: Counters) -> dict[str, int]:
 
 
 class LayerMetrics:
-    """The number of layers that pat decodes, and that the default backend does, by reason."""
+    """The number of layers that pat decodes, and that the default backend decodes, by reason."""
 
     def __init__(self, labels: dict[str, str], classes: MetricClasses | None = None) -> None:
         """Make the metric. See `StepMetrics` for the arguments."""

@@ -1,6 +1,7 @@
 """StepReports hands the counters of decode steps to SGLang's log, its metrics and a stats file.
 
-SGLang's configuration says which of them are wanted, and how the metrics are labelled.
+SGLang's configuration says how often to log, whether to publish metrics, and with which labels.
+SGLANG_PAT_STATS_FILE names the stats file.
 """
 
 from __future__ import annotations
@@ -197,7 +198,7 @@ def log_line(before: Counters, counters: Counters) -> str:
     ratio = since("kv_tokens_planned") / query_centric if query_centric else 1.0
     unshared = [sum(each["steps_without_sharing"].values()) for each in (before, counters)]
     speculation = ""
-    for name, step, token in _SPECULATION:  # if there are any
+    for name, step, token in _SPECULATION:  # those that this server counts
         now, then = counters.get(name), before.get(name, {})
         if now is not None:
             steps, rows = (now[each] - then.get(each, 0) for each in ("steps", "rows"))

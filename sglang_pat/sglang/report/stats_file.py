@@ -27,7 +27,7 @@ class StatsFile:
     """Keeps a file up to date. `start()` once, `mark()` after each decode step.
 
     The file is replaced as a whole within 0.1 s of a step, so no reader sees half of it. It is
-    written once more when the process ends, unless a signal kills it.
+    written once more when the process ends, unless a signal kills the process.
     """
 
     def __init__(self, path: Path, read_counters: Callable[[], Counters]) -> None:

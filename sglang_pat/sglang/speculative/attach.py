@@ -134,7 +134,7 @@ def verify_steps(model_runner: Any) -> dict[int, TargetVerifyStep]:
 def await_draft_model(planner: VerifyPlanner | None, model_runner: Any) -> None:
     """Let the draft model that SGLang builds next decode through pat where it can.
 
-    The arguments are those of the served model. No planner: pat decodes neither model.
+    The arguments are those of the served model. No planner: pat decodes no draft model.
     """
     _TargetModel.planner, _TargetModel.model_runner = planner, model_runner
     algorithm = resolved(model_runner.server_args, "speculative_algorithm")
@@ -153,7 +153,7 @@ def await_draft_model(planner: VerifyPlanner | None, model_runner: Any) -> None:
 
 
 def _give(built: Any, draft_runner: Any, with_pat: Callable[..., None]) -> Any:
-    """Return what SGLang has built for a draft model. If its backend is pat, attach pat to it."""
+    """Return what SGLang has built for a draft model. Attach pat if pat verifies its drafts."""
     planner = _TargetModel.planner
     if None not in (built, draft_runner, planner) and is_asked_for(draft_runner.server_args):
         with_pat(built, draft_runner, planner)

@@ -27,7 +27,7 @@ class DraftRequests:
     """The requests for which SGLang's draft model drafts now in this process."""
 
     def __init__(self) -> None:
-        self.last_reqs: list[Request] = []  # of the last batch; later equal lists reuse it
+        self.last_reqs: list[Request] = []  # of the last batch; equal later batches get this list
         self._blocks: StepRequests | None = None  # whose blocks are being drafted
 
     def on_draft_batch(self, forward_batch: Any, batch: Any) -> None:
@@ -48,7 +48,7 @@ class DraftRequests:
         return StepRequests(self.last_reqs, batch.tree_cache, has_beams=False)
 
     def on_block_draft(self, batch: Any | None) -> None:
-        """Note the scheduler's `batch` while a draft model drafts its blocks, or None after it.
+        """Note the scheduler's `batch`, for which a draft model drafts blocks. None: it is done.
 
         SGLang does not make the draft model's own batch from `batch`.
         """

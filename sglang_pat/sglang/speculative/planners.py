@@ -61,9 +61,9 @@ class SpeculativePlanner(StepPlanner):
     def reserve(self, max_requests: int, kinds: Collection[StepType] | None = None) -> None:
         """Allocate what graphs of up to `max_requests` requests read.
 
-        For other numbers of drafts, SGLang captures graphs of fewer requests, which read the same
-        buffers. kinds: the steps that are captured next, if not all. RuntimeError if graphs of
-        other kinds were captured for fewer requests.
+        With adaptive drafts, SGLang calls this for each number of drafts, and all graphs read the
+        same buffers. kinds: the types of steps whose graphs SGLang captures next. None: all types.
+        RuntimeError if SGLang has captured graphs of other types for fewer requests.
         """
         if max_requests > self._max_requests:
             others = [] if kinds is None else [each for each in self.kinds if each not in kinds]

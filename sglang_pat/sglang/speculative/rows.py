@@ -33,8 +33,8 @@ MAX_READ_APART = 32
 class RowShape:
     """The rows of each request of a step, and what they read.
 
-    Row `i` of a request reads its KV and `first + i * step` more tokens. In a decode step these are
-    none, because SGLang's lengths count the new token.
+    Row `i` of a request reads the request's KV and `first + i * step` more tokens. In a decode step
+    that is 0 more, because SGLang's lengths count the new token.
     """
 
     per_request: int = 1
@@ -187,7 +187,7 @@ class DraftRowCache:
         apart = committed - self._ends
         is_read = self._ends >= 0
         is_outgrown = bool((is_read & ((apart < 0) | (apart > MAX_READ_APART))).any())
-        # If one request has outgrown its path, all are read: each on its own would cost a plan.
+        # If one request has outgrown its path, all paths are read, which costs one plan for all.
         again = (apart != 0) if is_outgrown else ~is_read
         if moved:
             again |= np.fromiter((id(req) in moved for req in reqs), dtype=bool, count=len(reqs))

@@ -6,8 +6,8 @@ Each type says what the step is. Its `device_rows` has what the rows read on the
 | type | rows per request | each row reads | requests grow by | counted as |
 |---|---|---|---|---|
 | TargetVerifyStep | draft tokens | the KV, and the drafts before it | what was accepted | verify |
-| DraftExtendStep | as verify, in its plan | as verify, of the draft model | - | draft_extend |
-| DraftChainSteps | 1, in each of its steps | one token more in each | what was accepted | draft |
+| DraftExtendStep | those of the verify step | the same, in the draft model | - | draft_extend |
+| DraftChainSteps | 1 | the KV, and one token more in each step | what was accepted | draft |
 | DraftTreeSteps | 1 per branch | the KV, and its branch | what was accepted | draft |
 | BlockDraftStep | draft tokens | the KV, and the block | what was accepted | draft |
 """
@@ -119,8 +119,8 @@ class SpeculativeStep(StepType):
     def repeated(self, forward_batch: Any, requests: StepRequests, growth: int) -> int:
         """Go to a step that repeats the last one, and count it.
 
-        growth: the tokens by which all requests have grown. Returns how many more tokens the rows
-        read.
+        growth: by how many tokens the requests have grown, summed over all. Returns how many more
+        tokens the rows read.
         """
         return growth
 

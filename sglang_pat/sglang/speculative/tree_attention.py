@@ -21,7 +21,7 @@ class DraftKv:
     """The KV of draft tokens that rows read besides their plan (`layer.attention.ExtraKv`)."""
 
     def reserve(self, max_requests: int) -> None:
-        """Allocate what graphs of up to `max_requests` requests read. Graphs keep its address."""
+        """Allocate what graphs of up to `max_requests` requests read. Graphs keep the address."""
 
     def update(self, forward_batch: Any, num_known: int, execution: ExecutionMode) -> None:
         """Go to the next step. Its first `num_known` requests are no padding."""
@@ -168,6 +168,8 @@ def merge_drafts(
 ) -> torch.Tensor:
     """Return the attention of rows to what the plan covers and to the keys of their group.
 
+    A group is the rows of one request, or one row of a draft model that branches.
+
     Parameters
     ----------
     q
@@ -210,11 +212,11 @@ def _merge_in_torch(
     scaling: float,
     logit_cap: float,
 ) -> torch.Tensor:
-    """Do what `merge_drafts` does in torch. k, v: the groups' keys and values, in float32."""
+    """Do in torch what `merge_drafts` does. k, v: the groups' keys and values, in float32."""
     out, lse = before
     (count, rows, num_keys), kv_heads = biases.shape, k.shape[1]
     group = q.shape[1] // kv_heads
-    # Rows are [group and KV head, row and query head].
+    # For bmm(): [groups * KV heads, rows * query heads of a KV head, head_dim].
     queries = q.float().view(count, rows, kv_heads, group, -1).transpose(1, 2).flatten(2, 3)
     keys, values = (x.view(count, num_keys, kv_heads, -1).transpose(1, 2) for x in (k, v))
     queries, keys, values = (each.flatten(0, 1) for each in (queries, keys, values))
@@ -280,8 +282,8 @@ def choose_masks(*, square: bool) -> None:
     """Tell SGLang's n-gram worker which masks to make.
 
     square: masks cover the draft tokens alone. The worker makes full masks one request after the
-    other, with some five calls of torch for each, while the GPU waits. Other backends need full
-    masks.
+    other, with some five calls of torch for each, while the GPU waits. Backends other than
+    pat need full masks.
     """
     from sglang.srt.speculative import ngram_worker
 

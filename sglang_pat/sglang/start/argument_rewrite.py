@@ -1,9 +1,9 @@
 """Lets SGLang resolve its arguments as if `pat` had not been asked for.
 
 SGLang adapts page sizes, data types and options to the name of the attention backend, and refuses
-names that it does not know for a model. So `pat` is taken out before, and SGLang adapts everything
-to its default backend, which prefills, and decodes the layers that pat does not. The arguments
-object remembers that pat was asked for, because SGLang pickles it for its processes.
+names that it does not know for a model. So this module takes `pat` out first, and SGLang adapts
+everything to its default backend. That backend prefills, and decodes the layers that pat does not.
+The arguments object remembers that pat was asked for, because SGLang pickles it for its processes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def is_asked_for(arguments: Any) -> bool:
 
 
 def named_draft_backend(arguments: Any) -> str | None:
-    """Return the backend that was named for the draft model, before SGLang resolved it."""
+    """Return the backend that the user named for the draft model, or None."""
     name: str | None = getattr(arguments, _NAMED_DRAFT, None)
     return name
 

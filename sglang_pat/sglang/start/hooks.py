@@ -19,7 +19,7 @@ class Hook(NamedTuple):
 
     # `module:Class.method` in sglang.srt. SGLang applies the hooks of each target string only once,
     # so a plug-in that was applied first would keep this hook out if it used the same string. The
-    # colon makes this string another one.
+    # colon makes this string differ from a dotted one.
     target: str
     function: Callable[..., Any]
     kind: HookType

@@ -193,7 +193,7 @@ def model_reason(config: Any) -> Unsupported | None:
 def _is_sparse(config: Any) -> bool:
     """Return True if SGLang runs the model on a sparse backend of its own.
 
-    That backend wraps or replaces the default one, so layers that pat would count never reach it.
+    That backend wraps or replaces the default one, so layers that pat counts would never reach pat.
     """
     text_config = getattr(config, "hf_text_config", None)
     is_sparse = is_minimax_sparse(config.hf_config) or is_deepseek_dsa(config.hf_config)
@@ -363,7 +363,7 @@ def shape_reason(
 
 
 _VERIFIES_WINDOWS = ("fa3", "torch_native")  # with the same window as in decode steps
-_WITHIN_CHUNKS = ("fa3",)  # other backends ignore the chunks of such layers
+_WITHIN_CHUNKS = ("fa3",)  # other backends ignore a layer's chunks
 
 
 def layer_window_reason(
@@ -371,8 +371,8 @@ def layer_window_reason(
 ) -> Unsupported | None:
     """Return why pat does not decode a layer with its window.
 
-    Of the model runner, only `server_args`, `sliding_window_size` and `attention_chunk_size` are
-    read, and whether it is a draft model's.
+    Of the model runner, only `server_args`, `sliding_window_size`, `attention_chunk_size` and
+    `is_draft_worker` are read.
     """
     size, arguments = layer.sliding_window_size, model_runner.server_args
     if not has_window(layer, model_runner):
@@ -432,7 +432,7 @@ def window_size(layer: RadixAttention, model_runner: Any, default: str) -> int |
     size = layer.sliding_window_size
     if default in ("fa3", "fa4", "torch_native", "trtllm_mha"):
         return int(size) + 1
-    # These backends have one window for all layers.
+    # flashinfer and triton have one window for all layers.
     common = model_runner.sliding_window_size
     if not common or common < 0 or default not in ("flashinfer", "triton"):
         return None
@@ -467,7 +467,7 @@ def _window_pool_reason(layer: RadixAttention, model_runner: Any) -> Unsupported
         type(pool) is SWAKVPool
         and pool.layers_mapping[layer.layer_id][1]
         and isinstance(pool.full_to_swa_index_mapping, torch.Tensor)
-        and getattr(pool, "swa_req_ring_size", None) is None  # a ring's slots are a request's
+        and getattr(pool, "swa_req_ring_size", None) is None  # else each request has a ring
     )
     return None if is_known else Unsupported("KV pool", f"{type(pool).__name__} with windows")
 

@@ -31,12 +31,12 @@ class LayerSupport:
         self.prefill: str | None = None  # the name of the backend that prefills, if it is known
         self.layers: Sequence[RadixAttention] = ()
         self.shapes: dict[int, HeadConfig] = {}  # of the layers that pat decodes, by layer id
-        self.windows: dict[int, int] = {}  # in tokens, by layer id; others read all
+        self.windows: dict[int, int] = {}  # in tokens, by layer id; other layers read all
         self.chunked: frozenset[int] = frozenset()  # ids of the layers that attend within chunks
         # Maps slots to slots in the window pool. None: window layers have no pool of their own.
         self.window_slots: torch.Tensor | None = None
         self.drafts_ahead = 0  # tokens by which rows on the device may exceed lengths on the host
-        self.fallback: dict[int, Unsupported] = {}  # why the others fall back, by layer id
+        self.fallback: dict[int, Unsupported] = {}  # why other layers fall back, by layer id
         self.whole: Unsupported | None = None  # why the whole model falls back
         self.sinks: frozenset[int] = frozenset()  # ids of the layers with attention sinks
         self.batch_invariant = False  # whether a request's bits are the same in any batch
@@ -57,8 +57,9 @@ class LayerSupport:
     ) -> Unsupported | None:
         """Return why a layer must fall back, for a reason that only a step shows.
 
-        The model passes an argument that pat would ignore, or the layer was not found. None: there
-        is no such reason, or the layer has fallen back already.
+        The layer was not found at start, its latent attention is not absorbed, or the model passes
+        an argument that pat would ignore. None: there is no such reason, or the layer has fallen
+        back already.
         """
         what, shape = None, self.shapes.get(layer.layer_id)
         if shape is None:

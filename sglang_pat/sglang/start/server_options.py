@@ -46,8 +46,8 @@ def attention_backends(arguments: Any) -> tuple[str, str]:
 def batch_invariant(arguments: Any, environment: Environment) -> bool:
     """Return True if pat must compute the same bits for a request in any batch.
 
-    Its own environment variable asks for this, or SGLang's deterministic inference, which an
-    on-policy RL target turns on.
+    Two settings ask for that: the variable in pat's `Environment`, and SGLang's deterministic
+    inference, which an on-policy RL target turns on.
     """
     deterministic = resolved(arguments, "enable_deterministic_inference")
     return environment.batch_invariant or bool(deterministic)
@@ -125,7 +125,7 @@ def drafts_of(arguments: Any) -> Drafts | None:
 
 def drafts_now(arguments: Any) -> int:
     """Return the draft tokens per request of the backend that SGLang is building now."""
-    if resolved(arguments, "speculative_adaptive"):  # SGLang sets it before each backend
+    if resolved(arguments, "speculative_adaptive"):  # SGLang sets it before it builds each backend
         from sglang.srt.runtime_context import get_spec
 
         return int(get_spec().speculative_num_draft_tokens)

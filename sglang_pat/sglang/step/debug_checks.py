@@ -99,9 +99,9 @@ class StepChecker:
         *,
         plan_is_new: bool,
     ) -> None:
-        """Raise RuntimeError that names a request of which the plan reads other KV.
+        """Raise RuntimeError that names a request if the plan reads KV that is not the request's.
 
-        reqs: in row order, just planned.
+        reqs: the requests of the step that was just planned, in row order.
         """
         fields = RequestFields.on(reqs[0])
         rows = [fields.row(req) for req in reqs]
@@ -112,7 +112,7 @@ class StepChecker:
         in_tree = [[(node[0], node[3]) for node in path] for path in source.read(reqs)]
         _check_kept(reqs, forest, in_tree)
         slots = [
-            # A copy on the CPU too, because SGLang rewrites the table in place.
+            # Copied even if the table is on the CPU, because SGLang rewrites it in place.
             req_to_token[row, : ends[-1][1] if ends else 0].to("cpu", torch.int64, copy=True)
             for row, ends in zip(rows, in_tree, strict=True)
         ]

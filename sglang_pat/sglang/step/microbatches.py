@@ -65,7 +65,7 @@ class Microbatches:
         return found
 
     def add(self, new_plans: Callable[..., StepPlans]) -> None:
-        """Plan for other shapes of heads too. new_plans takes the arguments of `reserve()`."""
+        """Plan for more kinds of layers too. new_plans takes the arguments of `reserve()`."""
         self._kinds.append(new_plans)
         for each in self._recent:
             each.eager.add(new_plans())

@@ -168,7 +168,7 @@ class SkippedPlanning:
         tokens that it has more than the step given to begin(). None: one per growing request and
         step. It is given for all steps since begin(), or for none.
         """
-        if growth is not None:  # added before the time: a thread that sees the time reads it
+        if growth is not None:  # before the time: a thread that sees the time reads the growth
             self._growths.append(growth)
         self._times.append(time.perf_counter_ns() - begun_ns)
         if self._on_step is not None:

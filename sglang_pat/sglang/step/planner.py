@@ -75,7 +75,7 @@ class StepPlanner:
         self._reuse = PlanReuse()
         self._reasons: Counter[str] = Counter()  # why steps were planned
         self._windows: Counter[str] = Counter()  # plans and KV tokens of layers with windows
-        self._windows_repeated: Counter[str] = Counter()  # the same, per repeated step
+        self._windows_repeated: Counter[str] = Counter()  # what each repeated step adds
         self._reports: StepReports | None = None
         self._skipped = SkippedPlanning(lambda planning: None)
 
@@ -94,7 +94,7 @@ class StepPlanner:
     def plan_captured(
         self, kind: StepType, forward_batch: Any, in_capture: bool = False
     ) -> StepPlans | None:
-        """Put the plan that the next capture or replay of a CUDA graph reads into its buffers.
+        """Fill the buffers from which the next capture or replay of a CUDA graph reads its plan.
 
         If the step repeats the last one, the plan is already there. None: as in `plan_eager`.
         """
@@ -166,7 +166,7 @@ class StepPlanner:
         return plans
 
     def _allow_repeats(self, kind: StepType, builder: DecodeBatchBuilder, plans: StepPlans) -> None:
-        """Let the next steps repeat this one, unless each is to be checked or counted."""
+        """Let the next steps repeat this one, unless it shares nothing or all must be planned."""
         shared = builder.last_shared
         if shared is None:
             return
@@ -212,7 +212,7 @@ class StepPlanner:
         )
 
     def _count_windows(self, attentions: list[PackAttention], num_repeated: int) -> None:
-        """Count a planned step, and the steps just before it that repeated the previous one."""
+        """Count window plans of a planned step, and of the repeated steps just before it."""
         for name, count in self._windows_repeated.items():
             self._windows[name] += num_repeated * count
         self._windows_repeated.clear()

@@ -48,7 +48,7 @@ class StepType:
 
     @property
     def graphs_are_complete(self) -> bool:
-        """Whether graphs write what their rows read themselves. If not, no step is a repeat."""
+        """Whether the graphs themselves write what rows read. If not, no step is a repeat."""
         return True
 
     def view(self, forward_batch: Any, requests: StepRequests | None) -> StepInputs:

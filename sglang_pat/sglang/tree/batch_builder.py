@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _CHANGES = ("join", "leave", "last_node_changed", "split")
 MISMATCH = "mismatch"  # counted in `changes` too
 
-# If the paths of more requests than this have to be read again, all paths are.
+# If the paths of more requests than this must be read again, the builder reads all paths again.
 _MOST_MOVED = 10_000
 
 
@@ -103,7 +103,7 @@ class DecodeBatchBuilder:
         return step.reqs is self._reqs or any(req is step.reqs[0] for req in self._reqs)
 
     def read(self, view: StepInputs) -> DecodeBatch:
-        """Return a step as host data. Its paths are valid until this is called again.
+        """Return a step as host data. Its paths are valid until the next call of `read`.
 
         Rows after the requests are padding of length 0. In strict mode, raises PathMismatchError
         if a path does not end where its request's shared KV ends.
@@ -148,7 +148,7 @@ class DecodeBatchBuilder:
         return self._source
 
     def without_sharing(self, batch: DecodeBatch, reason: str | None) -> DecodeBatch:
-        """Return a copy of the last batch in which no requests share KV, and count the reason."""
+        """Return a copy of `batch` in which no requests share KV, and count the reason."""
         self._shares = False
         if reason is not None:
             self._count_private(reason)
@@ -172,7 +172,7 @@ class DecodeBatchBuilder:
         if self._source is None:
             is_off = ", which is disabled" if getattr(step.tree, "disable", False) else ""
             return f"no shared paths are known to {type(step.tree).__name__}{is_off}"
-        if step.has_beams and not isinstance(self._source, RowPaths):  # its first step with beams
+        if step.has_beams and not isinstance(self._source, RowPaths):  # first beams in the tree
             self._source = RowPaths(self._source, step.tree.req_to_token_pool)
         return None
 
@@ -192,7 +192,7 @@ class DecodeBatchBuilder:
         self._moved.clear()
 
     def _update(self, reqs: list[Request]) -> None:
-        """Update the forest from the requests of the last step to these."""
+        """Replace the last step's requests in the forest by `reqs`, those of this step."""
         if reqs is self._reqs and not self._moved:
             return
         assert self._source is not None

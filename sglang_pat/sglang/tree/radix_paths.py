@@ -239,7 +239,7 @@ def _climbed_path(core: Any, last_node: int) -> Path:
 def _checked(
     reqs: Sequence[Request], paths: Sequence[Path | None], on_mismatch: OnMismatch
 ) -> list[Path]:
-    """Return the paths, but empty ones where a path and its request's shared KV end apart.
+    """Return the paths, but an empty one where a path does not end with its request's shared KV.
 
     A path of None is not known. It becomes empty too, without a call of `on_mismatch`.
     """
@@ -327,7 +327,7 @@ class CacheEventMonitor:
     def watching(
         cls, cache: Any, on_checkpoint: Callable[[Request], object], on_reset: Callable[[], object]
     ) -> CacheEventMonitor:
-        """Return the monitor of a cache. The first call makes it, with its callbacks.
+        """Return the monitor of a cache. The first call makes it, and only its callbacks count.
 
         on_checkpoint is called with the request after each checkpoint, on_reset after each reset.
         Raises RuntimeError if the cache lacks the method of an event.

@@ -54,7 +54,8 @@ class RequestTracker:
         self._step: StepRequests | None = None  # None in a warm-up or a capture
         self._is_claimed = False
         self._claimed: StepRequests | None = None  # the last step that was claimed
-        # Requests of the last batch, if pat decoded it. Later steps with an equal list reuse it.
+        # The list of the last batch's requests, if pat decoded that batch. A later step with an
+        # equal list reuses this list.
         self.last_reqs: list[Request] = []
         self._caches: WeakSet[PathCache] = WeakSet()
 
@@ -76,8 +77,8 @@ class RequestTracker:
             reqs, beam_tail = batch.reqs, compat.beam_tail(batch)
             if beam_tail is not None:
                 reqs = batch_with_beams(reqs, beam_tail, self.invalidate)
-            # All microbatches share this list. If they alternate, no step repeats the last one.
-            # None may repeat it: the buffers of the graphs hold another microbatch's plan.
+            # All microbatches share this list. If they alternate, no step counts as a repeat
+            # of the last one. That is right: the graphs' buffers hold another microbatch's plan.
             if not same_objects(self.last_reqs, reqs):
                 self.last_reqs = list(reqs)
             step = StepRequests(self.last_reqs, batch.tree_cache, beam_tail is not None)
@@ -126,7 +127,7 @@ class RequestTracker:
 
 
 def requests_of(forward_batch: Any) -> StepRequests | None:
-    """Return the requests that `note_requests` has put on a batch; a copy of it has them too."""
+    """Return the requests that `note_requests` has put on a batch or its original."""
     step: StepRequests | None = getattr(forward_batch, _NOTE, None)
     return step
 

@@ -93,7 +93,7 @@ class RequestRows:
 
 
 def _with_group(req: Request | VirtualRequest) -> tuple[Request, RequestRows | None]:
-    """Return the request of a row, or the request itself, and its group of rows if any."""
+    """Return the request that `req` is, or is a row of, and the request's group of rows if any."""
     if isinstance(req, VirtualRequest):
         return req.group.req, req.group
     return req, getattr(getattr(req, "beam_group", None), _GROUP, None)
@@ -109,7 +109,7 @@ class RowPaths(PathReader):
 
     def read(self, reqs: Sequence[Request]) -> list[Path]:
         owners = [_with_group(req) for req in reqs]
-        once = {id(owner): (owner, group) for owner, group in owners}  # rows share its path
+        once = {id(owner): (owner, group) for owner, group in owners}  # one per request
         found = self._source.read([owner for owner, _ in once.values()])
         paths = {
             key: path if group is None else group.extended(path)

@@ -120,7 +120,7 @@ def _new_cache(kind: type[Any]) -> Any:
 
     allocator = SimpleNamespace(
         device=torch.device("cpu"),
-        # The tree frees slots of the second prompt, because it already has the first tokens.
+        # The tree frees slots of the second prompt, because it already holds the common tokens.
         free=lambda *args, **kwargs: None,
         free_segment=lambda *args, **kwargs: None,
     )
