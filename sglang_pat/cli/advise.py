@@ -87,7 +87,7 @@ def _advise(arguments: argparse.Namespace, command: str) -> int:
 
 
 def _wrote(path: Path | None, write: Callable[[Path], object]) -> int:
-    """Write a file if its path is given. If one fails, the others are still written."""
+    """Write a file if its path is given. If that fails, say so. Returns the exit status."""
     if path is not None:
         try:
             write(path)
@@ -111,7 +111,7 @@ class Progress:
 
 
 def _command_line(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
-    """Return a shell command that repeats this one, without the options for output files."""
+    """Return a shell command that repeats this run, without the options for output files."""
     words = ["sglang-pat", "advise"]
     for name, value in vars(arguments).items():
         if name in ("run", "verbose", *_OUTPUTS) or value == parser.get_default(name):

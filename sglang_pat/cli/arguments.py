@@ -107,7 +107,7 @@ def input_file(text: str) -> Path:
 
 
 def folder_path(text: str) -> Path:
-    """Return the path of a folder that exists, or of none yet: an argparse type."""
+    """Return the path of a folder, which need not exist yet: an argparse type."""
     if not text or (os.path.exists(text) and not os.path.isdir(text)):
         raise argparse.ArgumentTypeError(f"{quoted(text)}; allowed: the path of a folder")
     return Path(text)

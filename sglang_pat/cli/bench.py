@@ -1,11 +1,11 @@
 """`sglang-pat bench`: pat against the server's present attention backend, on this machine's GPUs.
 
 Two starts of SGLang's server and the batches between take two to five minutes. Weights are random
-unless `--weights` is given: the time of a token does not depend on them. If it is stopped, what has
-been measured is shown and kept.
+unless `--weights` is given: the time of a token does not depend on them. If the command is stopped,
+it shows and keeps what it has measured.
 
-pat comes second. On a new machine, the first start also compiles modules of SGLang. A warm GPU is
-no faster, so the second server gains nothing by the order.
+The server with pat starts second. On a new machine, the first start also compiles modules of
+SGLang. A warm GPU is no faster, so the second server gains nothing by the order.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _conclude(
     measured: dict[str, Measured],
     failure: str | None,
 ) -> bool:
-    """Show and write what was measured, and report the failure. Return whether there was none."""
+    """Show and write what was measured, and report a failure. Return True without a failure."""
     from sglang_pat.bench import comparison
 
     compared: list[Compared] = []
@@ -183,7 +183,7 @@ def _cases(arguments: argparse.Namespace) -> dict[str, Case]:
 def _measure(
     arguments: argparse.Namespace, model: Any, folder: Path, measured: dict[str, Measured]
 ) -> None:
-    """Measure both servers. The first one decides how large the cases are."""
+    """Measure both servers. The first server decides how large the cases are."""
     from sglang_pat.bench import comparison
 
     given = {

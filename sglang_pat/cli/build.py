@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _build(arguments: argparse.Namespace, source: str, words: list[str]) -> int:
-    """Compile as `run` does, for the model that SGLang loads from `source`, if one is given."""
+    """Compile as `run` does, for the model that SGLang loads from `source` if --model is given."""
     archs = arguments.arch or _archs_here()
     if not archs:
         oldest = _name(support.OLDEST_CAPABILITY)

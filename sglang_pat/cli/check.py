@@ -1,9 +1,9 @@
 """`sglang-pat check`: pat must be as close to a model as the present attention backend.
 
-Servers are started one after the other. One runs pat, and one the other backend; both answer the
-same requests. A third server, with a reference backend, scores all answers by prefills. If that
-backend does not serve the model, the other backend scores. The limits of the
-verdict are in `bench/closeness.py`.
+The command starts servers one after the other. The first server runs pat, and the second runs the
+present backend; both answer the same requests. A third server runs a reference backend, and scores
+all answers by prefills. If the default reference backend does not serve the model, the second
+server scores them. The limits of the verdict are in `bench/closeness.py`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ ENVIRONMENT = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"}  # admitted as if a
 LEAST_CONTEXT = 4 * CHUNK_TOKENS  # the longest generated prompt has two chunks and a prefix
 _CPU_BACKEND = "torch_native"  # SGLang's default needs a CPU with AMX
 _GPU_REFERENCE = "triton"  # serves nearly every model
-_SHARE_OF_CONTEXT = 4  # the longest shared prefix has at most this part of the context
+_SHARE_OF_CONTEXT = 4  # shared prefixes fill at most 1 / _SHARE_OF_CONTEXT of the context
 
 
 class _Served(NamedTuple):
@@ -68,7 +68,7 @@ class _Served(NamedTuple):
 
 
 class _Scored(NamedTuple):
-    """Distances of pat and of the other backend from the prefills of a backend, by its name."""
+    """Distances of pat and of the other backend from the prefills of the backend named `by`."""
 
     by: str
     distances: tuple[list[Distances], list[Distances]]

@@ -45,7 +45,7 @@ Status = Literal["ok", "warning", "failed"]
 NO_GPU = "no NVIDIA GPU: torch executes the plans (tests only)"
 _INSTALL = "pip install '.[sglang]' in a clone of sglang-pat"
 _INSTALL_TORCH = "install torch, in a CUDA build where there is a GPU (pytorch.org)"
-_SHOWN_PLACES = 5  # of those that are missing or wrong
+_SHOWN_PLACES = 5  # the most places or packages that a check names
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
 
@@ -148,7 +148,7 @@ _DRAFTS = "Drafts: pat verifies those of {}. Otherwise {}."
 
 
 def _print_routes(arguments: argparse.Namespace, words: list[str]) -> int:
-    """Print the routes of a model. words: of the server's arguments.
+    """Print the routes of a model's layers. words: the server's arguments.
 
     Returns the exit status: 1 if SGLang cannot build the model here, 2 for wrong input.
     """
@@ -280,7 +280,7 @@ def check_self_test() -> Check:
 
 
 def import_failed(error: Exception) -> Check:
-    """Return the check that replaces those that need SGLang, if it cannot be imported."""
+    """Return the check that replaces all checks by SGLang if SGLang cannot be imported."""
     return Check(
         "import of SGLang",
         "failed",
@@ -411,7 +411,7 @@ def check_kernels(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Check]
 
 
 def check_calibration(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Check]:
-    """Cost models of the GPUs here: one check for each kind of GPU, and for latent layers if any.
+    """Check the cost models: one check for each kind of GPU, and more for measured latent layers.
 
     Parameters
     ----------
@@ -433,7 +433,7 @@ def check_calibration(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Ch
             checks.append(Check("calibration", "failed", *_found_and_advice(error)))
             continue
         if found is None and kind != calibration.PLAIN:
-            continue  # estimates, which are not named here
+            continue  # the planner uses estimates, which no check names
         if found is None:
             _, origin = calibration.shipped_costs(name)
             text = f"{name}: not measured, the costs of planning are {origin}"
@@ -479,7 +479,7 @@ def _check_cache(gpus: Sequence[Gpu], given: Path | None) -> tuple[Check, bool]:
 
 
 def _compiled_kernels(gpus: Sequence[Gpu], cache: Path) -> list[str]:
-    """The kernels that run here without being compiled, each with what compiled it."""
+    """The kernels that are compiled for the GPUs here, each with what compiled it."""
     import torch
 
     from sglang_pat.executors import jit

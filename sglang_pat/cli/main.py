@@ -1,7 +1,7 @@
 """The console script `sglang-pat`: one subcommand per thing a user does outside of SGLang.
 
-Only the arguments are defined when this module is imported. What a subcommand needs to run, torch
-above all, is imported when it runs.
+Only the arguments are defined when this module is imported. Each subcommand imports what it needs,
+torch above all, when it runs.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _by_new_name(words: Sequence[str]) -> list[str]:
-    """The words of a command line whose command may have an old name."""
+    """Return a command line's words, with an old name of the command replaced by the new one."""
     if not words or words[0] not in _OLD_NAMES:
         return list(words)
     new = _OLD_NAMES[words[0]]

@@ -1,6 +1,6 @@
-"""The model and options of a server that is not there, for commands that ask SGLang's class.
+"""The model and options of a server that does not run. The commands ask SGLang's model class.
 
-`doctor` and `build` share them.
+`doctor` and `build` share these options.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def add_model_options(parser: argparse.ArgumentParser, does: str) -> None:
 def server_words(arguments: argparse.Namespace) -> list[str]:
     """Return the server's arguments, as words.
 
-    ValueError for options without a model, for what is no flag of SGLang's, and for one that is
-    given twice.
+    ValueError if --tp or --server-args is given without --model, for a flag that `check_flags`
+    refuses, and if --tp is given in both places.
     """
     if arguments.model is None:
         for option, value in (("--tp", arguments.tp), (FLAGS, arguments.server_args)):
@@ -75,7 +75,7 @@ def _without_pat(words: list[str]) -> list[str]:
 
 def check_config(whole: Mapping[str, Any], arguments: argparse.Namespace) -> None:
     """Raise ValueError for a model that SGLang cannot build on the number of GPUs of --tp."""
-    tp = 1 if arguments.server_args else arguments.tp or 1  # flags may divide it in other ways
+    tp = 1 if arguments.server_args else arguments.tp or 1  # flags may divide the model otherwise
     check_architectures(whole)
     config = decoder_config(whole)
     check_counts(config)

@@ -13,7 +13,7 @@ TRAINED = Path(__file__).parent / "trained"
 
 
 def write_model(folder: Path) -> int:
-    """Write the model, all of it or nothing. Returns the exit status: 0, or 2 if it cannot."""
+    """Write the whole model or nothing. Returns the exit status: 0, or 2 if nothing is written."""
     try:
         is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)

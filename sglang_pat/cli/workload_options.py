@@ -1,4 +1,4 @@
-"""Options of `advise`, and the way from these to a report.
+"""Options of `advise`, and the workload and report that they ask for.
 
 The options of a server have SGLang's names. Nothing here needs SGLang.
 """
@@ -179,7 +179,7 @@ class GivenWorkload:
     setup: Setup
 
     def answered(self, watch: Watch, progress: Progress) -> ReplayReport:
-        """Serve it with both backends."""
+        """Serve the requests with both backends, and report."""
         from sglang_pat.workload.report import ReplayReport
         from sglang_pat.workload.run import answer
         from sglang_pat.workload.verdict import verdict
@@ -197,7 +197,7 @@ def read(arguments: argparse.Namespace, progress: Progress) -> GivenWorkload:
     from sglang_pat.workload.models import context_length_of, naming
     from sglang_pat.workload.server import Rules
 
-    # To import SGLang takes longest: all that can be refused without it is refused before.
+    # The import of SGLang takes longest, so everything that can be checked without it comes first.
     policies = _policies(arguments.policies)
     page, chunk = arguments.page_size, arguments.chunked_prefill_size
     if chunk < page:
@@ -218,7 +218,7 @@ def read(arguments: argparse.Namespace, progress: Progress) -> GivenWorkload:
         time = StepTime.of_model(config, gpu, arguments.tp, model.layers, model.weights)
         pool = _pool_tokens(time, arguments)
 
-    # Imports numpy's and the scheduler's parts: wrong input has been refused by now.
+    # This import also imports numpy and the scheduler. Wrong input has been refused by now.
     from sglang_pat.workload.run import Setup
 
     rules = Rules(
@@ -242,8 +242,8 @@ def read(arguments: argparse.Namespace, progress: Progress) -> GivenWorkload:
 def _check_by_rules(config: Mapping[str, Any], arguments: argparse.Namespace) -> None:
     """Raise ValueError for a server that cannot exist, as far as the rules tell.
 
-    The weights by the rules may be a tenth off. So the model must not fit into GPUs with a quarter
-    more memory either.
+    The size of the weights by the rules may be a tenth off. So a model is refused only if it does
+    not fit into GPUs with a quarter more memory either.
     """
     from sglang_pat.model_layers import read_layers
     from sglang_pat.workload.cost import StepTime

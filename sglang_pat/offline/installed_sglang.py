@@ -30,9 +30,9 @@ class Touchpoint(NamedTuple):
     not_in
         The supported version of SGLang that does not have the target. pat does without it there.
     module
-        The module of this package that does it.
+        The module of this package that changes SGLang there.
     why
-        What pat needs it for.
+        What pat needs the change for.
     """
 
     kind: str
@@ -81,8 +81,8 @@ def missing_registrations() -> list[str]:
 def unwrapped_backends() -> list[str]:
     """Backends that would decode all by themselves even if pat was asked for.
 
-    Call it after `missing_registrations()`. They are SGLang's, or of plug-ins that were loaded
-    later.
+    Call it after `missing_registrations()`. The backends are SGLang's own, or come from plug-ins
+    that SGLang loaded after pat.
     """
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 

@@ -1,7 +1,7 @@
 """Flags of SGLang's server and names of its attention backends, from the text of its source.
 
 Importing SGLang to ask its parser takes ten seconds and more. The text holds every flag, and other
-words too. So a flag that it lacks is certainly wrong; the server checks the rest.
+words too. So a flag that the text lacks is certainly wrong; the server checks all other flags.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from sglang_pat.sglang.cpu import enable_cpu_engine
 if TYPE_CHECKING:
     import torch
 
-# Names of modules with attention or a state, and of MLPs in them.
+# Parts of the names of modules with attention or a state, and of MLPs inside such modules.
 _ATTENTION = re.compile(r"attn|attention|mixer|mamba|\bconv\b|qkv_proj|\b[qo]_proj")
 _MLP = re.compile(r"mlp|expert")
 

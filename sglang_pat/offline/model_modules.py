@@ -17,9 +17,10 @@ _MORE_MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 
 
 def modules_without(classes: Iterable[str]) -> list[str]:
-    """Return the modules that define none of these classes. Empty: it is not known.
+    """Return the modules that define none of these classes. Empty if no module defines one.
 
-    SGLang imports all of its models to find one, which takes most of the time until it is built.
+    SGLang imports all its model modules to find one class, which takes most of the time until the
+    model is built.
     """
     wanted = re.compile("|".join(rf"\bclass {re.escape(name)}\b" for name in classes) or "$^")
     found: dict[bool, list[str]] = {True: [], False: []}
@@ -32,7 +33,7 @@ def modules_without(classes: Iterable[str]) -> list[str]:
 def check_known(name: str, config: Mapping[str, Any]) -> None:
     """ValueError if SGLang is here, and neither it nor transformers names a class of models."""
     if config.get("auto_map") or os.environ.get(_MORE_MODELS):
-        return  # the model brings it
+        return  # the class may come with the model or from that package
     word = re.compile(rf"\b{re.escape(name)}\b")
     files = [*_files("sglang", "srt/models/*.py"), *_files("sglang", "srt/configs/*.py")]
     if not files:

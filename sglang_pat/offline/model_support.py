@@ -1,7 +1,7 @@
 """Which layers of a model pat would decode, by its configuration: no weights, no GPU, no server.
 
 Builds the model's class on torch's meta device, as the first of the ranks that the server would
-have. What only a running server shows is not known: the KV pool, and arguments that the model
+have. Two things are known only to a running server: the KV pool, and arguments that the model
 passes in its first step.
 """
 
@@ -71,7 +71,7 @@ def build_model(path: str, flags: Sequence[str] = ()) -> tuple[torch.nn.Module, 
 
 
 def layer_table(support: LayerSupport) -> Iterator[tuple[str, str, str]]:
-    """Yield (layers, route, reason) for each run of layers that have the same."""
+    """Yield (layers, route, reason) for each run of layers with the same route and reason."""
     reasons = dict.fromkeys(support.shapes, "")
     reasons |= {layer_id: str(reason) for layer_id, reason in support.fallback.items()}
     # Within a run, the difference between the ids and a counter is constant.
@@ -89,10 +89,10 @@ class KernelNeeds(NamedTuple):
     Attributes
     ----------
     dtype
-        Of queries.
+        The dtype of queries.
     kv_dtypes
-        Of the KV cache, if it is another; None: that of the queries. Two where versions of SGLang
-        take different ones for a checkpoint that asks for fp8.
+        The dtype of the KV cache; None: the dtype of queries. There are two dtypes if versions of
+        SGLang choose differently for a checkpoint that asks for fp8.
     head_dims
         (head_dim, v_head_dim) of the layers that pat decodes.
     """
@@ -200,7 +200,7 @@ def _server_arguments(path: str, flags: Sequence[str]) -> Any:
 
     words = ["--model-path", path, "--attention-backend", BACKEND, "--load-format", "dummy"]
     words += ["--skip-tokenizer-init"]
-    words += ["--disable-radix-cache"]  # some of its kinds want a GPU
+    words += ["--disable-radix-cache"]  # some kinds of radix cache want a GPU
     told, handlers = io.StringIO(), logging.root.handlers[:]
     with _platform_with_gpu() as device:
         words += [*device, *flags, "--pp-size", "1"]
@@ -308,10 +308,11 @@ def _forget_cpu(config: Any) -> None:
 
 @contextlib.contextmanager
 def _platform_with_gpu() -> Iterator[Sequence[str]]:
-    """Let SGLang resolve its arguments as on an H100, and yield those for its device.
+    """Let SGLang resolve its arguments as on an H100, and yield the flags that name the device.
 
-    Some classes of models have a default backend of their own, or refuse those of CPUs. 0.5.17
-    resolves for the machine that it runs on: see `_on_gpu`. A machine with a GPU is left as it is.
+    Some classes of models have a default backend of their own, or refuse the backends of CPUs.
+    SGLang 0.5.17 resolves for the machine that it runs on: see `_on_gpu`. A machine with a GPU is
+    left as it is.
     """
     from sglang.srt import runtime_context
 
@@ -332,7 +333,7 @@ def _on_gpu(backend: str) -> str:
 
 
 def _resolve(arguments: Any) -> None:
-    """Resolve arguments that were made outside of a server. 0.5.17: the constructor did."""
+    """Resolve arguments made outside of a server. In 0.5.17, their constructor has done so."""
     if hasattr(arguments, "resolve_once"):
         arguments.resolve_once()
 

@@ -33,7 +33,7 @@ class DemoMachine:
         GPU two tokens may tie within rounding, so the two most probable tokens are requested as
         well.
     arguments
-        Of sglang.Engine.
+        The arguments of sglang.Engine.
     """
 
     own_backend: str | None
@@ -47,7 +47,7 @@ class DemoMachine:
             return cls("torch_native", True, {"device": "cpu", "dtype": "float32"})
         graphs = {
             "cuda_graph_max_bs_decode": MAX_RUNNING_REQUESTS,
-            "cuda_graph_backend_prefill": "disabled",  # half of the time that an engine starts
+            "cuda_graph_backend_prefill": "disabled",  # saves half of the time of a start
         }
         return cls(None, False, {"device": "cuda", "dtype": "float16", **graphs})
 
@@ -96,7 +96,7 @@ def serve(
         seconds = time.perf_counter() - began
         tokens = [answer["output_ids"] for answer in answers]
         candidates = None if machine.exact else list(map(_candidates, answers))
-        # Before the engine is shut down: that kills the process that writes the file.
+        # Read before the engine is shut down: the shutdown kills the process that writes the file.
         stats = {} if stats_file is None else read_stats(stats_file)
         return Served(tokens, seconds, candidates, stats)
     finally:

@@ -1,7 +1,8 @@
 """The demo's workload: requests over a three-level prefix tree, which join and leave over time.
 
-The texts are docstrings of sglang-pat, which the model can continue. Its version, the number of
-requests and `SEED` determine everything, so both runs, on every machine, serve the same requests.
+The texts are docstrings of sglang-pat, which the model can continue. The version of sglang-pat, the
+number of requests and `SEED` determine the workload. So both runs serve the same requests, on every
+machine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sglang_pat.cli.tiny_model import TRAINED
 SEED = 7
 NUM_SYSTEM_PROMPTS = 2
 DOCUMENTS_PER_SYSTEM_PROMPT = 3
-# With an answer, less than the 1,024 tokens of the texts that the model was trained on.
+# A prompt and its answer together are shorter than the 1,024 tokens of a training text.
 SYSTEM_PROMPT_TOKENS = (400, 512)
 DOCUMENT_TOKENS = (256, 384)
 NEW_TOKENS = (16, 64)
@@ -57,7 +58,7 @@ class DemoRequest:
 
 
 class Words:
-    """The tokens of texts, and the texts of tokens. model: its folder."""
+    """Converts texts to tokens, and tokens to texts. model: the folder of the model."""
 
     def __init__(self, model: Path = TRAINED) -> None:
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
