@@ -29,8 +29,8 @@ class Places {
  private:
   static constexpr size_t kNear = 8;
   struct Bucket {
-    int32_t owner = -1;  // a place of the request that the bucket belongs to; -1: free
-    int32_t first = -1;  // its first place that may still be free
+    int32_t owner = -1;  // a place of the request that has this bucket; -1: free
+    int32_t first = -1;  // the request's first place that may still be free
   };
 
   int32_t found(size_t place) {

@@ -218,7 +218,7 @@ py::object update_forest(pat::PrefixForest& self, const py::list& before, const 
   return py::make_tuple(counts->joined, counts->left, counts->moved, counts->read_again);
 }
 
-// The value of a keyword. TypeError names one that is not such a number.
+// Converts the value of a keyword. If the value is not such a number, throws a TypeError that names the keyword.
 template <typename Number>
 Number number_of(const std::string& name, py::handle value) {
   try {

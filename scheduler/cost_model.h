@@ -87,8 +87,8 @@ struct CostModel {
   }
 };
 
-// Costs for GPUs. The first entry whose name is part of the device's name applies. Measured ones are fitted to runs of
-// `sglang-pat calibrate` on this GPU, the others are estimates from its bandwidths.
+// Costs for GPUs. The first entry whose name is part of the device's name applies. Measured costs are fitted to runs of
+// `sglang-pat calibrate` on the GPU. All other costs are estimates from its bandwidths.
 struct ShippedCosts {
   std::string_view gpu;
   bool is_measured;

@@ -23,8 +23,8 @@ class DecodePlan {
  public:
   // num_workers: in half of the tickets, items with both shared KV and private tails run from the tails up. Otherwise
   // all CTAs would read shared KV from the L2 at the same time while device memory is idle, and then read tails while
-  // the tensor cores are idle. With num_workers 0, a row's segments ascend in all items. In plans with partials they
-  // ascend too, because most of their tickets start at different places of the shared KV anyway.
+  // the tensor cores are idle. With num_workers 0, a row's segments ascend in all items. They also ascend if the plan
+  // has partials, because most tickets of such a plan start at different places of the shared KV anyway.
   //
   // Throws std::length_error if item requests, partials or shared slots do not fit into int32. The plan is then
   // incomplete.

@@ -28,8 +28,8 @@ struct UpdateCounts {
 
 // Goes from the batch `before`, whose paths the forest has, to `now`. Reads the paths of requests that joined or moved.
 // If these paths show that the tree has split nodes of kept paths, reads those paths again. If they only make a split
-// possible, reads one path per node that may be split. These paths may show more splits. The third time, reads all
-// paths.
+// possible, reads one path per node that may be split. The paths that are read again may show more splits. Once two
+// rounds of reading have shown splits, or after the third round, reads all paths.
 //
 // Returns nothing if the batches are equal and no request moved. Does not use the spans after the first call of the
 // reader. Throws what the reader and PrefixForest::update() throw; the next update must then be from an empty batch.

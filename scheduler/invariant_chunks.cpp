@@ -59,8 +59,9 @@ void InvariantChunks::list_requests(const PrefixForest& forest) {
 
 bool InvariantChunks::enter_chunk(const PrefixForest& forest, std::span<const int32_t> seq_lens,
                                   int32_t begin) {
-  // The deepest node that this request shares with the last request that was kept: the uppermost of the nodes that the
-  // requests between them share with their neighbours. Of nodes on one path, the uppermost has the smallest index.
+  // The deepest node that this request shares with the last request that was kept. It is the uppermost `node` of the
+  // requests after that one, up to this one, because a request's `node` is what it shares with the request before it.
+  // Of nodes on one path, the uppermost has the smallest index.
   int32_t common = std::numeric_limits<int32_t>::max();
   size_t num_kept = 0;
   for (Holder holder : holders_) {

@@ -45,7 +45,7 @@ struct StageTimes {
 };
 
 struct LengthCheck {
-  bool served;      // by the last plan
+  bool served;      // whether the last plan serves the lengths
   int64_t total;    // sum of the lengths, each at most the window
   int32_t longest;  // 0 without requests
 };
@@ -54,9 +54,9 @@ class PackScheduler {
  public:
   explicit PackScheduler(const SchedulerConfig& config);
 
-  // Builds a plan for the requests of a forest, which is arranged for it. With a window, it is a plan of the rows of a
-  // WindowCut. Throws std::invalid_argument on bad input, and std::length_error if the plan is too large for its
-  // format. The last plan then stays in force.
+  // Arranges a forest and builds a plan for its requests. With a window, the plan is for the rows of a WindowCut.
+  // Throws std::invalid_argument on bad input, and std::length_error if the plan is too large for its format. The last
+  // plan then stays in force.
   void plan(PrefixForest& forest, std::span<const int32_t> seq_lens);
   // The same, for paths that are not in a forest.
   void plan(const PathsView& paths, std::span<const int32_t> seq_lens);

@@ -57,11 +57,12 @@ class PrefixForest {
   // The nodes get ids that update() does not know.
   void add_cut_paths(const PrefixForest& whole, std::span<const int32_t> requests, int32_t cut);
 
-  // Goes to the next batch. kept[i] is the place of request i in the current batch, from which it keeps its path. If it
-  // is negative, the request's path is the next one of `read`. Requests that are not kept leave.
+  // Goes to the next batch. Request i of the next batch keeps the path of request kept[i] of the current batch. If
+  // kept[i] is negative, request i gets the next path of `read`. Requests of the current batch that are not kept leave.
   //
-  // The tree may have split nodes since the kept paths were read. `outdated` gets what the new paths show of that; the
-  // caller then calls update() again with the paths of these requests. Without kept paths nothing is outdated.
+  // The tree may have split nodes since the kept paths were read. `outdated` gets the requests whose kept paths are
+  // affected, as far as the new paths show this. The caller then calls update() again with the paths of these requests.
+  // Without kept paths nothing is outdated.
   //
   // Throws std::invalid_argument, naming request and value, if a path does not start at a root, has gaps, overlaps or
   // empty spans, or disagrees with another path of `read` about a node. The forest is then empty. Takes time linear in
@@ -107,7 +108,8 @@ class PrefixForest {
   };
 
   int32_t num_requests() const { return static_cast<int32_t>(last_node_.size()); }
-  // Requests whose path the last update() kept, outdated ones included: another update() follows then.
+  // Requests whose path the last update() kept. If some of these paths are outdated, they count too, and another
+  // update() follows.
   int32_t num_kept() const { return num_kept_; }
   // The path of a request from its first node on, for checks.
   std::vector<PathNode> path(int32_t request) const;
@@ -137,7 +139,7 @@ class PrefixForest {
   std::vector<int32_t> id_table_;   // open-addressing table of path node indices
   std::vector<int32_t> previous_;   // last_node_ of the batch before
   std::vector<int32_t> split_parents_;  // nodes with a new_child_end, -1 for the level of the roots
-  int32_t new_root_end_ = kNoNewChild;  // new_child_end of that level
+  int32_t new_root_end_ = kNoNewChild;  // new_child_end of the level of the roots
   std::vector<int32_t> suspect_nodes_;
   bool any_outdated_ = false;
   uint32_t num_passes_ = 0;  // over path nodes

@@ -49,7 +49,7 @@ class WindowCut {
 
  private:
   struct Row {
-    int32_t node;  // the one by which the request may save most
+    int32_t node;  // the node by whose sharing the request may save most
     int32_t cut;   // where the row would be cut if it were alone in its class
     int32_t request;
 

@@ -21,7 +21,8 @@ namespace pat {
 struct SplitConfig {
   int32_t num_workers;  // CTAs per KV head
   // A cut leaves at least this many tokens on both sides, both of the item and of the segment that it lies in. If
-  // workers would then have less than four items each, a quarter of it is enough. It is a multiple of kCutGranularity.
+  // workers would then have less than four items each, a quarter of this number is enough. The number is a multiple of
+  // kCutGranularity.
   int32_t min_item_tokens;
 };
 inline constexpr int32_t kMaxWorkers = 1 << 16;
@@ -37,8 +38,8 @@ class KvSplitter {
   // close enough together. If they do not, GuidedSelfScheduling makes tickets that shrink with the work that is left.
   //
   // A cut lies between two segments if the ticket is then nearly full, else within one. A request on both sides of a
-  // cut gets a partial from each. Where the cut lies between two requests, the second side may instead read again what
-  // both share, if that costs less.
+  // cut gets a partial from each. Where the cut lies between two requests, the item after the cut may instead read
+  // again what the requests of both sides share, if that costs less.
   void split(const Packing& packing, SplitTask task, Split& out);
 
   // A lower bound of Split::time for any split whose items read `num_tokens` tokens and share none.

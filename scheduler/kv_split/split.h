@@ -51,8 +51,9 @@ struct Split {
   void clear();
   void list_ticket_costs(std::vector<int64_t>& costs) const;
   // By how many tokens each request may grow before the split is out of balance. It is out of balance once a ticket
-  // exceeds both the workers' mean and the longest ticket of planning time by more than a sixteenth of the latter. The
-  // largest integer if not all tickets are drawn at once, because later tickets even out such differences.
+  // exceeds both the workers' mean and the longest ticket of planning time by more than a sixteenth of the latter.
+  // Returns the largest integer if not all tickets are drawn at once, because tickets that are drawn later even out
+  // such differences.
   int64_t balanced_growth(int32_t num_workers) const;
 };
 
@@ -62,7 +63,7 @@ struct SplitTask {
   int64_t num_unique;  // KV tokens, each counted once
   // Expected time of another split of the batch. If no split can take less, the result has no tickets.
   int64_t time_to_beat = std::numeric_limits<int64_t>::max();
-  // KvSplitter sets both.
+  // KvSplitter sets the next two fields.
   int64_t num_read = 0;         // KV tokens, counted once per tile that reads them
   bool shares_nothing = false;  // no tile has KV of several requests
 };

@@ -31,7 +31,7 @@ struct SplitContext {
   const CostModel* costs;
   const ItemCost* item_costs;
   // Loads count whole stages and the starts of segments. False if there is much work, and nothing is shared or some
-  // shared range is long: it then makes no difference.
+  // shared range is long: counting them then makes no difference.
   bool counts_stages;
   int64_t min_item_tokens;  // no cut makes a shorter item
   bool may_merge =

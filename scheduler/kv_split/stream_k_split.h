@@ -19,12 +19,13 @@ namespace pat {
 // one range are cut at the same places if that costs little. They then read it at the same time, and from device memory
 // once.
 //
-// split() makes a few of these and takes the one that is expected to end first, merge included. They differ in how
-// short items may be, and in whether cuts between requests always read again, so that nothing is merged.
+// split() makes a few such splits and takes the one that is expected to end first, merge included. The splits differ in
+// how short items may be. In some, the item after a cut between two requests always reads again what both share, so
+// that nothing is merged there.
 class StreamKSplit {
  public:
   // is_little: items may be shorter than the context's, and CTAs draw larger tickets first, because they start one
-  // after the other. Returns whether there are tiles that read one range, and these are cut at the same places.
+  // after the other. Returns true if some tiles read the same range and the split cuts these tiles at the same places.
   bool split(const SplitContext& context, const SplitTask& task, const Packing& packing,
              const TileList& list, bool is_little, Split& out);
 
@@ -36,7 +37,8 @@ class StreamKSplit {
     bool fits;        // all tiles are assigned
   };
   // Assigns the tiles to tickets of at most `budget` each, until there is no worker left or an item is too long.
-  // aligned: a tile with a long range that other tiles read as well begins a ticket, unless it fits into one uncut.
+  // aligned: a tile with a long range that other tiles read as well begins a ticket, unless the tile fits uncut into
+  // the rest of the present ticket.
   static AssignResult assign(const SplitContext& context, const Packing& packing,
                              std::span<const Tile> tiles, int64_t budget, bool aligned,
                              Assignment& assignment);

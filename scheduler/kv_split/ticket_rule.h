@@ -13,8 +13,8 @@ namespace pat {
 inline constexpr int64_t kTicketsPerShare = 2;
 inline constexpr int64_t kSmallestTicket = 384;
 inline constexpr int64_t kSmallestUnshared = 768;
-// Shared work is drawn this many times faster than private work, because the last tickets should be private: those are
-// cheap to cut.
+// Shared work is drawn this many times faster than private work, because the last tickets should have private work,
+// which is cheap to cut.
 inline constexpr double kSharedLead = 2;
 
 inline int64_t ticket_budget(int64_t cost_left, int32_t num_workers, bool shares_nothing = false) {
