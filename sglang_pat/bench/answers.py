@@ -54,7 +54,8 @@ class Parting(NamedTuple):
     """A position at which two answers part. A token is None after the end of its answer.
 
     gap: the log-probability of the reference's own token minus that of the other token, both in the
-    reference. None if the other is not among its candidates, or one is not a number.
+    reference. None if the other token is not among the reference's candidates, if one token is
+    None, or if a log-probability is not a number.
     """
 
     request: int
@@ -107,7 +108,7 @@ def agreement(answers: Sequence[Answer], reference: Sequence[Answer], tie: float
 def _parting(
     left: Sequence[int], right: Sequence[int]
 ) -> tuple[int, tuple[int | None, int | None] | None]:
-    """Count the equal tokens; return them and the two that differ, None if all are equal."""
+    """Return the number of equal tokens, and the two tokens that differ; None if all are equal."""
     for position, tokens in enumerate(zip_longest(left, right)):
         if tokens[0] != tokens[1]:
             return position, tokens

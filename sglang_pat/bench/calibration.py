@@ -115,7 +115,7 @@ class Features(NamedTuple):
 
 
 def missing_tokens(plan: DecodePlan, seq_lens: IntArray, num_kv_heads: int) -> list[float]:
-    """Return, for each length of `SHORTEST`, the tokens that shorter work items lack in all."""
+    """Return, for each length of `SHORTEST`, how many tokens shorter work items lack in all."""
     kv_request, begin, end, _ = plan.kv_segments.T
     end = np.where(end == OPEN_END, seq_lens[np.maximum(kv_request, 0)], end)
     ends = np.concatenate([[0], np.cumsum(end - begin)])
@@ -436,7 +436,10 @@ def _check(found: Fit) -> None:
 
 
 def _rate(measured: Measurement, found: Fit) -> float:
-    """Return a token's cost in a body over its cost from memory, from the remaining time."""
+    """Return the cost of a token in a body, over the cost of a token from memory.
+
+    The measured time minus all other costs is taken for the time of the tokens.
+    """
     us = found.microseconds
     tokens = measured.features.token * us.token
     rest = measured.us - float(np.dot(_counted(measured, found.shortest), us)) + tokens

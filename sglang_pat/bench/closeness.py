@@ -169,7 +169,7 @@ def judge(
     Raises
     ------
     ValueError
-        The type is another one, or no answer has two tokens.
+        `dtype` is no key of `ROUNDING`, or no answer has two tokens.
     RuntimeError
         A log-probability of the other backend is no number.
     """

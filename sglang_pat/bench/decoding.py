@@ -177,8 +177,8 @@ def tpot(runs: Sequence[DecodeRun]) -> Spread:
 def ratio(slower: Sequence[DecodeRun], faster: Sequence[DecodeRun]) -> Spread:
     """Return the time of one server over the time of the other.
 
-    Slices at the same token are compared, in runs that followed each other. RuntimeError if none
-    has the same token.
+    The n-th runs of both are compared, by slices that begin at the same token. RuntimeError if no
+    two slices do.
     """
     found = [
         milliseconds / other.slices_ms[token]

@@ -25,7 +25,7 @@ _WRONG_USAGE = 2  # exit status of argparse
 
 
 class RefusedArguments(RuntimeError):
-    """The server's parser refuses its command line. The message is what it says, in one line."""
+    """The server refuses its command line. The message is the last line that it printed."""
 
 
 @dataclass
@@ -37,9 +37,10 @@ class HttpServer:
     log: Path
 
     def is_ready(self) -> bool:
-        """Raise an error if the server has ended.
+        """Return True if the server answers. Raise an error if it has ended.
 
-        RuntimeError with the end of the log; RefusedArguments if its command line is why.
+        RefusedArguments if it has refused its command line, otherwise RuntimeError with the end of
+        the log.
         """
         if self.process.poll() == _WRONG_USAGE:
             raise RefusedArguments(self.tail().rstrip().rpartition("\n")[2])
@@ -122,8 +123,8 @@ def running_process(
     """`command` with `arguments` as flags and a free port, until the block ends.
 
     arguments: the keyword arguments of sglang.Engine. start_seconds: how long to wait until it is
-    ready; None: not at all. environment: in addition to this process's own. flags: after the
-    others. Raises what `wait_for_all` does.
+    ready; None: not at all. environment: in addition to this process's own. flags: follow
+    those of `arguments`. Raises what `wait_for_all` does.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -72,7 +72,7 @@ def over_http(server: Server) -> Ask:
 
 
 def serve(ask: Ask, asked: Sequence[Asked]) -> tuple[list[Reply], int]:
-    """Ask all requests at once. Returns the answers, and how often one was retracted.
+    """Ask all requests at once. Returns the answers, and how often requests were retracted.
 
     RuntimeError if a request is aborted.
     """
@@ -103,7 +103,7 @@ def score(ask: Ask, asked: Sequence[Asked], replies: Sequence[Reply]) -> Scores:
             "input_ids": [*tokens],
             # The one token comes from the prefill: nothing is decoded.
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
-            "logprob_start_len": prompt - 1,  # this first token gets no log-probability
+            "logprob_start_len": prompt - 1,  # SGLang scores only what follows this token
             **with_candidates(CANDIDATES),
         }
         for tokens, prompt in wanted.items()

@@ -115,7 +115,7 @@ def _wrong(name: str, owned: Mapping[Path, set[str] | None]) -> str | None:
     if not places:
         return "a module without a file"
     if all(each.is_relative_to(STUB_DIR) for each in places) and not cuda_driver_is_present():
-        return None  # the project's own, where no kernel can run
+        return None  # this package's own, where no kernel can run
     if not any(_is_owned(each, owned) for each in places):
         return f"{places[0]} belongs to no installed distribution"
     module = sys.modules.get(name)

@@ -30,10 +30,11 @@ def interleaved_us(
     warmup: int = 3,
     dirty: bool = False,
 ) -> dict[str, float]:
-    """Return the median microseconds of each. Each round runs all once, with other data in the L2.
+    """Return the median microseconds of each contender. Each round runs every contender once.
 
-    That data was only read, because the write-back of written data would be part of the time.
-    dirty: that data was written, as a layer before may have done.
+    Before a contender runs, other data is read, so that it fills the L2. The data is not written,
+    because its write-back would be part of the time. dirty: write the data instead, as an earlier
+    layer may do.
     """
     flush = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     total = torch.empty((), dtype=torch.int64, device="cuda")

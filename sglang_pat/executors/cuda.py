@@ -25,8 +25,8 @@ from sglang_pat.executors.loaded_kernels import LoadedKernels, capture_id, kv_ma
 from sglang_pat.executors.window_rows import Window, WindowRows
 from sglang_pat.plan import BufferSizes, DecodePlan, PlanHeader, write_plan
 
-# Two are reserved, and graphs get one of the others each; a server captures some 50 graphs. Graphs
-# that share a counter must not run at the same time.
+# Counters of one buffer. Two are reserved, and each graph gets one of the others; a server captures
+# some 50 graphs. Graphs that share a counter must not run at the same time.
 _COUNTERS = 256
 
 # Plans that may be under way to the device at once. Two would do for SGLang, which plans step N + 1
@@ -64,7 +64,7 @@ class StagingBuffer:
 
     def wait(self) -> None:
         """Block until the memory is reusable (normally at once)."""
-        # Not synchronize() at once: that lets go of the GIL.
+        # Ask first: synchronize() would let go of the GIL even if there is nothing to wait for.
         if not self._copied.query():  # type: ignore[no-untyped-call]
             self._copied.synchronize()
 
@@ -85,8 +85,8 @@ class PlanBuffers:
 
     Executors that share buffers share this object.
 
-    Graphs capture the addresses of these tensors, and of those of a step. Graphs share the
-    partials: two of them that run at the same time stop with an error.
+    Graphs capture the addresses of these tensors, and of the tensors of a step. All graphs share
+    the partials: if two graphs run at the same time, they stop with an error.
 
     Attributes
     ----------

@@ -1,7 +1,7 @@
 """Attention to draft tokens on a GPU: one Triton kernel per layer, where torch launches a dozen.
 
-If a group has few keys, each row reads them one by one. Many keys are multiplied with all rows of
-their group, as tiles.
+Rows and keys come in groups. In a small group, each row reads the keys one by one. In a large
+group, all rows are multiplied with all keys, as tiles (`is_tiled`).
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,import-untyped"
@@ -62,7 +62,7 @@ def _merge_drafts(
     else:
         scale *= k_scale
     v_factor = tl.load(v_scale) if V_SCALE_ON_DEVICE else v_scale
-    # What the plan covers is one more key, whose logit is the LSE and whose value is the output.
+    # The plan's result counts as one more key: its logit is the LSE, and its value is the output.
     most = tl.load(lse + row * num_heads + head, mask=in_group, other=0.0)
     total = tl.full((GROUP_PADDED,), 1.0, tl.float32)
     places = out + (row * num_heads + head[:, None]) * V_DIM + v_dim[None, :]

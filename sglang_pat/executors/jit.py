@@ -404,7 +404,7 @@ class Compiler:
         Raises
         ------
         KernelBuildError
-            The compilation fails. The message includes the compiler's.
+            The compilation fails. The message includes what the compiler says.
         """
         nvrtc, sources = _nvrtc(), source_folder()
         folders = (sources, sources / _STANDARD_HEADERS, self.cuda_headers)

@@ -45,8 +45,8 @@ class KvWriter:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.config = config
-        # The columns of k and v in write(). In latent attention, v has the columns of the keys
-        # that follow those of the values.
+        # The columns of k and v in write(). In latent attention, k has the columns of the keys that
+        # are also the values, and v has the other columns.
         self.columns = config.head_dim, config.v_head_dim
         if config.is_latent:
             self.columns = config.v_head_dim, config.head_dim - config.v_head_dim
@@ -69,7 +69,8 @@ class KvWriter:
         A tensor is read at each write. Nothing is divided if the dtype stays the same, as in
         SGLang's pools.
 
-        None: the kernel cannot divide by it, for example by a new number during a capture.
+        Returns None if the kernel cannot divide by `divisor`, for example by a new number during a
+        capture.
         """
         if divisor is None or self.config.kv_dtype is None:
             return UNSCALED
@@ -107,13 +108,13 @@ class KvWriter:
         ----------
         k, v : torch.Tensor
             `[num_tokens, num_kv_heads, head_dim]` and `[.., v_head_dim]`. There may be gaps
-            between tokens and between heads. In latent attention, the first `v_head_dim` columns of
-            the rows, and the others (`write_latent`).
+            between tokens and between heads. In latent attention, `k` has the first `v_head_dim`
+            columns of the rows, and `v` has the others (`write_latent`).
         slots : torch.Tensor
             int32 or int64 `[num_tokens]`.
         k_cache, v_cache : torch.Tensor
             `[num_slots, num_kv_heads, head_dim]` and `[.., v_head_dim]`; written. In latent
-            attention, views of the cache: the columns of `k`, and those of `v`.
+            attention, two views of one cache: the columns of `k`, and those of `v`.
         k_scale, v_scale : KvScale
             Results of `scale()`.
 

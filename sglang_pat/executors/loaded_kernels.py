@@ -184,7 +184,7 @@ def load_kernels(config: KernelConfig, device_index: int) -> LoadedKernels:
             f"{problem}: it was compiled for another GPU, or is damaged; compile it again: "
             f"sglang-pat build --force {config.build_options}"
         )
-    # The wheel's compiler may be newer than this driver. That of torch is not.
+    # The compiler of the wheel's image may be newer than this driver. The one with torch is not.
     logger.warning("%s; the kernels are compiled here instead", problem)
     return LoadedKernels(build(config, force=True).read_bytes(), config)
 

@@ -73,7 +73,7 @@ class _SegmentGroup:
 class PlanExecution:
     """One step's execution of a plan: the index work, done once and shared by all layers.
 
-    Holds references to `req_to_token`'s slots as they are now, so it serves one step only.
+    It keeps the slots that `req_to_token` has now, so it serves one step only.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class ReferenceExecutor:
         execution: Callable[..., Execution] = PlanExecution,
         window: Window | None = None,
     ) -> None:
-        """execution: makes the executor of a step's plan, given the plan, slots and step."""
+        """execution: makes the execution of a step from its plan, the shared slots and the step."""
         self._device = device
         self._new_execution = execution
         self._window = window

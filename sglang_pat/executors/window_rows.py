@@ -41,7 +41,7 @@ class Window(NamedTuple):
 
 
 class WindowRows:
-    """The table of the rows, which takes the place of `req_to_token` under their plans.
+    """The slots of all windows. Plans of layers with a window read them, not `req_to_token`.
 
     Attributes
     ----------

@@ -94,7 +94,7 @@ def intact_lines(path: Path) -> Iterator[bytes]:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(path.name, number + 1, f"damaged compressed data: {error}") from error
     except Exception as error:
-        if type(error).__name__ != "ZstdError":  # its package may be missing, and so the class
+        if type(error).__name__ != "ZstdError":  # by name: its package may be missing
             raise
         raise TraceError(path.name, number + 1, f"damaged compressed data: {error}") from error
 

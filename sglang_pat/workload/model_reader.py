@@ -177,7 +177,10 @@ def _ask(asked: Sequence[Mapping[str, Any]], without: Sequence[str] = ()) -> lis
 def _layers(
     alone: Mapping[str, Any], shared: Mapping[str, Any], config: Mapping[str, Any]
 ) -> list[Layer]:
-    """The layers of a model that SGLang has built on one GPU, as it is run on several."""
+    """Return a model's layers, from SGLang's answers for one GPU (`alone`) and for all (`shared`).
+
+    `alone` has the shapes of the whole model. `shared` has the reasons why pat refuses layers.
+    """
     reasons = [each[6] or shared["reason"] for each in shared["layers"]]
     found = [
         _layer(entry, reason and Unsupported(*reason), config)

@@ -204,7 +204,8 @@ class SimulatedServer:
     Attributes
     ----------
     steps_at_once
-        Steps that are taken together while the batch is the same. The result does not depend on it.
+        Most steps that are taken together while the batch stays the same. This number does not
+        change the result.
     finished
         (request, time) in order.
     starved

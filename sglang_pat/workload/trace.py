@@ -148,7 +148,7 @@ class NotReplayed(Exception):
 FAILED = "requests that failed"
 
 
-# Above this part of lines that are not understood, the rest says nothing about the workload.
+# If more than this part of the lines is not understood, the rest does not stand for the workload.
 MOST_MALFORMED = 0.05
 _HOPELESS = 1000  # malformed lines after which a file that holds little else is not read on
 
@@ -208,7 +208,10 @@ class TraceErrors:
     keep: int = 10
 
     def add(self, file: str, line: int, reason: str) -> None:
-        """Count a malformed line. Raise it as TraceError if `strict`, or if nearly all are."""
+        """Count a malformed line.
+
+        TraceError if `strict`, or if there are `_HOPELESS` such lines and fewer requests.
+        """
         error = TraceError(file, line, reason)
         if self.strict:
             raise error

@@ -91,7 +91,7 @@ class Weights:
     Attributes
     ----------
     dense
-        Read in every step: attention, MLPs, shared experts, the output head.
+        Parameters that every step reads: attention, MLPs, shared experts, the output head.
     experts
         The parameters of all routed experts.
     num_experts, experts_per_token
