@@ -58,7 +58,7 @@ class KvWrites:
                 reasons[found] = None
         for layer in layer_support.layers:
             known = self._writers.get(layer.layer_id)
-            if known is not None:  # copies the scales now, which a capture could not
+            if known is not None:  # copy the scales now: in a capture it is too late
                 known.scale(layer.k_scale)
                 known.scale(layer.v_scale)
         if reasons and reports.rank_speaks():

@@ -15,8 +15,8 @@ from sglang_pat.window import WindowAttention
 class StepPlans:
     """The plans of one step: a PackAttention for each kind of layers.
 
-    They are made one after the other from the same batch. The last one has the statistics of the
-    step. Its planning time begins when the step's planning begins.
+    The plans are made one after the other from the same batch. The last PackAttention has the
+    statistics of the step, and its planning time covers all of these plans.
     """
 
     def __init__(self, attentions: Mapping[LayerKind, PackAttention]):

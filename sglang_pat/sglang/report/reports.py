@@ -70,7 +70,7 @@ class StepReports:
             self._stats_file.mark()
 
     def add_repeated(self, planning: PlanningTime) -> None:
-        """Report the time of a step that repeated the last one, in the thread that counts it."""
+        """Report the time of a repeated step, in the thread that counts the step."""
         if self._metrics is not None:
             self._metrics.add_step(planning)
 

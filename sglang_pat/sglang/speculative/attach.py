@@ -320,9 +320,10 @@ def _block_reason(worker: Any, arguments: Any) -> Unsupported | None:
 
 
 def with_pat_extend(backend: Any, model_runner: Any, served: VerifyPlanner) -> None:
-    """Let a draft model attend through pat in draft extend where it can, under the target's plans.
+    """Let a draft model attend through pat in draft extend where it can.
 
-    The class of `backend`, which also attends in prompts, changes.
+    Its layers attend under the plans of the served model. The class of `backend`, which also
+    attends in prompts, changes.
     """
     layer_support = _draft_layer_support(model_runner)
     report = partial(report_draft_support, key="draft_extend")

@@ -66,7 +66,7 @@ class PatSpeculativeMixin(PatMixin):
     def update_verify_buffers_to_fill_after_draft(
         self, spec_info: Any, cuda_graph_bs: int | None
     ) -> None:
-        """Update what depends on the drafts, in a step that a plan stream prepared before them.
+        """Update what depends on the drafts, in a step prepared on a plan stream before drafting.
 
         pat prepares nothing that early. Some default backends do not implement this.
         """

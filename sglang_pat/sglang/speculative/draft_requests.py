@@ -28,7 +28,7 @@ class DraftRequests:
 
     def __init__(self) -> None:
         self.last_reqs: list[Request] = []  # of the last batch; equal later batches get this list
-        self._blocks: StepRequests | None = None  # whose blocks are being drafted
+        self._blocks: StepRequests | None = None  # of the batch given to on_block_draft()
 
     def on_draft_batch(self, forward_batch: Any, batch: Any) -> None:
         """Note the requests of `forward_batch`, made of the scheduler's `batch` for drafting."""

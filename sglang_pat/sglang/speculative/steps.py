@@ -1,7 +1,7 @@
 """The types of steps of speculative decoding.
 
-Each type says what the step is. Its `device_rows` has what the rows read on the device, and its
-`extra_kv` has the draft tokens that they read besides the plan.
+Each type has `device_rows`, which says what the rows read on the device, and may have `extra_kv`,
+which says which draft tokens the rows read besides the plan.
 
 | type | rows per request | each row reads | requests grow by | counted as |
 |---|---|---|---|---|
@@ -147,7 +147,7 @@ class TargetVerifyStep(SpeculativeStep):
         super().__init__(shape, RowTensors(shape, device), trees)
         self.lengths_are_bounds = lengths_are_bounds
         self.chains = BlockKv(count, device)  # of the accepted paths, for draft extend
-        self._counted: Any = None  # SGLang's drafts of the last step
+        self._counted: Any = None  # `spec_info` of the last step, if it verified a block
 
     def reserve(self, max_requests: int) -> None:
         super().reserve(max_requests)
@@ -206,7 +206,7 @@ class DraftExtendStep(SpeculativeStep):
         chains = verify.chains if verify.shape.is_tree else None
         super().__init__(verify.shape, verify.device_rows, chains)
         self.follows = verify
-        self._counted: Any = None  # SGLang's drafts of the last step
+        self._counted: Any = None  # SGLang's `spec_info` of the step counted last
 
     def view(self, forward_batch: Any, requests: StepRequests | None) -> SpeculativeInputs:
         """Read the step as the verify step before it.

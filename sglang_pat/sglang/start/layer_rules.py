@@ -167,7 +167,7 @@ def _layers_with_sinks(model: torch.nn.Module) -> frozenset[int]:
 
 
 def _with_lora_on_latent(model: torch.nn.Module) -> frozenset[int]:
-    """Return the ids of layers of latent attention whose expansion has LoRA adapters."""
+    """Return the ids of layers of latent attention whose `kv_b_proj` has LoRA adapters."""
     return frozenset(
         absorbed.layer_id
         for module in model.modules()

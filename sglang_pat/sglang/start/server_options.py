@@ -30,7 +30,7 @@ TREES = ("NGRAM",)
 PLAN_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
 # "static": DSPARK verifies the same number of drafts of each request.
 RAGGED_VERIFY = "SGLANG_RAGGED_VERIFY_MODE"
-# Lets SGLang capture what a backend does before a replay. It then no longer calls the backend.
+# Lets SGLang capture what a backend does before a replay. SGLang then no longer calls the backend.
 GLUE_GRAPH = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
 # Values of --kv-cache-dtype under which pat may read the KV.
 _KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")

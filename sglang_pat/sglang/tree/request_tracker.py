@@ -107,7 +107,7 @@ class RequestTracker:
     def claim_step(self, forward_batch: Any = None) -> StepRequests | None:
         """Return the step that is running, and note that pat decodes it.
 
-        forward_batch: the batch as it was made, if it is planned before it runs.
+        forward_batch: the batch, if pat plans it before SGLang runs it.
         """
         step = requests_of(forward_batch) if self._step is None else self._step
         self._is_claimed = True
