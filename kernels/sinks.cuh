@@ -1,5 +1,6 @@
-// Attention sinks: one more logit per query head, without a value, in the denominator of every row. It is added
-// to a row's complete sum: where the row is stored directly, or where its partials are merged; never to a partial.
+// Attention sinks: one more logit per query head, without a value, in the denominator of every row. The sink is added
+// to a row's complete sum, never to a partial: pack_decode adds it where it stores a row directly, and merge_partials
+// adds it to all other rows.
 #pragma once
 
 #include <cuda_fp16.h>

@@ -30,7 +30,7 @@ struct SchedulerConfig {
   // Each request's result depends on its own KV alone. policy and min_item_tokens then have no effect.
   bool batch_invariant = false;
   bool one_tile = false;  // the largest body executes all work items
-  // Policy::kMemory: a small step gets other packs if it is expected to end earlier with them.
+  // With Policy::kMemory, a small step gets other packs if it is expected to end earlier with those.
   bool by_time = true;
   bool latent = false;  // the layers are latent attention, which has its own tile table
   WindowRule window = {};

@@ -65,7 +65,7 @@ class Packer {
     int32_t cursor;     // next free place in the pack's run of Packing::requests
     int32_t below;      // holders that also hold a child; they come first
     int32_t passed;     // how many of the first holders emit_requests() has handled
-    bool left_parent;   // merged into its parent: its requests are not in the parent's pack
+    bool left_parent;   // merged into its parent, whose pack then lacks the node's requests
   };
 
   // A child that may leave its parent's pack.

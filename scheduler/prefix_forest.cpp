@@ -174,8 +174,8 @@ void PrefixForest::release(int32_t node) {
 
 // Looks for nodes of kept paths that the tree has split since they were read. The lower part of a split node keeps its
 // id, so a new path with this id shows another span or another parent. A new path that ends in the upper part, or
-// branches off there, does not have the id. But it has a node that is unknown here, and that begins where the split
-// node began. In the tree, this node, or a node below it, has children that are not on the path.
+// branches off there, does not have the id. But that path has a node that is unknown here, and that begins where the
+// split node began. In the tree, this node, or a node below it on the path, has children that are not on the path.
 void PrefixForest::mark_outdated(const TreePaths& read) {
   any_outdated_ = false;
   split_parents_.clear();

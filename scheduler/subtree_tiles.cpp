@@ -13,8 +13,9 @@ namespace {
 // segment takes whole stages of the kernels' rings. For longer nodes that is negligible. If they are segments of their
 // own, their slots are gathered once for all packs.
 constexpr int32_t kShortNode = 255;
-// In very deep trees this would make too many segments. There, at least this many levels share a segment, however long
-// the nodes are. Segments begin at multiples of it, so that packs have most of them, and their slots, in common.
+// In very deep trees, such segments would be too many. There, at least this many levels share a segment, however long
+// the nodes are. A segment begins at a multiple of its number of levels, so packs have most segments, and their slots,
+// in common.
 constexpr int32_t kFewestFusedLevels = 64;
 
 bool is_short(const ForestNode& node) { return node.kv_end - node.kv_begin <= kShortNode; }

@@ -84,7 +84,8 @@ class SubtreeTiler {
   // that many levels. Returns false if the batch then has too many segments.
   bool emit(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t fused_levels,
             Packing& out);
-  // Counts the segments, over all packs, that all requests of their pack read. In a deep tree these are nearly all.
+  // Counts the segments that all requests of their pack read, over all packs. In a deep tree, these are nearly all
+  // segments.
   int64_t num_common_segments() const;
   void emit_pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t begin,
                  int32_t end, Packing& out);

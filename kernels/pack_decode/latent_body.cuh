@@ -1,8 +1,8 @@
 // The body of pack_decode over latent attention, on Hopper: tiles of 64 query rows, whose output of 512 columns two
 // warpgroups share. The warpgroups take an item's stages in pairs. The first warpgroup computes the scores of a pair's
-// first stage, and the second warpgroup the scores of its second stage. Each multiplies the weights of both stages with
-// its 256 columns of the values. It has its own weights in registers. It reads the other's weights from shared memory,
-// where the stage's last panel of keys was.
+// first stage, and the second warpgroup the scores of its second stage. Each warpgroup multiplies the weights of both
+// stages with its 256 columns of the values. It has its own weights in registers. It reads the other warpgroup's
+// weights from shared memory, where the last panel of keys of that warpgroup's stage was.
 //
 // The weights of a row are relative to one maximum. A warpgroup hands over the maximum together with its weights. While
 // one warpgroup turns scores into weights, the other multiplies.
@@ -101,8 +101,8 @@ struct LatentConsumer {
     return address(at) + kLatentGroups * kPartPanels * LatentOperand::kPanelBytes;
   }
 
-  // Start the multiplication of weights with a stage's values: first for this warpgroup's weights, then for the
-  // other's.
+  // Start the multiplication of weights with a stage's values. start_output() takes this warpgroup's weights from
+  // registers, and start_shared_output() the other warpgroup's weights from shared memory.
   __device__ __forceinline__ void start_output(Attention& part, const Weights& weights,
                                                const Ring& at) const {
     wgmma::tie(part.out);

@@ -120,8 +120,9 @@ struct LatentMmaConsumer {
     }
   }
 
-  // Adds up the warps' parts of the scores. All four warps of the unit call it together. Each adds up the parts of 8
-  // tokens and hands the sums to the others, so shared memory moves half as much as if every warp read all parts.
+  // Adds up the warps' parts of the scores. All four warps of the unit call it together. Each warp adds up the parts of
+  // 8 tokens and hands the sums to the other three warps. Half as many bytes then pass through shared memory as if
+  // every warp read all parts.
   __device__ __forceinline__ void add_up(Scores& scores, uint32_t lane) const {
     static_assert(kTokens / 8 == LatentPart::kParts);
     auto& parts = storage.exchange[pass_unit];
@@ -143,8 +144,8 @@ struct LatentMmaConsumer {
       }
       parts[tile][tile][lane] = make_float4(sum[0], sum[1], sum[2], sum[3]);
     }
-    // After this wait, the warps may write the unit's parts again. They write its sums again only after the first wait
-    // of the next stage.
+    // After this wait, the warps may write the unit's parts again. They write the unit's sums again only after the
+    // first wait of the next stage.
     wait_for_unit();
 #pragma unroll
     for (int tile = 0; tile < LatentPart::kParts; ++tile) {

@@ -1,7 +1,7 @@
-// Keeps a NaN in one request's KV from the rows of others in its work item. A segment that does not count for a row has
-// weights of 0 there, but 0 times NaN or infinity is NaN. So at the end of an item with such segments, each warp looks
-// for NaN in its sums. It recomputes the rows in which it finds NaN, each from its request's own KV alone. If a
-// request's own KV holds NaN, its result keeps the NaN.
+// Keeps a NaN in one request's KV from the rows of other requests in the same work item. A segment that does not count
+// for a row has weights of 0 there, but 0 times NaN or infinity is NaN. So at the end of an item with such segments,
+// each warp looks for NaN in its sums. It recomputes the rows in which it finds NaN, each from its request's own KV
+// alone. If a request's own KV holds NaN, its result keeps the NaN.
 //
 // Maximum and sum of a row need no such care: scores that do not count are replaced, not multiplied.
 #pragma once

@@ -1,10 +1,10 @@
 // pack_decode: the attention of one decode step over the plan's work items.
 //
-// The kernel is persistent. A CTA draws tickets until none is left: the first by its own number, the others from a
-// counter, so that CTAs that are early draw more. Two producer warps keep a ring of KV stages and a ring of query tiles
-// full across items and tickets; four consumer warps run the tile body that the item asks for. Between them, over
-// one-byte KV on Hopper, two converter warps prepare stages for wgmma. If a request is in one work item only, its rows
-// go straight to the output. All other rows go to the partials that merge_partials reads.
+// The kernel is persistent. A CTA draws tickets until none is left: the first by its own number, all later ones from a
+// counter, so CTAs that finish their items early draw more. Two producer warps keep a ring of KV stages and a ring of
+// query tiles full across items and tickets; four consumer warps run the tile body that the item asks for. Between
+// them, over one-byte KV on Hopper, two converter warps prepare stages for wgmma. If a request is in one work item
+// only, its rows go straight to the output. All other rows go to the partials that merge_partials reads.
 #pragma once
 
 #include "pack_decode/converter.cuh"

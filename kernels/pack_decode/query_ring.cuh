@@ -1,4 +1,4 @@
-// The query ring, as the V producer fills it. It waits for units, copies queries into them, and releases them with the
+// How the V producer fills the query ring: it waits for units, copies queries into them, and releases them with the
 // item's record.
 #pragma once
 

@@ -20,7 +20,7 @@ __device__ __forceinline__ void add_sink(const SinkArray& sinks, int head, float
     return;
   }
   scale *= ptx::reciprocal(1.f + ptx::exp2(sink - log2_sum));
-  // Starts from the higher of the two, so that nothing overflows. A NaN takes the second branch.
+  // Starts from the higher of the sink and the sum, so that nothing overflows. A NaN takes the second branch.
   log2_sum = log2_sum <= sink ? sink + ptx::log2(1.f + ptx::exp2(log2_sum - sink))
                               : log2_sum + ptx::log2(1.f + ptx::exp2(sink - log2_sum));
 }
@@ -37,8 +37,8 @@ __device__ __forceinline__ RowScale row_scale(const DecodeParams& params,
                                               const KvScales<Dims::kIsFp8>& scales, RowTarget row,
                                               float maximum, float total) {
   const bool empty = total == 0.f;
-  // Over one-byte KV, partials are in fp16, into which sums of unscaled values fit. merge_partials multiplies them with
-  // the scale.
+  // Over one-byte KV, partials are in fp16, into which sums of unscaled values fit. merge_partials multiplies the
+  // merged row with the scale.
   const float v_scale = Dims::kIsFp8 && row >= 0 ? 1.f : scales.value(params);
   float scale = empty ? 0.f : ptx::reciprocal(total) * v_scale;
   float log2_sum = empty ? -INFINITY : maximum + ptx::log2(total);

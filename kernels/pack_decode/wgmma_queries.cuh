@@ -102,7 +102,7 @@ struct Queries<T, Dims, kSoftCap> {
     for (int h = 0; h < 2; ++h) {
       scales[h] = scale;
       (kSoftCap ? scales[h].inner : scales[h].outer) *= factors[h];
-      // Never 0, because a maximum of -inf would become NaN.
+      // Never 0, because 0 times a maximum of -inf would be NaN.
       constexpr float kLeast = 1.17549435e-38f;
       if (scales[h].outer < kLeast) scales[h].outer = kLeast;
       if (lane % 4 == 0) kept[lane / 4 + 8 * h] = factors[h];

@@ -37,7 +37,7 @@ __device__ __forceinline__ uint32_t to_half(uint32_t bytes) {
 #else
     const uint32_t upper = upper_bytes<kPair>(bytes);
     // The mantissa and the lower four bits of the exponent, in their places. The exponent is then biased by 7, not by
-    // 15: the multiplication makes up for it, for subnormal numbers too.
+    // 15. The multiplication corrects this, for subnormal numbers too.
     const uint32_t placed = (upper & 0x80008000) | (upper >> 1 & 0x3f803f80);
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(halves) : "r"(placed), "r"(0x5c005c00));  // 2^8
     // NaN has become 480. Only NaN carries in 0x7f + 1, and what the carry reaches is set to all ones.

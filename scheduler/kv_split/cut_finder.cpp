@@ -10,7 +10,8 @@ namespace pat {
 
 namespace {
 
-// Price of the partials that a cut makes, relative to their cost in packing: nothing overlaps with their merge.
+// Price of the partials that a cut makes, relative to their cost in packing. It is higher, because nothing overlaps
+// with the merge of these partials.
 constexpr double kPriceOfMerging = 1.5;
 // A cut between two segments may leave up to 1 / kEmptyPart of the ticket empty.
 constexpr int64_t kEmptyPart = 8;

@@ -9,9 +9,9 @@ namespace pat {
 
 namespace {
 
-// An item that a cut makes costs at least this many times as much as the partials of the cut.
+// An item that a cut makes costs at least this many times as much as the partials that the cut makes.
 constexpr int64_t kItemPerCut = 32;
-// Workers may end this far apart with uncut tiles. Cuts would even that out, but cost partials.
+// Workers may end this far apart if no tile is cut. Cuts would even this out, but would make partials.
 constexpr double kWorstUncutImbalance = 1.05;
 constexpr int64_t kMostUncutTiles = 8;  // per worker; more tiles need no cuts to be balanced
 // CTAs with equal work end up to 12% apart, and shrinking tickets even that out. If the costs of workers are further

@@ -1,4 +1,4 @@
-// What each ticket has of which tile, and how that is written as a Split.
+// Which tiles, and which parts of tiles, each ticket has, and how these become the work items of a Split.
 #pragma once
 
 #include <cstdint>

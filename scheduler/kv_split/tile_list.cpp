@@ -6,9 +6,9 @@ namespace pat {
 
 namespace {
 
-// Tiles that read one range are cut at the same places if the range has at least this many tokens. CTAs that read it at
-// different places each read it from device memory: up to five times the bytes, with 8 tiles of 32,768 tokens on 33
-// workers.
+// Tiles that read one range are cut at the same places if the range has at least this many tokens. If CTAs read it at
+// different places, each of them reads it from device memory: up to five times the bytes, with 8 tiles of 32,768 tokens
+// on 33 workers.
 constexpr int32_t kAlignedRange = 512;
 
 }  // namespace

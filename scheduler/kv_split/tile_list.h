@@ -9,8 +9,8 @@
 
 namespace pat {
 
-// A shared range from this length on, in tokens, is assigned chunk by chunk to all tiles that read it. Its KV in eight
-// KV heads is more than stays in the L2.
+// A shared range from this length on, in tokens, is assigned chunk by chunk to all tiles that read it. The KV of such a
+// range, in eight KV heads, is more than stays in the L2.
 inline constexpr int32_t kLongRange = 6144;
 
 struct Tile {
