@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         kinds = {PLAIN: None}
     measured: dict[str, Sequence[Measurement]] = {}
     statuses = []
-    for kind in kinds:  # each is saved before the next one, which may fail
+    for kind in kinds:  # saves each kind before it measures the next, which may fail
         try:
             report = print if arguments.verbose else lambda _: None
             measured[kind] = calibration.measure(report, kind)

@@ -26,7 +26,7 @@ class Gpu:
 
 
 def find_gpus() -> list[Gpu]:
-    """The GPUs that torch can use. If torch can use none, or is missing: those of nvidia-smi."""
+    """The GPUs that torch can use. If torch has none or is missing: those that nvidia-smi lists."""
     known = ask_nvidia_smi()
     if not cuda_driver_is_present():  # spares the import of torch
         return known

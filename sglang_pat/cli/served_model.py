@@ -50,7 +50,7 @@ def server_words(arguments: argparse.Namespace) -> list[str]:
     """Return the server's arguments, as words.
 
     ValueError if --tp or --server-args is given without --model, for a flag that `check_flags`
-    refuses, and if --tp is given in both places.
+    refuses, and if --server-args repeats --tp.
     """
     if arguments.model is None:
         for option, value in (("--tp", arguments.tp), (FLAGS, arguments.server_args)):

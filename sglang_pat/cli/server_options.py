@@ -140,7 +140,7 @@ def check_flags(words: Sequence[str], backend: str = _BACKEND_OPTION) -> None:
 def server_flags(arguments: argparse.Namespace) -> list[str]:
     """Return --tp and the words of --server-args.
 
-    ValueError for an unclosed quotation, or if --tp is given in both places.
+    ValueError for an unclosed quotation, or if --server-args repeats --tp.
     """
     given, tp = arguments.server_args or "", arguments.tp
     try:

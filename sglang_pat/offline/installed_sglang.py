@@ -28,7 +28,7 @@ class Touchpoint(NamedTuple):
     name
         The attribute, field or variable, if it is not the last part of the target.
     not_in
-        The supported version of SGLang that does not have the target. pat does without it there.
+        The supported version of SGLang that lacks the target. pat then does without it.
     module
         The module of this package that changes SGLang there.
     why
@@ -93,8 +93,8 @@ def unwrapped_backends() -> list[str]:
 def missing_touchpoints() -> list[Touchpoint]:
     """Return the places that the installed SGLang lacks, of those that pat touches.
 
-    SGLang's source is read, and not imported: some modules need a GPU, others take seconds. pat
-    does without a place in the versions that are known to lack it.
+    SGLang's source is read, and not imported: some modules need a GPU, others take seconds. A place
+    is left out in its version `not_in`, where pat does without it.
     """
     installed = version("sglang")
     return [each for each in TOUCHPOINTS if each.not_in != installed and not _is_there(each)]

@@ -1,8 +1,8 @@
 """Models as SGLang's classes describe them, for processes that do not import SGLang.
 
-`python -m sglang_pat.offline.model_descriptions` writes one line for each line of its input,
-`{"path": ..., "flags": [...]}`: what `describe_model` returns, or `{"error": ...}`. It imports
-SGLang once and forks for each model, because a process can build one model only.
+`python -m sglang_pat.offline.model_descriptions` reads lines of `{"path": ..., "flags": [...]}`.
+For each line it writes one: what `describe_model` returns, or `{"error": ...}`. It imports SGLang
+once and forks for each model, because a process can build one model only.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ def _become_a_rank(arguments: Any, config: Any) -> None:
 
 @contextlib.contextmanager
 def _groups_without_others() -> Iterator[None]:
-    """Let SGLang build groups of ranks of their full size whose other ranks do not exist."""
+    """Let SGLang build groups of ranks of full size in this process, without the other ranks."""
     from sglang.srt.distributed import parallel_state
 
     class Group(parallel_state.GroupCoordinator):  # type: ignore[misc]

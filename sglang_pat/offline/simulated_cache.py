@@ -85,7 +85,7 @@ class _RequestKv:
 
 
 class ServedRequest:
-    """The part of a Req that a prefix cache and a PathReader read, in either layout."""
+    """What a prefix cache and a PathReader read of a Req: its own fields, or those of `kv`."""
 
     extra_key = cache_salt = session = session_id = kv_rotation_base = None
     priority = 0

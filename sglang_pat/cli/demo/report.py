@@ -50,7 +50,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first position where the runs differ. A token is None if that output had ended."""
+    """The first position where the runs differ. A token is None if that run's output had ended."""
 
     request: int
     position: int
