@@ -95,7 +95,7 @@ class Features(NamedTuple):
     layer: float  # always 1
     merge: float  # 1 if partials are merged
     token: float  # tokens that are read from memory
-    reread: float  # tokens that another item reads as well
+    reread: float  # repeated reads, by further items
     partial_row: float
     item: float
     query_row: float

@@ -53,9 +53,9 @@ class ComparedModel(NamedTuple):
 
 @dataclass(slots=True)
 class Measured:
-    """Results of one server so far. cases: in the order of serving. runs: by case.
+    """Results of one server so far. cases, runs: by the name of the case, in the order of serving.
 
-    start_seconds: None until it answers.
+    start_seconds: how long the server took to start. None until it answers.
     """
 
     start_seconds: float | None = None

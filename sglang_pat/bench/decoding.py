@@ -40,7 +40,7 @@ class DecodeRun:
     answers
         The last chunk of each request.
     held_up_ms
-        Milliseconds per token of the pass that this one replaces. None: it is an original.
+        Milliseconds per token of the pass that this pass replaces. None: it replaces no pass.
     """
 
     slices_ms: Mapping[int, float]

@@ -228,7 +228,7 @@ def _builder(cache: Path, key: str) -> str:
     """Return who holds the lock of an entry, from the name of the folder being filled."""
     for folder in cache.glob(f"{key}{_BUILD}*"):
         pid, _, rest = folder.name.partition(_BUILD)[2].partition("@")
-        with contextlib.suppress(OSError):  # it may be done by now
+        with contextlib.suppress(OSError):  # the other process may be done
             minutes = (time.time() - folder.stat().st_mtime) / 60
             host = rest.rpartition("-")[0]
             return f"process {pid} on {host} (its last file is {minutes:.0f} minutes old)"

@@ -236,7 +236,7 @@ class ReferenceExecutor:
         self._plan: DecodePlan | None = None
         self._shared_slots = torch.empty(0, dtype=torch.int64, device=device)
         self._step: Step | None = None
-        self._row_step: Step | None = None  # the step, or what layers with a window see
+        self._row_step: Step | None = None  # `_step` as the layers see it
         self._execution: Execution | None = None  # of this step, made by its first run()
 
     def load_plan(self, scheduler: PackScheduler, step: Step) -> DecodePlan:

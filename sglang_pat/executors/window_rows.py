@@ -41,7 +41,7 @@ class Window(NamedTuple):
 
 
 class WindowRows:
-    """The slots of all windows. Plans of layers with a window read them, not `req_to_token`.
+    """Rows of slots, one per request. Plans of layers with a window read them, not `req_to_token`.
 
     Attributes
     ----------
@@ -65,7 +65,8 @@ class WindowRows:
     def fill(self, step: Step, cuts: torch.Tensor) -> None:
         """Write the rows of a step in plain torch, as `kernels/fill_rows.cuh` does.
 
-        cuts: the position at which each row begins, if that is within its window.
+        cuts: the position at which each row begins. A row whose cut lies before its window begins
+        with the window.
         """
         size, slot_map = len(step.seq_lens), self.window.slot_map
         lens = step.seq_lens.long()[:, None]

@@ -17,7 +17,8 @@ def _words(text: str) -> tuple[str, ...]:
 
 # --- a request ---
 
-# Where a prompt may be: the first one that a record has. The last three are of data sets.
+# Keys that may hold a prompt. The first one that holds one counts. The last three are keys of data
+# sets.
 PROMPTS = _words(
     "messages input_ids prompt_token_ids prompt input text conversations conversation instruction"
 )
@@ -91,7 +92,7 @@ def plain(key: str) -> str:
     return re.sub(r"[^0-9a-z]", "", str(key).lower())
 
 
-# The first of these that a record has is its time, at any depth.
+# The time of a record is the first of these keys that it has, at any depth.
 TIMES = _words(
     """
     requestreceivedts receivedat receivedtime requestreceivedat requestreceived arrivaltime
@@ -162,14 +163,16 @@ STEPS = frozenset(
     )
 )
 STATUSES = _words("statuscode httpstatus responsestatus responsecode status")
-# Not searched for a request or an answer: a prompt, a text, or no part of either.
+# Values under these keys are not searched for a request or an answer. They are prompts or texts, or
+# belong to neither a request nor an answer.
 OPAQUE = frozenset(
     _words(
         "messages tools functions content choices headers requestheaders responseheaders logprobs "
         "samplingparams metadata instructions error"
     )
 )
-# Where gateways and HTTP archives keep a body as text, by the last two keys.
+# Gateways and HTTP archives keep a body as text under a path that ends with one of these pairs of
+# keys.
 BODIES = {("body", "content"), ("response", "content"), ("content", "text"), ("postdata", "text")}
 OF_RECORDS = OPAQUE | ANSWERS | OUTPUT_TOKENS | INPUT_TOKENS
 OF_RECORDS |= {*TIMES, *USAGES, *STATUSES, *PATHS, "message"}

@@ -25,7 +25,7 @@ from sglang_pat.workload.tree import RadixTree, Tree
 DEFAULT, PAT = "default", "pat"
 Backend = str  # DEFAULT or PAT
 
-_PLANS = 1000  # of one server, about
+_PLANS = 1000  # about so many plans are made for one server
 # A server counts as saturated if it is starved for less than this part of its time.
 _STARVED = 0.02
 # If first come first served computes this many times the distinct tokens, it is compared with
