@@ -69,7 +69,7 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
   if (!wait_for_partials(num_rows)) return;
   const float v_scale = KvScales<kScales>::load(params).value(params);
   if (blockIdx.x == 0 && threadIdx.x == 0 && __ldcg(params.partials_owner) != params.launch_tag) {
-    __trap();  // another graph, on another stream, writes the partials that this one is about to read
+    __trap();  // another graph, on another stream, writes the partials that this launch is about to read
   }
   // If the CTA's rows have few partials each, several rounds run at once, because one has too few loads in flight. All
   // warps have the same number of rounds.

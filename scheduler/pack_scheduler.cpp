@@ -211,7 +211,7 @@ PlanBounds plan_bounds(int32_t max_requests, int32_t num_workers, const TileSele
   PAT_CHECK(max_requests >= 1, "max_requests must be at least 1, got ", max_requests);
   PAT_CHECK(num_workers >= 1 && num_workers <= kMaxWorkers, "num_workers must be 1 to ",
             kMaxWorkers, ", got ", num_workers);
-  // Packer::pack() keeps both limits.
+  // Packer::pack() keeps to these two limits.
   const int64_t packed_requests = int64_t{kMaxPacksPerRequest} * max_requests;
   const int64_t packed_segments = int64_t{kMaxSegmentsPerRequest} * max_requests;
   // The holders of the forest's nodes are nested or disjoint, all different, and at least two, so there are fewer nodes

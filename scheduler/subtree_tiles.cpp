@@ -10,8 +10,8 @@ namespace pat {
 namespace {
 
 // Nodes up to this length share a segment with their ancestors where the same requests of a pack hold both, because a
-// segment takes whole stages of the kernels' rings. For longer nodes that is negligible. If they are segments of their
-// own, their slots are gathered once for all packs.
+// segment takes whole stages of the kernels' rings. For longer nodes, the empty part of a stage is negligible. If such
+// a node is a segment of its own, its slots are gathered once for all packs.
 constexpr int32_t kShortNode = 255;
 // In very deep trees, such segments would be too many. There, at least this many levels share a segment, however long
 // the nodes are. A segment begins at a multiple of its number of levels, so packs have most segments, and their slots,

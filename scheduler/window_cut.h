@@ -4,7 +4,8 @@
 // row holds first the path from the cut on, then the tail, and last the tokens of the window that lie before the cut.
 // Attention does not depend on the order of keys, so the row's plan stays valid until the window has passed the cut.
 //
-// Windows that are chunks do not slide: a request attends from the last multiple of `window` on. That is its cut.
+// Windows that are chunks do not slide: a request attends from the last multiple of `window` on. That multiple is its
+// cut.
 #pragma once
 
 #include <cstdint>

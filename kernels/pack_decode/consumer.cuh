@@ -61,9 +61,9 @@ struct Consumer {
   }
   __device__ __forceinline__ uint32_t wait_for_wgmma_stage() const {
     // This is the first stage of an item. Small tiles do not wait for the converters, so after such tiles the
-    // converters may be a whole ring late. The parity of kv_ready is then still that of the lap before the last.
-    // Waiting for kv_full as well is enough: a stage is filled again only after the converters have arrived for its
-    // last lap.
+    // converters may be a whole ring late. The phase of kv_ready that completed last is then that of two laps ago,
+    // which has the parity of this lap. Waiting for kv_full first is enough: a stage is filled again only after the
+    // converters have arrived for the stage's previous lap.
     if constexpr (kHasConverters<Dims>) wait_for_stage();
     return wait_for_wgmma_stage(ring);
   }

@@ -148,7 +148,7 @@ class LatentQueryProducer {
     return storage_.records[num_items_ % kLatentRecords];
   }
 
-  // Waits until the consumers have read the last item's queries.
+  // Waits until the consumers have read the previous item's queries.
   __device__ __forceinline__ void wait() const {
     ptx::barrier_wait(ptx::shared_address(&storage_.queries_empty), num_items_ & 1 ^ 1);
   }

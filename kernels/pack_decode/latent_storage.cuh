@@ -2,10 +2,10 @@
 // its key and its value.
 //
 //   queries     64 rows. Those of the next item are loaded once the last scores of the present item are computed
-//   KV ring     2 stages of 64 tokens in three parts, each of which arrives and is handed back by itself: the values
-//               that the first warpgroup multiplies, those that the second multiplies, and the last panel. Once the
-//               stage's scores are computed, the last panel is free: one warpgroup writes its weights (64 rows by 64
-//               tokens) there for the other
+//   KV ring     2 stages of 64 tokens. A stage has three parts: the values that the first warpgroup multiplies, the
+//               values that the second multiplies, and the last panel. Each part arrives and is handed back by itself.
+//               Once the stage's scores are computed, the last panel is free: the warpgroup that computed them writes
+//               its weights (64 rows by 64 tokens) there for the other warpgroup
 #pragma once
 
 #include "pack_decode/work_queue.cuh"

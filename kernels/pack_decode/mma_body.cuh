@@ -1,6 +1,6 @@
 // The bodies of pack_decode on mma.sync (Ampere and newer), one for each tile of the tile table. The four consumer
 // warps split a tile's query rows first (16 each) and its KV second; a warp runs its own online softmax, and combines
-// its results with the other warps' only at the item's end.
+// its results with those of the other warps only at the item's end.
 #pragma once
 
 #include "pack_decode/consumer.cuh"

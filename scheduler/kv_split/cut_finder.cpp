@@ -36,7 +36,7 @@ void CutFinder::cut_at(const Tile& tile, const Position& at, int32_t segment, in
   cut.both_requests = both_requests;
   cut.is_end = false;
   if (offset == 0 && segments[segment - 1].first < first && first > at.first) {
-    // Between two requests: the next item may read again what both share.
+    // Between two requests: the next item may read again what the requests on both sides share.
     int64_t reread_load = 0;
     int32_t num_segments = 0;
     for (int32_t s = at.base; s < segment && num_segments <= kMaxSegmentsPerCut; ++s) {

@@ -47,7 +47,7 @@ struct TilePart {  // a part of a tile, up to a cut
 // Writes cuts in place, because a plan tries hundreds of them.
 class CutFinder {
  public:
-  // aligned: tiles that read one range are cut at the same places of it, whatever their numbers of requests.
+  // aligned: tiles that read one range are cut at the same places of the range, whatever their numbers of requests.
   CutFinder(const Packing& packing, const SplitContext& context, bool aligned = false)
       : packing_(packing), context_(context), aligned_(aligned) {}
 

@@ -14,9 +14,9 @@
 namespace pat {
 
 // Guided self-scheduling: the first tickets are large, and the last are small enough to even out what costs cannot
-// foresee. Tickets of shared packs read mostly from the L2, and tickets of private packs from device memory, so both
-// are drawn alternately. A range that several tiles read and that is too long for the L2 is assigned chunk by chunk to
-// all of these tiles. They read each chunk together, and from device memory once.
+// foresee. Tickets of shared packs read mostly from the L2, and tickets of private packs from device memory, so tickets
+// of both kinds are drawn alternately. A range that several tiles read and that is too long for the L2 is assigned
+// chunk by chunk to all of these tiles. They read each chunk together, and from device memory once.
 class GuidedSelfScheduling {
  public:
   // Makes each tile a ticket. False if workers would then end too far apart; the assignment is then undefined.

@@ -48,8 +48,8 @@ struct SplitContext {
   }
 };
 
-// An upper bound of the cuts of a split, and of the requests that the cuts concern, counted once per cut: each of these
-// adds a partial. The requests may be more by Packing::packing_slack.
+// An upper bound of the cuts of a split, and of the requests that the cuts concern, counted once per cut: each such
+// request adds a partial. The number of requests may exceed the bound by Packing::packing_slack.
 inline int64_t max_cut_requests(int32_t num_workers, const TileSelection& tiles) {
   return int64_t{num_workers} * tiles.requests_per_tile();
 }

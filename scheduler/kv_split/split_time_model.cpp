@@ -24,7 +24,8 @@ constexpr int64_t kUniquePercent = 433;
 // without sharing that took up to 1.3 times as long.
 constexpr int64_t kSharingNothing = 83;
 constexpr int64_t kRereadPercent = 200;
-// Costs of merging: once, and per partial row of a worker; then the same for rows with many partials.
+// Costs of merging: one per plan that merges, and one per partial row of a worker. The last two are additional costs of
+// rows with many partials: one per plan, and one per such row of a worker.
 constexpr int64_t kMerging = 321;
 constexpr int64_t kPartialRowPercent = 675;
 constexpr int64_t kMergingMany = 137;

@@ -16,8 +16,8 @@ namespace pat {
 
 // Stream-K: a contiguous split, balanced by cost, with at most num_workers - 1 cuts. Bisection finds the smallest
 // budget of a ticket, up to a few tokens, with which all tiles fit. Each step is linear in the tiles. Tiles that read
-// one range are cut at the same places if that costs little. They then read it at the same time, and from device memory
-// once.
+// one range are cut at the same places if that costs little. Such tiles then read the range at the same time, and from
+// device memory once.
 //
 // split() makes a few such splits and takes the one that is expected to end first, merge included. The splits differ in
 // how short items may be. In some, the item after a cut between two requests always reads again what both share, so

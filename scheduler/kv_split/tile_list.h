@@ -21,7 +21,7 @@ struct Tile {
   int32_t tile;
   bool is_shared;
   bool is_chunked;  // the tile is one range of kLongRange tokens or more, and nothing else
-  bool is_rest;     // the tile is what remains of a tile that had such a range
+  bool is_rest;     // what remains of a tile whose long range became a tile
   // The most requests of any tile that reads the range of the first segment, this tile included. 0 if no other tile
   // reads it.
   int32_t widest_reader;
