@@ -8,7 +8,7 @@
 
 namespace pat {
 
-// Columns of a row, for outputs of kColumns columns.
+// Columns of one slice of a row, for outputs of kColumns columns.
 template <int kColumns>
 inline constexpr int kMergeColumns = kColumns > 256 ? 128 : kColumns;
 template <int kColumns>

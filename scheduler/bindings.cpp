@@ -70,7 +70,7 @@ class PythonPathReader : public pat::PathReader {
     kv_begin_.clear();
     kv_end_.clear();
     branches_.clear();
-    for (const py::object path : answer) add_path(path);  // reading may create the paths
+    for (const py::object path : answer) add_path(path);  // a lazy answer makes each path here
     return {.paths = {.path_begin = path_begin_,
                       .node_id = node_id_,
                       .kv_begin = kv_begin_,

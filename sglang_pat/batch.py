@@ -150,7 +150,8 @@ class Step(NamedTuple):
     req_to_token: torch.Tensor  # int32 [num_rows, max_context_len]
     req_pool_indices: torch.Tensor  # int64 or int32 [num_requests]
     seq_lens: torch.Tensor  # int64 or int32 [num_requests]
-    host_seq_lens: IntArray  # lengths on the host: `seq_lens`, a few tokens less or one more
+    # Lengths on the host: those of `seq_lens`, or a few tokens less, or one more.
+    host_seq_lens: IntArray
 
 
 def check_integers(**values: int) -> None:

@@ -49,7 +49,7 @@ struct SplitContext {
 };
 
 // An upper bound of the cuts of a split, and of the requests that the cuts concern, counted once per cut: each such
-// request adds a partial. The number of requests may exceed the bound by Packing::packing_slack.
+// request adds a partial. There may be more such requests than the bound, by up to Packing::packing_slack.
 inline int64_t max_cut_requests(int32_t num_workers, const TileSelection& tiles) {
   return int64_t{num_workers} * tiles.requests_per_tile();
 }

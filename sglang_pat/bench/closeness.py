@@ -107,7 +107,7 @@ class LogprobVerdict:
 
     @property
     def first_parting(self) -> Parting | None:
-        """The earliest position at which greedy answers part: an error, or else a tie."""
+        """Where greedy answers first part: at an error, or at a tie if there are no errors."""
         partings = self.greedy.errors or self.greedy.partings
         return min(partings, key=lambda each: each.position, default=None)
 

@@ -1,6 +1,6 @@
-"""The model and options of a server that does not run. The commands ask SGLang's model class.
+"""The model and options of a server that is not running, for `doctor` and `build`.
 
-`doctor` and `build` share these options.
+Both commands ask SGLang's class of the model.
 """
 
 from __future__ import annotations

@@ -333,7 +333,7 @@ class CudaExecutor:
                 # Replays have other plans, of the same number of requests.
                 max_merges = min(buffers.sizes.plan.entries()["num_merges"], len(layer.q))
             else:
-                # Not in a capture: the streams of the replays are unknown here.
+                # Outside of captures only: at a capture, the streams of its replays are unknown.
                 buffers.take_over(stream)
                 counter, max_merges = 1, buffers.loaded.num_merges
             argument = buffers.decode

@@ -95,7 +95,7 @@ class DeviceRows:
         self.graphs_are_complete = False
 
     def record_in_graph(self, forward_batch: Any) -> None:
-        """Let a graph that is being captured write what its rows read."""
+        """Have the graph that is being captured write what the rows read, at each replay."""
         self.write(forward_batch, ExecutionMode.CAPTURE)
         self.graphs_are_complete = True
 
@@ -249,7 +249,7 @@ class DraftBatchBuilder(DecodeBatchBuilder):
             self._drafts = None
             return reqs
         shape = view.shape
-        # Each row reads at least one more token: its tail is never empty.
+        # Each row reads at least one token beyond these, so its tail is never empty.
         self._committed = self.lens + np.int32(shape.first - 1)
         drafts = self._drafts or DraftRowCache()
         self._moved = drafts.update(reqs, shape.per_request, self._committed, self._moved)
