@@ -304,11 +304,7 @@ def triton(workload: Workload, tensors: WorkloadTensors) -> Layer:
     """SGLang's Triton kernels, its default for rows that FA3 does not take."""
     if workload.head_dim <= 256:
         raise Unsupported("SGLang's default is another one")
-    decode = triton_decode()
-    indptr, indices = slots_of_requests(tensors)
-    batch, heads, columns = tensors.q.shape
-    empty = functools.partial(torch.empty, dtype=torch.float32, device="cuda")
-    logits, lse = empty(batch, heads, TRITON_SPLITS, columns), empty(batch, heads, TRITON_SPLITS)
+    batch, heads, _ = tensors.q.shape
     splits = torch.empty(batch, dtype=torch.int32, device="cuda")
     _triton_splits()[(1,)](
         splits,
@@ -322,6 +318,24 @@ def triton(workload: Workload, tensors: WorkloadTensors) -> Layer:
         MAX_NUM_SEQ=max(256, 1 << (batch - 1).bit_length()),
     )
     out = torch.empty_like(tensors.q)
+    scale = workload.head_dim**-0.5
+    return triton_layer(tensors, out, splits, TRITON_SPLITS, scale, sinks=tensors.sinks)
+
+
+def triton_layer(
+    tensors: WorkloadTensors,
+    out: torch.Tensor,
+    splits: torch.Tensor,
+    most_splits: int,
+    sm_scale: float,
+    **options: Any,
+) -> Layer:
+    """SGLang's Triton kernels, which write `out`. splits: per request, up to `most_splits`."""
+    decode = triton_decode()
+    indptr, indices = slots_of_requests(tensors)
+    batch, heads, columns = out.shape
+    empty = functools.partial(torch.empty, dtype=torch.float32, device=out.device)
+    logits, lse = empty(batch, heads, most_splits, columns), empty(batch, heads, most_splits)
     scales = (1.0, 1.0) if "k_scale" in inspect.signature(decode).parameters else ()
 
     def run(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -335,10 +349,10 @@ def triton(workload: Workload, tensors: WorkloadTensors) -> Layer:
             logits,
             lse,
             splits,
-            TRITON_SPLITS,
-            workload.head_dim**-0.5,
+            most_splits,
+            sm_scale,
             *scales,
-            sinks=tensors.sinks,
+            **options,
         )
         return out
 

@@ -8,12 +8,11 @@ imported when their contender is asked for.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 
 import torch
 
-from kernel.contenders import WORKSPACE_BYTES, slots_of_requests, triton_decode
+from kernel.contenders import WORKSPACE_BYTES, slots_of_requests, triton_layer
 from kernel.latent_workloads import COLUMNS, LatentWorkload
 from kernel.pages import PagedCopies, Unsupported
 from kernel.planned_step import PlannedStep
@@ -161,33 +160,11 @@ def flashmla(workload: LatentWorkload, tensors: WorkloadTensors) -> LatentLayer:
 def triton(workload: LatentWorkload, tensors: WorkloadTensors) -> LatentLayer:
     """SGLang's Triton kernel, its default before Hopper."""
     _refuse_drafts(workload)
-    decode = triton_decode()
-    indptr, indices = slots_of_requests(tensors)
     batch, heads = tensors.q.shape[:2]
-    empty = functools.partial(torch.empty, dtype=torch.float32, device="cuda")
-    logits, lse = empty(batch, heads, _TRITON_SPLITS, COLUMNS), empty(batch, heads, _TRITON_SPLITS)
     splits = torch.full((batch,), _TRITON_SPLITS, dtype=torch.int32, device="cuda")
     out = torch.empty(batch, heads, COLUMNS, dtype=workload.dtype, device="cuda")
-    scales = (1.0, 1.0) if "k_scale" in inspect.signature(decode).parameters else ()
-
-    def run(kv: torch.Tensor) -> torch.Tensor:
-        decode(
-            tensors.q,
-            kv,
-            kv[..., :COLUMNS],
-            out,
-            indptr,
-            indices,
-            logits,
-            lse,
-            splits,
-            _TRITON_SPLITS,
-            SM_SCALE,
-            *scales,
-        )
-        return out
-
-    return run
+    layer = triton_layer(tensors, out, splits, _TRITON_SPLITS, SM_SCALE)
+    return lambda kv: layer(kv, kv[..., :COLUMNS])
 
 
 def _parts(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
