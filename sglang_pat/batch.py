@@ -145,7 +145,7 @@ class DecodeBatch(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What an executor reads besides the plan. The caller of `PackAttention.plan` owns it."""
+    """An executor reads these besides the plan. The caller of `PackAttention.plan` owns them."""
 
     req_to_token: torch.Tensor  # int32 [num_rows, max_context_len]
     req_pool_indices: torch.Tensor  # int64 or int32 [num_requests]

@@ -276,7 +276,7 @@ class CudaExecutor:
 
     @property
     def rows(self) -> WindowRows | None:
-        """What layers with a window read in place of `req_to_token`."""
+        """Layers with a window read these rows in place of `req_to_token`."""
         return self.buffers.rows
 
     def refill(self) -> None:

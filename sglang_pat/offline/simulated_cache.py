@@ -85,7 +85,7 @@ class _RequestKv:
 
 
 class ServedRequest:
-    """What a prefix cache and a PathReader read of a Req: its own fields, or those of `kv`."""
+    """Stands in for a Req: prefix caches and PathReaders read its fields, or those of `kv`."""
 
     extra_key = cache_salt = session = session_id = kv_rotation_base = None
     priority = 0

@@ -104,7 +104,7 @@ class PatMixin(DecodeMixin):
 
     @property
     def needs_default(self) -> bool:
-        """Whether the default backend decodes some layers in steps that pat plans."""
+        """True if the default backend decodes some layers in steps that pat plans."""
         return bool(self._pat.layer_support.fallback)
 
     # --- once per step ---

@@ -161,7 +161,7 @@ class StepLog:
 
     @property
     def steps_left(self) -> int:
-        """How many steps may be added late, together with the next one, without delaying a line."""
+        """The caller may add this many steps late, with the next one, and delay no line."""
         return max(self._interval - self._steps - 1, 0)  # an interval of -1 logs every step
 
     def add_steps(self, count: int = 1) -> None:
