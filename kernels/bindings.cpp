@@ -1,5 +1,5 @@
-// Python module sglang_pat._launch_params: the parameters that the host passes to the kernels. Takes addresses,
-// which are checked in Python; needs neither CUDA nor torch.
+// Python module sglang_pat._launch_params: builds the parameter structs that the host passes to the kernels. It takes
+// addresses as integers, which Python has checked, and needs neither CUDA nor torch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -33,14 +33,14 @@ pat::PlanView plan_view(uintptr_t plan, const std::vector<int64_t>& capacity) {
                            pat::PlanLayout::of(plan_capacity(capacity)));
 }
 
-// The only argument of a kernel. cuLaunchKernel wants the address of an array of addresses of arguments.
+// The only argument of a kernel, with the array of argument addresses that cuLaunchKernel takes.
 template <typename Params>
 struct Argument {
   Params params{};
   void* pointers[1] = {&params};
 
   Argument() = default;
-  Argument(const Argument&) = delete;  // `pointers` points into this object
+  Argument(const Argument&) = delete;  // a copy's `pointers` would still point into the original
   Argument& operator=(const Argument&) = delete;
 
   uintptr_t address() const { return reinterpret_cast<uintptr_t>(pointers); }
@@ -61,7 +61,7 @@ void set_gather(GatherArgument& self, uintptr_t plan, const std::vector<int64_t>
                  .shared_slots = pointer<int32_t>(shared_slots)};
 }
 
-// slot_map: 0: none.
+// slot_map: an address, or 0 if the layers use the slots of req_to_token.
 void set_fill(FillArgument& self, uintptr_t cuts, uintptr_t req_to_token,
               int64_t req_to_token_stride, uintptr_t req_pool_indices, bool rows_are_int64,
               uintptr_t seq_lens, bool lengths_are_int64, uintptr_t slot_map, bool map_is_int64,
@@ -101,7 +101,7 @@ void set_step(DecodeArgument& self, uintptr_t req_to_token, int64_t req_to_token
   params.seq_lens = {pointer<const void>(seq_lens), lengths_are_int64};
 }
 
-// counters: TicketCounter[], whose first entry holds partials_owner. counter: the index of this launch's own entry.
+// counters: a TicketCounter array, whose first entry stores partials_owner. counter: index of this launch's own entry.
 void set_launch(DecodeArgument& self, uintptr_t counters, int32_t counter, int32_t max_merges) {
   pat::DecodeParams& params = self.params;
   auto* const tickets = pointer<pat::TicketCounter>(counters);
@@ -111,7 +111,7 @@ void set_launch(DecodeArgument& self, uintptr_t counters, int32_t counter, int32
   params.max_merges = max_merges;
 }
 
-// rope: of latent attention; 0: none.
+// rope: address of the rope columns of the queries in latent attention, else 0.
 void set_queries(DecodeArgument& self, uintptr_t q, uint32_t row_chunks, uint32_t head_chunks,
                  uintptr_t rope, uint32_t rope_row_chunks, uint32_t rope_head_chunks) {
   self.params.q = {pointer<const void>(q), row_chunks, head_chunks};
@@ -141,12 +141,12 @@ void set_layer(DecodeArgument& self, int32_t num_requests, int32_t num_q_heads,
   params.sinks = {pointer<const void>(sinks), sink_type};
 }
 
-// keys, values: a CUtensorMap each; 0: none.
+// keys, values: address of a CUtensorMap each, or 0 for no tensor map.
 void set_maps(DecodeArgument& self, uintptr_t keys, uintptr_t values) {
   pat::DecodeParams& params = self.params;
   params.has_kv_maps = keys != 0 && values != 0;
   if (!params.has_kv_maps) return;
-  // The maps lie within Python objects, which are not aligned as TensorMap is.
+  // Copies bytes, because the maps lie in Python objects, which need not have TensorMap's alignment.
   std::memcpy(&params.kv_maps[0], pointer<const void>(keys), sizeof(pat::TensorMap));
   std::memcpy(&params.kv_maps[1], pointer<const void>(values), sizeof(pat::TensorMap));
 }

@@ -1,6 +1,6 @@
-// Parameters of each kernel: addresses, strides and scalars that stay the same between graph replays.
-// Everything that changes from step to step lies in the buffers. Shapes are given as comments; D is head_dim of keys
-// and queries, Dv that of values, Hq = num_kv_heads * group_size.
+// Parameters of each kernel: addresses, strides and scalars that stay the same between graph replays. Everything that
+// changes from step to step lies in the buffers. In the comments, D is the head_dim of keys and queries, Dv the
+// head_dim of values, and Hq = num_kv_heads * group_size.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +15,14 @@ struct IndexArray {
   bool is_int64;
 };
 
-// One attention sink per query head, in the type that the model has.
+// Element type of the attention sinks, which are stored as the model has them.
 enum class SinkType : int32_t { kFloat32, kBfloat16, kFloat16 };
 struct SinkArray {
-  const void* data;  // [Hq], nullptr: none
+  const void* data;  // [Hq], or nullptr for no sinks
   SinkType type;
 };
 
-// Query row of a work item -> request of the item and query head of the group, without a division.
+// Finds the request and the query head of a work item's query row, without a division.
 struct QueryRows {
   int32_t group_size;
   int32_t reciprocal;  // 2^16 / group_size, rounded up: exact for rows < 64 and groups <= 64
@@ -36,15 +36,15 @@ struct QueryRows {
 struct QueryArray {
   const void* data;
   uint32_t row_chunks;   // 16-byte chunks between requests
-  uint32_t head_chunks;  // between heads
+  uint32_t head_chunks;  // 16-byte chunks between heads
 };
 
-// Score q.k -> logit in the base-2 domain: s * outer, or with soft-cap tanh(s * inner) * outer.
+// Turns a score s = q.k into a base-2 logit: s * outer, or tanh(s * inner) * outer with a soft-cap.
 struct LogitScale {
   float inner;
   float outer;
 
-  // logit_cap 0: none.
+  // logit_cap: 0 for no soft-cap.
   static constexpr LogitScale of(float sm_scale, float logit_cap) {
     constexpr float kLog2E = 1.4426950408889634f;
     if (logit_cap == 0.f) return {1.f, sm_scale * kLog2E};
@@ -57,41 +57,42 @@ struct GatherParams {
   const int32_t* req_to_token;  // [num_rows, req_to_token_stride]
   int64_t req_to_token_stride;  // in elements
   IndexArray req_pool_indices;  // [num_requests]
-  int32_t* shared_slots;        // [num_shared_slots], written
+  int32_t* shared_slots;        // [num_shared_slots], output
 };
 
 struct FillParams {
-  const int32_t* cuts;          // [num_requests], where a row begins, if the cut is in its window
+  const int32_t* cuts;          // [num_requests], position where a row begins if in the window
   const int32_t* req_to_token;  // [num_rows, req_to_token_stride]
   int64_t req_to_token_stride;  // in elements
   IndexArray req_pool_indices;  // [num_requests]
   IndexArray seq_lens;          // [num_requests]
-  IndexArray slot_map;          // from slots of req_to_token to the layers'; nullptr: the same
+  IndexArray slot_map;          // slot of req_to_token -> slot of the layers; nullptr: equal
   int32_t num_requests;
-  int32_t window;     // the most tokens of a row
-  bool chunked;       // a row begins at a multiple of `window`
-  int32_t* rows;      // [num_requests, window], written
-  int32_t* row_lens;  // [num_requests], written
+  int32_t window;     // largest number of tokens in a row
+  bool chunked;       // the window begins at a multiple of `window` and does not slide
+  int32_t* rows;      // [num_requests, window], output
+  int32_t* row_lens;  // [num_requests], output
 };
 
-// How write_kv scales keys or values, in their type, before it rounds them to one byte: not at all, by a multiplication
-// (as torch divides by a number of the host), or by a division (as torch divides by a tensor of the device).
+// How write_kv scales keys or values before it rounds them to one byte. It does what torch does, in the type of the
+// values: torch divides by a host number through a multiplication with its inverse, and by a device tensor through a
+// real division.
 enum class ScaleUse : int32_t { kNone, kMultiply, kDivide };
 
-// Keys or values of new tokens, and the cache that they go to. D: their head_dim. Latent attention has one KV head, and
-// its rows are split: one NewRows has the first Dv columns. The other has the remaining columns, and its `cache` is
-// where they begin in the cache.
+// Keys or values of new tokens, and the cache that they go to. D: their head_dim. In latent attention, one NewRows has
+// the first Dv columns of each row, and the other has the remaining columns. The `cache` of the other points to the
+// first of the remaining columns.
 struct NewRows {
   const void* source;    // [num_tokens, num_kv_heads, D]
   int64_t token_stride;  // in elements
   int64_t head_stride;
   void* cache;         // [num_slots, num_kv_heads, D]
   int64_t slot_bytes;  // bytes between slots
-  const float* scale;  // nullptr with ScaleUse::kNone
-  ScaleUse scale_use;  // kNone if the cache has the type of the source
+  const float* scale;  // nullptr if scale_use is kNone
+  ScaleUse scale_use;  // kNone if the cache and the source have the same type
 };
 
-// The slot of SGLang's padding: never written.
+// The slot that SGLang gives to padding tokens. write_kv never writes it.
 inline constexpr int64_t kPaddingSlot = 0;
 
 // Parameters of write_kv. The width of its grid is num_tokens.
@@ -100,28 +101,27 @@ struct WriteParams {
   IndexArray slots;  // [num_tokens]
   int64_t num_slots;
   int32_t num_kv_heads;
-  uint32_t overflow;  // the byte that numbers beyond the largest one become (fp8_rounding.h)
+  uint32_t overflow;  // the byte for numbers that are too large (fp8_rounding.h)
 };
 
-// Counts the draws of tickets. There is one counter for each captured graph, and one for all launches outside of
-// graphs, which follow one another. pack_decode finds its counter at zero and leaves it at zero.
+// Counts the draws of tickets. Each captured graph has one counter. All launches outside of graphs share another, which
+// is safe because they run one after the other. pack_decode expects its counter to be zero and resets it to zero.
 struct TicketCounter {
   int32_t num_draws;   // tickets drawn beyond the first of each CTA
-  uint32_t num_ended;  // CTAs that draw no more
+  uint32_t num_ended;  // CTAs that have made their last draw
 };
 
-// A CUtensorMap. It describes the rows of all slots, one slot after the other, in boxes of 32 slots and 128 bytes,
-// under the swizzle of shared memory.
+// A CUtensorMap over the KV of all slots, one row per slot. A box is 32 slots by 128 bytes, in the 128-byte swizzle.
 struct alignas(64) TensorMap {
   uint8_t opaque[128];
 };
 
-// Parameters of both kernels of a decode step.
+// Parameters of pack_decode and merge_partials, the two kernels of a decode step.
 struct DecodeParams {
   PlanView plan;
   QueryArray q;  // [num_requests, Hq, D], heads dense; in latent attention, the first Dv columns
-  QueryArray q_rope;      // in latent attention, the other columns
-  int32_t num_requests;   // must equal the plan's
+  QueryArray q_rope;      // the remaining D - Dv columns in latent attention
+  int32_t num_requests;   // must equal num_requests of the plan
   const void* k_cache;    // [num_slots, num_kv_heads, D]
   const void* v_cache;    // [num_slots, num_kv_heads, Dv]
   uint32_t k_slot_bytes;  // bytes between slots
@@ -129,29 +129,29 @@ struct DecodeParams {
   const int32_t* shared_slots;  // [num_shared_slots]
   const int32_t* req_to_token;  // [num_rows, table_width]
   int64_t req_to_token_stride;  // in elements
-  int32_t table_width;          // caps the lengths that are read from seq_lens
-  int32_t launch_tag;  // what the launches of one graph, and no others, write to partials_owner
+  int32_t table_width;          // upper bound for lengths from seq_lens
+  int32_t launch_tag;           // one value per graph; written to partials_owner
   IndexArray req_pool_indices;  // [num_requests]
   IndexArray seq_lens;          // [num_requests]
   void* out;                    // [num_requests, Hq, Dv]
-  float* out_lse;               // [num_requests, Hq], may be nullptr
+  float* out_lse;               // [num_requests, Hq], or nullptr
   void* partial_out;            // [num_partials, Hq, Dv], normalised, in ComputeType
   float* partial_lse;           // [num_partials, Hq], natural log
   TicketCounter* tickets;
-  int32_t* partials_owner;  // tag of the launch that wrote the partials last
-  int32_t max_tickets;      // capacity of the plan
-  // The most merges of any plan that this launch may find. It bounds the grid of merge_partials.
+  int32_t* partials_owner;  // launch_tag of the launch that wrote the partials last
+  int32_t max_tickets;      // tickets for which the plan buffer has room
+  // Upper bound on the merges of any plan that this launch may find. It sets the grid of merge_partials.
   int32_t max_merges;
   int32_t num_q_heads;
   int32_t num_kv_heads;
   QueryRows rows;
-  LogitScale logit_scale;  // includes the scale of the keys in the cache, if the host has it
-  float v_scale;           // of the values in the cache, if the host has it
+  LogitScale logit_scale;  // includes the KV cache's key scale, if the host knows it
+  float v_scale;           // the KV cache's value scale, if the host knows it
   SinkArray sinks;
   bool has_kv_maps;
   TensorMap kv_maps[2];  // keys, values
-  // Over one-byte KV: scales of the keys and of the values that lie on the device, where a weight update may change
-  // them under a captured graph. nullptr: the host has the scale.
+  // Scales of one-byte keys and values in device memory, where a weight update may change them under a captured graph.
+  // A nullptr means that the host knows the scale.
   const float* k_scale_on_device;
   const float* v_scale_on_device;
 };

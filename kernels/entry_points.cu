@@ -1,8 +1,9 @@
-// Translation unit of one variant: its kernels, under plain names, and how the host must launch them.
+// Translation unit of one kernel variant. Defines its kernels under unmangled names, and the facts that the host needs
+// to launch them.
 //
-// PAT_ELEMENT (__half or __nv_bfloat16), PAT_KV_TYPE (of the cache: kAsQueries, kE4m3 or kE5m2), PAT_HEAD_DIM,
-// PAT_V_HEAD_DIM and PAT_TARGET_ARCH (compute capability, e.g. 90) choose the variant. Compiled by NVRTC: nvrtc/ stands
-// in for the standard library.
+// PAT_ELEMENT (__half or __nv_bfloat16), PAT_KV_TYPE (element type of the cache: kAsQueries, kE4m3 or kE5m2),
+// PAT_HEAD_DIM, PAT_V_HEAD_DIM and PAT_TARGET_ARCH (compute capability, e.g. 90) choose the variant. NVRTC compiles
+// this file, with the headers in nvrtc/ in place of the standard library's.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -27,8 +28,8 @@ using Element = PAT_ELEMENT;
 using Dims = HeadDims<PAT_HEAD_DIM, PAT_V_HEAD_DIM, KvType::PAT_KV_TYPE,
                       kLatentTokens<KvType::PAT_KV_TYPE>, kQueryTerms<Element>>;
 using Partial = ComputeType<Element, Dims>;
-// Latent attention on wgmma has a second body, on mma.sync, for plans that use only the smallest tile. Most plans
-// without sharing need no larger one.
+// Latent attention has two bodies where wgmma is used. Plans that use only the smallest tile, as most plans without
+// sharing do, run the body on mma.sync.
 constexpr bool kHasTwoBodies = kHasLatentWgmma<Dims>;
 using FewRows = HeadDims<PAT_HEAD_DIM, PAT_V_HEAD_DIM, KvType::PAT_KV_TYPE, kStageTokens>;
 constexpr int kSharedBytes =
@@ -38,7 +39,7 @@ constexpr int kSharedBytes =
 
 extern "C" {
 
-// Read by the host when it loads the kernels.
+// The host reads this constant when it loads the kernels.
 __constant__ LaunchFacts launch_facts = {.decode_threads = kDecodeThreads<Dims>,
                                          .decode_shared_bytes = kSharedBytes,
                                          .merge_threads = kMergeWarps * 32,

@@ -1,4 +1,5 @@
-// Rounding to one-byte floating-point numbers as torch does it. Plain arithmetic, so that a host compiler can check it.
+// Rounds to one-byte floating-point numbers as torch does. Uses plain arithmetic only, so that host tests can run it
+// too.
 #pragma once
 
 #include <cstdint>
@@ -8,15 +9,15 @@
 
 namespace pat {
 
-// Rounds to nearest, ties to even. NaN stays NaN, with its sign. `overflow`: what infinity and numbers that are too
-// large become. For e4m3 it differs between versions of torch: NaN (0x7f) or the largest number (0x7e). The
-// instructions of the GPU know the largest number only, and lose the sign of NaN.
+// Rounds to nearest, ties to even. NaN stays NaN, with its sign. `overflow`: the byte for infinity and for numbers that
+// are too large. For e4m3 it depends on torch's version: NaN (0x7f) or the largest number (0x7e). The GPU's conversion
+// instructions are no help: they always give the largest number, and lose the sign of NaN.
 template <KvType kType>
 PAT_HOST_DEVICE constexpr uint32_t to_byte(float number, uint32_t overflow) {
   static_assert(kType == KvType::kE4m3 || kType == KvType::kE5m2);
   constexpr bool kIsE4m3 = kType == KvType::kE4m3;
-  constexpr uint32_t kMantissa = kIsE4m3 ? 3 : 2, kDropped = 23 - kMantissa;  // bits
-  constexpr uint32_t kBias = 127 - (kIsE4m3 ? 7 : 15);                        // of the exponents
+  constexpr uint32_t kMantissa = kIsE4m3 ? 3 : 2, kDropped = 23 - kMantissa;  // mantissa bits
+  constexpr uint32_t kBias = 127 - (kIsE4m3 ? 7 : 15);  // difference of biases
   constexpr uint32_t kLeastNormal = (kBias + 1) << 23;
   constexpr uint32_t kTooLarge = kIsE4m3 ? 0x7f : 0x7c;
 
@@ -25,7 +26,8 @@ PAT_HOST_DEVICE constexpr uint32_t to_byte(float number, uint32_t overflow) {
   if (magnitude > 0x7f800000) return sign | 0x7f;
   uint32_t byte = 0;
   if (magnitude < kLeastNormal) {
-    // One step of the sum is one step of the type's subnormal numbers, so the addition rounds.
+    // In this sum, one unit in the last place is the type's smallest subnormal number, so the addition does the
+    // rounding.
     constexpr uint32_t kSteps = (kBias + 1 + kDropped) << 23;
     const float sum =
         __builtin_bit_cast(float, magnitude) + __builtin_bit_cast(float, uint32_t{kSteps});

@@ -1,6 +1,5 @@
-// gather_slots: runs when a plan is made, never again. Copies the slots of the shared KV ranges out of
-// req_to_token into the plan's slot buffer, because the row they come from may be rewritten while steps with this
-// plan are in flight.
+// gather_slots: copies the slots of the shared KV ranges from req_to_token into the plan's slot buffer. It runs once
+// per plan, because the rows of req_to_token may be rewritten while steps with this plan are in flight.
 #pragma once
 
 #include "decode_params.h"
@@ -10,8 +9,8 @@ namespace pat {
 
 inline constexpr int kGatherThreads = 256;
 
-// Runs with kGatherThreads threads. The grid has spans along x and chunks of a span along y. Both loops are strided, so
-// any grid is right.
+// Runs with kGatherThreads threads. The grid has spans along x and chunks of a span along y. Both are grid-stride
+// loops, so any grid size is correct.
 __device__ __forceinline__ void gather_slots(const GatherParams& params) {
   const int num_spans = params.plan.header->num_gather_spans;
   for (int i = blockIdx.x; i < num_spans; i += gridDim.x) {

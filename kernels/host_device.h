@@ -1,4 +1,4 @@
-// PAT_HOST_DEVICE: marks functions that the GPU runs and that a host compiler can check.
+// PAT_HOST_DEVICE: marks functions that the GPU runs and that host tests can call too.
 #pragma once
 
 #ifdef __CUDACC__

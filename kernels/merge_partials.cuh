@@ -1,11 +1,10 @@
-// merge_partials: the second kernel of a decode step. Requests whose KV was read in several pieces get the
+// merge_partials: the second kernel of a decode step. The output of a request that several work items have read is the
 // LSE-weighted sum of their partials.
 //
-// Rows are (request, query head) pairs, dealt out one by one: row r belongs to CTA r % gridDim.x. If there are few
-// rows, each has its own CTA. If outputs are long, a row is only some of the columns of such a pair. One warp sums a
-// row with few partials. All warps of a CTA share a row with many: each takes a contiguous part, and one warp combines
-// the parts in shared memory. The parts and their order depend on the number of partials alone, so the result does not
-// depend on the launch.
+// A row is a (request, query head) pair, or for long outputs a slice of the columns of such a pair. CTA r % gridDim.x
+// sums row r. One warp sums a row with few partials. All warps of a CTA share a row with many partials: each warp sums
+// a contiguous part of them, and one warp combines the parts in shared memory. The parts and their order depend on the
+// number of partials alone, so the result does not depend on the grid.
 #pragma once
 
 #include <algorithm>
@@ -21,45 +20,46 @@ namespace pat {
 
 inline constexpr int kMergeWarps = 16;
 inline constexpr int kMergeCtasPerSm = 2;
-// One warp sums a row of up to this many partials. All warps of a CTA share a row with more.
+// Up to this many partials of a row, one warp sums the row. With more, all warps of the CTA share it.
 template <int kColumns>
 inline constexpr int kWarpPartials = kColumns > 256 ? 48 : 12;
-// The most partials of a warp's part of a shared row, unless all warps take part.
+// A warp's part of a shared row has at most this many partials, unless all warps already take part.
 inline constexpr int kPartPartials = 6;
 
-// The type of an argument of merge_partials(): it gives the most partials that count as few.
+// A tag that passes a constant to a lambda of merge_partials(): a row with up to kFew partials has few.
 template <int kFew>
 struct Few {};
 
-// Waits for pack_decode, and lets the successor start. Returns false if the CTA has no row.
+// Waits for pack_decode, and lets the next kernel start. Returns false if the CTA has no row.
 //
-// In a graph, the grid is that of the largest plan. CTAs without rows make room for the successor at once. But CTA 0
-// always waits for pack_decode: the successor waits only for the end of this kernel, and pack_decode must have ended by
-// then.
+// In a graph, the grid is that of the largest possible plan. CTAs without rows exit at once, to make room for the next
+// kernel. CTA 0 waits for pack_decode in any case: the next kernel waits only for the end of this one, and pack_decode
+// must have ended by then.
 __device__ __forceinline__ bool wait_for_partials(int num_rows) {
   const bool has_rows = static_cast<int>(blockIdx.x) < num_rows;
   if (!has_rows && blockIdx.x > 0) return false;
   if (num_rows == 0) ptx::launch_dependents();
-  // Waits only now: the plan was complete before pack_decode began, but pack_decode writes the partials.
+  // The wait comes only here: the plan was complete before pack_decode began, and only partials are written by
+  // pack_decode.
   ptx::wait_for_dependencies();
   if (!has_rows) return false;
   ptx::launch_dependents();
   return true;
 }
 
-// Runs with kMergeWarps warps. T, Partial: types of outputs and of partials. kScales: the partials have not been
-// multiplied with the scale of the values yet. kSinks: the layer has attention sinks.
+// Runs with kMergeWarps warps. T, Partial: element types of outputs and of partials. kScales: the partials must still
+// be multiplied with the scale of the values. kSinks: the layer has attention sinks.
 template <typename T, typename Partial, int kColumns, bool kScales, bool kSinks>
 __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
   using Sum = PartialSum<Partial, kMergeColumns<kColumns>, kColumns, kSinks>;
   using MergeRow = MergeRow<kColumns>;
   __shared__ float4 part_columns[kMergeWarps][Sum::kVectors][32];
-  __shared__ float2 part_states[kMergeWarps];    // maximum and weight
-  __shared__ MergeRow shared_rows[kMergeWarps];  // per warp: its row if long, else an empty one
+  __shared__ float2 part_states[kMergeWarps];    // maximum and weight of each part
+  __shared__ MergeRow shared_rows[kMergeWarps];  // per warp: its row if shared, else empty
 
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  const int num_places = params.num_q_heads * kMergeSlices<kColumns>;  // of a request
+  const int num_places = params.num_q_heads * kMergeSlices<kColumns>;  // rows of a request
   const int num_rows = params.plan.header->num_merges * num_places;
   const int row_step = gridDim.x * kMergeWarps;
   const auto* entries = reinterpret_cast<const int4*>(params.plan.merges);
@@ -69,13 +69,13 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
   if (!wait_for_partials(num_rows)) return;
   const float v_scale = KvScales<kScales>::load(params).value(params);
   if (blockIdx.x == 0 && threadIdx.x == 0 && __ldcg(params.partials_owner) != params.launch_tag) {
-    __trap();  // another graph, on another stream, writes the partials that this launch is about to read
+    __trap();  // a graph on another stream has overwritten the partials of this launch
   }
-  // If the CTA's rows have few partials each, several rounds run at once, because one has too few loads in flight. All
-  // warps have the same number of rounds.
+  // If all rows of the CTA's next rounds have few partials, each warp sums several rows at once, because one row has
+  // too few loads in flight.
   int first_own = blockIdx.x;
   const auto merge_few = [&]<int kFew>(Few<kFew>) {
-    constexpr int kMost = kMergeSlices<kColumns> > 1 ? 2 : 4;  // limited by registers
+    constexpr int kMost = kMergeSlices<kColumns> > 1 ? 2 : 4;  // rows at once, limited by registers
     constexpr int kRows = std::max(std::min(Sum::kInFlight / kFew, kMost), 1);
     if constexpr (kRows == 1) return false;
     MergeRow rows[kRows];
@@ -106,14 +106,14 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
     place = (own + row_step) % num_places;
     return true;
   };
-  // Sums one of the num_parts parts of a row, which are runs of neighbouring partials. The first part gets the sink.
+  // Sums part `part` of the num_parts contiguous parts of a row. The first part also adds the sink.
   const auto sum_part = [&](Sum& sum, const MergeRow& row, int part, int num_parts) {
     const int count = row.num_partials;
     sum = Sum::of(row.template partials<Partial>(params), count * part / num_parts,
                   count * (part + 1) / num_parts, lane);
     if (kSinks && part == 0) sum.add_sink(load_sink(params.sinks, row.head()));
   };
-  // Each warp's part becomes the row's sum in warp `combiner`.
+  // Combines the parts of all warps. Warp `combiner` gets the row's sum.
   const auto combine = [&](Sum& sum, int combiner, int num_parts) {
 #pragma unroll
     for (int v = 0; v < Sum::kVectors; ++v) part_columns[warp][v][lane] = sum.columns[v];
@@ -122,7 +122,7 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
     if (warp == combiner) sum = Sum::of_parts(part_states, part_columns, num_parts, lane);
     __syncthreads();
   };
-  // Goes on until the CTA's first warp has no row.
+  // A round has one row per warp. The loop ends when the CTA's first warp has no row.
   for (; first_own < num_rows; first_own += row_step, own += row_step) {
     if (first_own + row_step < num_rows && (merge_few(Few<2>{}) || merge_few(Few<4>{}))) continue;
     MergeRow row{entry.x, place, entry.y, entry.z};
@@ -133,13 +133,13 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
       place = (own + row_step) % num_places;
     }
 
-    // Turn -1 is the warp's own row. The turns after it are the long rows of the CTA, if it has any. One loop has both,
-    // so that there is one copy of the code.
+    // In turn -1, each warp sums its own row if it is short. In each further turn, all warps share one long row of the
+    // round. One loop does both, so that there is one copy of the code.
     int num_turns = 0;
     if (__syncthreads_or(is_long)) {
       if (lane == 0) shared_rows[warp] = is_long ? row : MergeRow{};
       __syncthreads();
-      // The number of warps that have a row.
+      // The number of warps that have a row in this round.
       num_turns = min(kMergeWarps, (num_rows - first_own - 1) / static_cast<int>(gridDim.x) + 1);
     }
 #pragma unroll 1

@@ -1,4 +1,4 @@
-// The rows of merge_partials: where their partials lie, and where their sums go.
+// Where the partials of a row of merge_partials lie, and where the row's sum is stored.
 #pragma once
 
 #include <cmath>
@@ -8,19 +8,19 @@
 
 namespace pat {
 
-// Columns of one slice of a row, for outputs of kColumns columns.
+// Columns of one row of merge_partials, and rows into which an output of kColumns columns is cut.
 template <int kColumns>
 inline constexpr int kMergeColumns = kColumns > 256 ? 128 : kColumns;
 template <int kColumns>
 inline constexpr int kMergeSlices = kColumns / kMergeColumns<kColumns>;
 
-// A row of the output and its partials. kColumns: of the output.
+// One row of merge_partials: a slice of an output of kColumns columns.
 template <int kColumns>
 struct MergeRow {
   static constexpr int kSlices = kMergeSlices<kColumns>;
 
   int request;
-  int place;  // slice of a query head of the request
+  int place;  // query head of the request and slice of its columns
   int first_partial;
   int num_partials;
 
@@ -41,7 +41,8 @@ struct MergeRow {
   }
 };
 
-// Stores a row's output and LSE: 0 and -inf if all partials are empty, NaN if a weight is NaN. T: type of the output.
+// Stores a row's output and LSE. They are 0 and -inf if all partials are empty, and NaN if a weight is NaN. T: element
+// type of the output.
 template <typename T, bool kScales, int kColumns, typename Sum>
 __device__ __forceinline__ void store_sum(const DecodeParams& params, const Sum& sum,
                                           const MergeRow<kColumns>& row, float v_scale, int lane) {

@@ -1,5 +1,5 @@
-// The online softmax over the partials of a row, in one warp. The warp loads and sums partials, or combines the parts
-// of a row that several warps have summed.
+// One warp's online softmax over partials of a row. The warp loads and sums partials, or combines parts that several
+// warps have summed.
 #pragma once
 
 #include <cmath>
@@ -8,33 +8,33 @@
 
 namespace pat {
 
-// The partials of a row: where the first lies, and how far apart they are.
+// Address of a row's first partial, and the distance between its partials.
 template <typename T>
 struct PartialRow {
   const T* partial_out;
   const float* partial_lse;
-  int num_heads;  // rows from one partial to the next
+  int num_heads;  // distance between two partials, in rows
 };
 
-// The weighted sum of some partials of a row, in a warp. kStride: elements from one output to the next. A row is held
-// by kLanes lanes, with kVectors times 4 columns each. If kLanes is half of the warp, each half takes every other
-// partial. Lanes beyond kLanes do the same as the first ones.
+// The LSE-weighted sum of some partials of a row, spread over a warp. kStride: elements between two partial outputs.
+// kLanes lanes hold a row, with kVectors times 4 columns each. If kLanes is 16, each half of the warp sums every other
+// partial. For other sizes, lanes beyond kLanes repeat the work of the first lanes.
 template <typename T, int kColumns, int kStride, bool kSinks>
 struct PartialSum {
   static constexpr int kVectors = (kColumns + 127) / 128;
   static constexpr int kLanes = kColumns / 4 / kVectors;
   static constexpr int kRowsAtOnce = 32 / kLanes;
   static_assert(kLanes * kVectors * 4 == kColumns && kLanes >= 16 && kLanes <= 32);
-  // Partials loaded before the first is used, as many as there are registers for.
+  // Partials that are loaded before the first is used: as many as fit into registers.
   static constexpr int kInFlight = (32 % kLanes == 0 && !kSinks ? 8 : 6) / kVectors;
   static constexpr float kLog2E = 1.4426950408889634f;
 
-  float maximum = -INFINITY;   // of the LSEs, except NaN; `weight` includes NaN
+  float maximum = -INFINITY;   // largest LSE, NaN left out; `weight` includes NaN
   float weight = 0.f;          // sum of exp(LSE - maximum)
-  float4 columns[kVectors]{};  // not yet divided by `weight`; kLanes * 4 columns apart
+  float4 columns[kVectors]{};  // not yet divided by `weight`; vectors are kLanes * 4 columns apart
 
-  // Sums partials [begin, end). Loads bypass L1: the predecessor may still have been running when this kernel was
-  // launched, so lines of L1 may be older than what the predecessor has written.
+  // Sums partials [begin, end). The loads bypass L1: this kernel may start while pack_decode still runs, so L1 may hold
+  // lines from before pack_decode wrote the partials.
   __device__ __forceinline__ static PartialSum of(const PartialRow<T>& row, int begin, int end,
                                                   int lane) {
     PartialSum sum;
@@ -69,13 +69,13 @@ struct PartialSum {
     return sum;
   }
 
-  // Sums several rows with up to kFew partials each. The results have the same bits as those of of(). counts: partials
-  // of each row, maybe 0.
+  // Sums kRows rows with up to kFew partials each, and gets the same bits as of(). counts: number of partials of each
+  // row, which may be 0.
   template <int kFew, int kRows>
   __device__ __forceinline__ static void of_few(PartialSum (&sums)[kRows],
                                                 const PartialRow<T> (&rows)[kRows],
                                                 const int (&counts)[kRows], int lane) {
-    constexpr int kLoads = kFew / kRowsAtOnce;  // of each lane, for a row
+    constexpr int kLoads = kFew / kRowsAtOnce;  // partials that each lane loads per row
     const int first = kRowsAtOnce == 1 ? 0 : lane / kLanes;
     float lses[kRows][kLoads];
     uint2 values[kRows][kLoads][kVectors];
@@ -102,7 +102,7 @@ struct PartialSum {
     }
   }
 
-  // Combines the parts of a row that the CTA's first num_parts warps have left in shared memory.
+  // Combines the parts of a row that the CTA's first num_parts warps have stored in shared memory.
   __device__ __forceinline__ static PartialSum of_parts(const float2* states,
                                                         const float4 (*columns)[kVectors][32],
                                                         int num_parts, int lane) {
@@ -128,7 +128,7 @@ struct PartialSum {
   }
 
  private:
-  // What to subtract from LSEs: the maximum, but 0 if all partials are empty, because -inf - -inf is NaN.
+  // The number to subtract from LSEs: the maximum, or 0 if all partials are empty, because -inf - -inf is NaN.
   __device__ __forceinline__ float shift() const { return maximum == -INFINITY ? 0.f : maximum; }
 
   __device__ __forceinline__ void raise(float latest) {

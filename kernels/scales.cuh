@@ -1,17 +1,17 @@
-// Scales of the KV cache. Over one-byte KV they may lie on the device: a weight update then changes them under captured
-// graphs. Each thread loads them at its start, where nothing waits for them yet.
+// Scales of the KV cache. Scales of one-byte KV may be in device memory, where a weight update can change them under
+// captured graphs. Each thread loads them when it starts, long before it needs them.
 #pragma once
 
 #include "decode_params.h"
 
 namespace pat {
 
-// Over KV of the queries' type: the host has the scales, and they cost no register.
+// KV of the queries' type: the host knows the scales, and they take no registers.
 template <bool kIsFp8>
 struct KvScales {
   __device__ __forceinline__ static KvScales load(const DecodeParams&) { return {}; }
 
-  // Scale of the logits, that of the keys included. With a soft-cap, scores are scaled before it.
+  // Scale of the logits, which includes the scale of the keys. With a soft-cap, the key scale applies before tanh.
   template <bool kSoftCap>
   __device__ __forceinline__ const LogitScale& logit(const DecodeParams& params) const {
     return params.logit_scale;
@@ -23,10 +23,10 @@ struct KvScales {
 
 template <>
 struct KvScales<true> {
-  float key;  // in addition to the host's part in logit_scale
+  float key;  // multiplied on top of logit_scale
   float values;
 
-  // Must be called after wait_for_dependencies().
+  // Call it after wait_for_dependencies(), because a preceding kernel may write the scales.
   __device__ __forceinline__ static KvScales load(const DecodeParams& params) {
     return {params.k_scale_on_device == nullptr ? 1.f : *params.k_scale_on_device,
             params.v_scale_on_device == nullptr ? params.v_scale : *params.v_scale_on_device};

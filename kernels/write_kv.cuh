@@ -1,10 +1,9 @@
-// write_kv: writes keys and values of a step's new tokens into their slots of the KV cache: unchanged, or scaled and
-// rounded into a cache of one-byte numbers. In latent attention, the "keys" are the first columns of a row, and the
-// "values" are the others. The bytes are those that SGLang's pool writes by a store kernel, after up to four kernels of
-// torch that scale and round.
+// write_kv: writes the keys and values of a step's new tokens into the KV cache, unchanged or scaled and rounded to one
+// byte. In latent attention, the "keys" are the first columns of a row, and the "values" are the others. It writes the
+// same bytes as SGLang's pool, which launches a store kernel after up to four torch kernels that scale and round.
 //
-// The time of such a small kernel is mostly its start. So the code that runs is short: keys and values share it if they
-// have equally many columns, and rare cases (numbers too large, NaN) are behind a branch.
+// Such a small kernel spends most of its time on starting. So the common path is short: keys and values share its code
+// if they have equally many columns, and a branch leads to the rare cases (numbers too large, NaN).
 #pragma once
 
 #include <type_traits>
@@ -18,16 +17,15 @@
 namespace pat {
 
 inline constexpr int kWriteThreads = 128;
-inline constexpr int kWriteColumns = 8;  // per thread: it reads 16 bytes, and writes 16 or 8
+inline constexpr int kWriteColumns = 8;  // per thread, which reads 16 bytes and writes 16 or 8
 
-// Scales numbers and rounds them to T again, as torch does, which computes in T.
+// Scales numbers and rounds them to T, because torch scales in type T.
 template <typename T>
 __device__ __forceinline__ void apply_scale(float (&numbers)[kWriteColumns], ScaleUse use,
                                             float scale) {
   if (use == ScaleUse::kNone) return;
   if (use == ScaleUse::kDivide) {
-    scale =
-        ptx::unpack<T>(ptx::pack<T>(scale, 0.f)).x;  // as torch does with a divisor on the device
+    scale = ptx::unpack<T>(ptx::pack<T>(scale, 0.f)).x;  // torch rounds a device divisor to T
 #pragma unroll
     for (float& number : numbers) number /= scale;
   } else {
@@ -68,7 +66,7 @@ __device__ __forceinline__ uint2 to_bytes(const float (&numbers)[kWriteColumns],
   return make_uint2(words[0], words[1]);
 }
 
-// Converts eight numbers, given as pairs of T, to bytes.
+// Converts eight numbers, given as four pairs of T, to eight bytes.
 template <typename T, KvType kType>
 __device__ __forceinline__ uint2 scaled_bytes(const uint4& columns, ScaleUse use, float scale,
                                               uint32_t overflow) {
@@ -84,20 +82,20 @@ __device__ __forceinline__ uint2 scaled_bytes(const uint4& columns, ScaleUse use
   return to_bytes<kType>(numbers, overflow);
 }
 
-// Writes chunk `chunk` of a token's heads into the token's slot.
+// Writes chunk `chunk` of a token's row, which has all heads, into the token's slot.
 template <typename T, KvType kType, int kColumns>
 __device__ __forceinline__ void write_chunk(const WriteParams& params, const NewRows& rows,
                                             uint32_t token, uint32_t chunk) {
   constexpr int kChunks = kColumns / kWriteColumns;
   static_assert(kChunks * kWriteColumns == kColumns);
   constexpr bool kAsTheyAre = kType == KvType::kAsQueries;
-  // Bypasses L1, because the predecessor may still have been writing the slots when this kernel was launched.
+  // Bypasses L1, because the preceding kernel may still write the slots while this kernel starts.
   const int64_t slot = load_index_past_l1(params.slots, token);
   const T* const source = static_cast<const T*>(rows.source) + token * rows.token_stride +
                           chunk / kChunks * rows.head_stride + chunk % kChunks * kWriteColumns;
   const uint4 columns = __ldcg(reinterpret_cast<const uint4*>(source));
   const float scale = kAsTheyAre || rows.scale_use == ScaleUse::kNone ? 1.f : __ldcg(rows.scale);
-  if (slot < 0 || slot >= params.num_slots) __trap();  // as SGLang's store does
+  if (slot < 0 || slot >= params.num_slots) __trap();  // SGLang's store traps too
   if (slot == kPaddingSlot) return;
   using Columns = std::conditional_t<kAsTheyAre, uint4, uint2>;
   auto* const target =
@@ -109,12 +107,12 @@ __device__ __forceinline__ void write_chunk(const WriteParams& params, const New
   }
 }
 
-// Runs with kWriteThreads threads, one per chunk of a token's keys and values. Each token has a column of the grid, so
-// that a thread finds its token without a division.
+// Runs with kWriteThreads threads per CTA, and one thread for each chunk of a token's keys and values. The grid's x
+// index is the token, so a thread finds its token without a division.
 template <typename T, typename Dims>
 __device__ __forceinline__ void write_kv(const WriteParams& params) {
-  // Waits before it lets pack_decode start. pack_decode reads its plan before it waits for this kernel, so the kernels
-  // before this one must have ended by then.
+  // Waits for the preceding kernels before it lets pack_decode start: pack_decode reads the plan, which they may write,
+  // before it waits for this kernel.
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
   const uint32_t token = blockIdx.x, index = blockIdx.y * kWriteThreads + threadIdx.x;

@@ -7,13 +7,14 @@ namespace pat {
 
 namespace {
 
-// Finds each request of a batch once. Batches lose members anywhere and gain them at the end, so the next request is
-// nearly always near the last one found. A hash table finds the others; it is filled when it is first needed.
+// Finds the places of requests in a batch, each place once. Batches lose requests anywhere and gain them at the end, so
+// the next request is nearly always near the last one found. For the others there is a hash table, built at its first
+// use.
 class Places {
  public:
   explicit Places(std::span<const Request> batch) : batch_(batch), taken_(batch.size(), 0) {}
 
-  // Takes a place of the request out of the batch and returns it, or -1 if none is left.
+  // Returns a place of the request that has not been returned yet, or -1.
   int32_t take(Request request) {
     const size_t near_end = std::min(next_ + kNear, batch_.size());
     for (size_t place = next_; place < near_end; ++place) {
@@ -29,8 +30,8 @@ class Places {
  private:
   static constexpr size_t kNear = 8;
   struct Bucket {
-    int32_t owner = -1;  // a place of the request that has this bucket; -1: free
-    int32_t first = -1;  // the request's first place that may still be free
+    int32_t owner = -1;  // any place of the bucket's request; -1: the bucket is free
+    int32_t first = -1;  // first place of the request that may be left
   };
 
   int32_t found(size_t place) {
@@ -43,7 +44,7 @@ class Places {
   void fill_table() {
     buckets_.assign(std::bit_ceil(2 * (batch_.size() - num_taken_) + 1), {});
     following_.assign(batch_.size(), -1);
-    for (size_t i = batch_.size(); i-- > 0;) {  // backwards: the lowest place is set last
+    for (size_t i = batch_.size(); i-- > 0;) {  // backwards: `first` becomes the lowest place
       if (taken_[i]) continue;
       Bucket& bucket = bucket_of(batch_[i]);
       const int32_t place = static_cast<int32_t>(i);
@@ -55,7 +56,7 @@ class Places {
 
   Bucket& bucket_of(Request request) {
     const size_t mask = buckets_.size() - 1;
-    // Fibonacci hashing: addresses have equal low and high bits.
+    // Fibonacci hashing, because the low and the high bits of addresses are all alike.
     const uint64_t hash = reinterpret_cast<uintptr_t>(request) * 0x9e3779b97f4a7c15ULL;
     size_t i = (hash >> 32) & mask;
     while (buckets_[i].owner >= 0 && batch_[buckets_[i].owner] != request) i = (i + 1) & mask;
@@ -65,9 +66,9 @@ class Places {
   std::span<const Request> batch_;
   std::vector<char> taken_;
   size_t num_taken_ = 0;
-  size_t next_ = 0;  // after the last place taken
+  size_t next_ = 0;  // one past the last place found
   std::vector<Bucket> buckets_;
-  std::vector<int32_t> following_;  // per place: the next one of the same request, or -1
+  std::vector<int32_t> following_;  // per place: next place of the same request, or -1
 };
 
 }  // namespace

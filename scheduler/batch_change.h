@@ -1,4 +1,4 @@
-// The places of a batch's requests in the previous batch. The address of a request identifies it.
+// Where the requests of a batch were in the previous batch. Requests are identified by their addresses.
 #pragma once
 
 #include <cstdint>
@@ -11,11 +11,11 @@ namespace pat {
 using Request = const void*;
 
 struct BatchChange {
-  // Per request: its place in the previous batch if it was there and has not moved, otherwise -1.
+  // Per request: its place in the previous batch, or -1 if it has joined or its path may have changed.
   std::vector<int32_t> kept;
   int32_t num_joined = 0;
   int32_t num_left = 0;
-  int32_t num_moved = 0;  // of those that stayed
+  int32_t num_moved = 0;  // requests in both batches whose path may have changed
 
   // moved: requests whose path may have changed. Takes time linear in the two batches.
   BatchChange(std::span<const Request> before, std::span<const Request> now,

@@ -1,5 +1,5 @@
-// Python module sglang_pat._scheduler. It takes and returns NumPy arrays of exact dtypes, without silent casts. It
-// keeps the GIL, because planning takes tens of microseconds and getting the GIL back may take longer.
+// Python module sglang_pat._scheduler. It takes and returns NumPy arrays of exact dtypes, without silent casts.
+// Planning keeps the GIL: it takes tens of microseconds, and getting the GIL back may take longer.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -58,7 +58,7 @@ void plan(pat::PackScheduler& self, const Array<int32_t>& path_begin, const Arra
 // sequence of tuples (id, parent's id, kv_begin, kv_end, tokens, children), as sglang/tree/radix_paths.py makes them.
 class PythonPathReader : public pat::PathReader {
  public:
-  // now: the new batch, a list.
+  // now: the list of the new batch's requests.
   PythonPathReader(const py::list& now, const py::function& read) : now_(now), read_(read) {}
 
   pat::TreePaths read(std::span<const int32_t> requests) override {
@@ -70,7 +70,7 @@ class PythonPathReader : public pat::PathReader {
     kv_begin_.clear();
     kv_end_.clear();
     branches_.clear();
-    for (const py::object path : answer) add_path(path);  // a lazy answer makes each path here
+    for (const py::object path : answer) add_path(path);  // a lazy sequence makes each path here
     return {.paths = {.path_begin = path_begin_,
                       .node_id = node_id_,
                       .kv_begin = kv_begin_,
@@ -84,7 +84,7 @@ class PythonPathReader : public pat::PathReader {
         PySequence_Fast(path.ptr(), "a path must be a sequence of nodes"));
     if (!nodes) throw py::error_already_set();
     const Py_ssize_t num_nodes = PySequence_Fast_GET_SIZE(nodes.ptr());
-    // No Python code runs between here and the end of the loop, so the sequence stays as it is.
+    // No Python code runs between here and the end of the loop, so the items stay valid.
     PyObject* const* items = PySequence_Fast_ITEMS(nodes.ptr());
     for (Py_ssize_t i = 0; i < num_nodes; ++i) {
       if (!PyTuple_Check(items[i]) || PyTuple_GET_SIZE(items[i]) != 6) refuse(items[i]);
@@ -98,14 +98,14 @@ class PythonPathReader : public pat::PathReader {
   }
 
   [[noreturn]] static void refuse(PyObject* node) {
-    const auto held = py::reinterpret_borrow<py::object>(node);  // its repr() may run anything
+    const auto held = py::reinterpret_borrow<py::object>(node);  // repr() may run any code
     throw py::type_error("a node must be a tuple of 6 integers, got " +
                          std::string(py::repr(held)));
   }
 
   static int64_t integer(PyObject* node, Py_ssize_t field) {
     PyObject* value = PyTuple_GET_ITEM(node, field);
-    // An object of another type might run Python code to become one.
+    // Refuses objects of other types, whose conversion might run Python code.
     if (!PyLong_Check(value) || PyBool_Check(value)) refuse(node);
     const int64_t number = PyLong_AsLongLong(value);
     if (number == -1 && PyErr_Occurred()) throw py::error_already_set();
@@ -126,7 +126,7 @@ class PythonPathReader : public pat::PathReader {
   std::vector<int64_t> node_id_;
   std::vector<int32_t> kv_begin_;
   std::vector<int32_t> kv_end_;
-  std::vector<char> branches_;  // not bool: a std::vector<bool> is no array
+  std::vector<char> branches_;  // char, because std::vector<bool> is not an array
 };
 
 template <typename T>
@@ -146,7 +146,8 @@ py::list forest_paths(const pat::PrefixForest& self) {
   return paths;
 }
 
-// The int32 lengths of `num_rows` rows: those of the first `num_requests`, as far as `lengths` has them, then 0.
+// Returns the lengths of `num_rows` rows as int32. The first `num_requests` come from `lengths`; rows beyond them or
+// beyond the end of `lengths` have 0.
 template <typename T>
 Array<int32_t> row_lengths(const py::array_t<T>& lengths, int64_t num_requests, int64_t num_rows) {
   if (lengths.ndim() != 1) {
@@ -161,7 +162,7 @@ Array<int32_t> row_lengths(const py::array_t<T>& lengths, int64_t num_requests, 
   Array<int32_t> result(num_rows);
   int32_t* out = result.mutable_data();
   for (int64_t row = 0; row < num_known; ++row) {
-    T length;  // copied, since SGLang's arrays may be unaligned
+    T length;  // memcpy, because SGLang's arrays may be unaligned
     std::memcpy(&length, known.data(row), sizeof(T));
     if (!std::in_range<int32_t>(length)) {
       throw py::value_error("lengths must fit into int32, got " + std::to_string(length));
@@ -172,8 +173,8 @@ Array<int32_t> row_lengths(const py::array_t<T>& lengths, int64_t num_requests, 
   return result;
 }
 
-// How many tokens all requests together have grown since they had the lengths `least`. None if one has grown by more
-// than its `room`, has shrunk, or is missing. `lengths` may end with padding.
+// Returns by how many tokens all requests together have grown beyond `least`. Returns None if a request has grown by
+// more than its `room`, has shrunk, or is missing. `lengths` may end with padding.
 template <typename T>
 std::optional<int64_t> growth_of(const py::array_t<T>& lengths, const Array<int32_t>& least,
                                  const Array<int32_t>& room) {
@@ -187,7 +188,7 @@ std::optional<int64_t> growth_of(const py::array_t<T>& lengths, const Array<int3
   const auto most = room.template unchecked<1>();
   int64_t sum = 0;
   for (int64_t i = 0; i < before.size(); ++i) {
-    T length;  // copied, since SGLang's arrays may be unaligned
+    T length;  // memcpy, because SGLang's arrays may be unaligned
     std::memcpy(&length, now.data(i), sizeof(T));
     const int64_t growth = int64_t{length} - before(i);
     if (growth < 0 || growth > most(i)) return std::nullopt;
@@ -201,7 +202,7 @@ std::span<const pat::Request> identities(const py::list& requests) {
   return {reinterpret_cast<const pat::Request*>(items), requests.size()};
 }
 
-// By identity, not equality.
+// True if both lists hold the same objects, compared by identity.
 bool same_objects(const py::list& a, const py::list& b) {
   return std::ranges::equal(identities(a), identities(b));
 }
@@ -218,7 +219,7 @@ py::object update_forest(pat::PrefixForest& self, const py::list& before, const 
   return py::make_tuple(counts->joined, counts->left, counts->moved, counts->read_again);
 }
 
-// Converts the value of a keyword. If the value is not such a number, throws a TypeError that names the keyword.
+// Converts the value of a keyword argument to Number. Throws a TypeError that names the keyword if this fails.
 template <typename Number>
 Number number_of(const std::string& name, py::handle value) {
   try {
@@ -257,7 +258,7 @@ py::dict capacity_dict(const pat::PlanCapacity& capacity) {
   return result;
 }
 
-// Costs in tokens, rounded to 1 / kCostUnit.
+// Reads costs, which are in tokens, and rounds them to 1 / kCostUnit.
 pat::CostModel cost_model_from_kwargs(const py::kwargs& costs) {
   pat::CostModel model;
   for (const auto& [key, value] : costs) {
@@ -269,7 +270,7 @@ pat::CostModel cost_model_from_kwargs(const py::kwargs& costs) {
       if (cost != name) return;
       is_known = true;
       const double scaled = std::round(number_of<double>(name, value) * pat::kCostUnit);
-      if (!(scaled >= least && scaled <= pat::kLargestCost)) {  // also true for NaN
+      if (!(scaled >= least && scaled <= pat::kLargestCost)) {  // negated, to refuse NaN too
         throw py::value_error("cost " + name + " must be " + std::to_string(least) + " / 64 to " +
                               std::to_string(pat::kLargestCost / pat::kCostUnit) + ", got " +
                               py::cast<std::string>(py::repr(value)));
@@ -299,7 +300,8 @@ py::dict layout_dict(const pat::PlanLayout& layout) {
   return result;
 }
 
-// Per section: its name, the header's field with its count, the entries beyond that count, and the int32 per entry.
+// Returns for each section its name, the header field that counts its entries, how many entries it has beyond that
+// count, and the number of int32 of an entry.
 py::tuple plan_sections() {
   py::list sections;
 #define PAT_PLAN_SECTION(section, Entry, count, extra) \

@@ -15,7 +15,7 @@ template <typename... Parts>
 
 }  // namespace pat
 
-// The message parts are evaluated only on failure.
+// The arguments of the message are evaluated only on failure.
 #define PAT_CHECK(condition, ...)                        \
   do {                                                   \
     if (!(condition)) ::pat::throw_invalid(__VA_ARGS__); \

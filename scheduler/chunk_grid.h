@@ -1,5 +1,5 @@
-// Where batch-invariant plans cut KV: at positions that are the same for every request, whatever the batch is. Chunks
-// grow with the position, so that a long request does not have hundreds of partials.
+// Where batch-invariant plans cut KV. The cuts are at the same positions for every request and every batch. Chunks get
+// longer with the position, so that a long request does not have hundreds of partials.
 #pragma once
 
 #include <cstdint>
@@ -9,17 +9,17 @@ namespace pat {
 
 class ChunkGrid {
  public:
-  // The tokens that a body takes in one step. Ranges that only some requests of a work item share begin and end at
-  // multiples of this within a chunk, so a row's steps are the same in whatever segments they lie.
+  // Tokens that a kernel multiplies in one step. Shared ranges begin and end at multiples of this in a chunk, so that a
+  // row has the same steps however its KV is divided into segments.
   static constexpr int32_t kStepTokens = 64;
 
-  // Tokens of the chunk that a position lies in: 512 up to position 8,192, then twice as many each time that the
-  // position is four times as far.
+  // Number of tokens of the chunk that contains a position: 512 up to position 8,192, and twice as many each time the
+  // position grows fourfold.
   static constexpr int32_t chunk_tokens(int32_t position) {
     return region_of(position).chunk_tokens;
   }
-  // True if a request of this length is cut at the boundary. A rest shorter than half a chunk belongs to the chunk
-  // before it, so that no request has a partial of a few tokens.
+  // True if a request of this length is cut at the boundary. A remainder shorter than half a chunk belongs to the chunk
+  // before it, so that no partial has only a few tokens.
   static constexpr bool is_cut(int32_t boundary, int32_t length) {
     return length > boundary && (boundary == 0 || length - boundary >= smallest_tail(boundary));
   }
@@ -29,7 +29,7 @@ class ChunkGrid {
     return next < length && is_cut(static_cast<int32_t>(next), length) ? static_cast<int32_t>(next)
                                                                        : length;
   }
-  // The greatest length that a request of this length (not 0) can reach before it is cut once more.
+  // The greatest length to which a request of this length, which is not 0, can grow before it gets one more cut.
   static constexpr int64_t last_length(int32_t length) {
     const int32_t boundary = (length - 1) - (length - 1) % chunk_tokens(length - 1);
     if (!is_cut(boundary, length)) return int64_t{boundary} + smallest_tail(boundary) - 1;
@@ -37,7 +37,7 @@ class ChunkGrid {
     if (next > std::numeric_limits<int32_t>::max()) return next;
     return next + smallest_tail(static_cast<int32_t>(next)) - 1;
   }
-  // The number of chunks of a request of this length.
+  // Number of chunks of a request of this length.
   static constexpr int32_t num_chunks(int32_t length) {
     int32_t count = 0;
     int64_t begin = 0;
@@ -52,7 +52,7 @@ class ChunkGrid {
   }
 
  private:
-  // The fewest tokens of a request's last chunk, unless it is the only chunk.
+  // The fewest tokens that a request's last chunk may have, unless it is the only chunk.
   static constexpr int32_t smallest_tail(int32_t boundary) { return chunk_tokens(boundary) / 2; }
 
   struct Region {

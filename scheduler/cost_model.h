@@ -1,4 +1,5 @@
-// The cost models of packing and of the KV split, each with its own unit, and their values for GPUs.
+// The cost models of packing and of the KV split, and their measured or estimated values for GPUs. Each model has its
+// own unit.
 #pragma once
 
 #include <array>
@@ -11,15 +12,15 @@
 
 namespace pat {
 
-// Costs are whole numbers of 1 / kCostUnit tokens, so that all ranks make the same plan.
+// Costs are integers, in 1 / kCostUnit tokens, so that all ranks make the same plan.
 inline constexpr int32_t kCostUnit = 64;
-// With costs up to this, the sums over any batch that fits into memory fit into int64.
+// Upper bound for every cost. It keeps the sums over any batch that fits into memory within int64.
 inline constexpr int32_t kLargestCost = 1 << 20;
 
-// Packing counts throughput. The unit is the time in which the GPU reads one KV token of one KV head from device
-// memory, while all SMs read.
+// Packing costs measure throughput. The unit is the time in which the GPU, with all SMs reading, reads one KV token of
+// one KV head from device memory.
 struct PackingCosts {
-  // A token that another work item has read as well, so it comes from the L2.
+  // Reading a token that another work item reads too, so that it comes from the L2.
   int32_t reread_token = 21;  // 0.33
   // Writing and reading one more partial of one query row.
   int32_t partial_row = 74;  // 1.16
@@ -29,7 +30,7 @@ struct PackingCosts {
   bool operator==(const PackingCosts&) const = default;
 };
 
-// The KV split counts the time of one CTA. The unit is the time in which a CTA takes one KV token of one KV head.
+// Split costs measure the time of one CTA. The unit is the time that a CTA needs for one KV token of one KV head.
 struct SplitCosts {
   // Starting one more work item: its queries, its first loads, its epilogue.
   int32_t item = 608;  // 9.5
@@ -37,11 +38,10 @@ struct SplitCosts {
   int32_t query_row = 61;  // 0.95
   // The least time of a work item: the latency of its loads.
   int32_t shortest = 48 * kCostUnit;
-  // A KV token, by the body that takes it, in the order of kTileTable. By default all are equal, because all wait for
-  // memory.
+  // One KV token, for each tile of kTileTable. By default the tiles cost the same, because all wait for memory.
   std::array<int32_t, kNumTiles> token = default_token();
 
-  // Bodies of latent attention use the cost of the first body of kTileTable with as many rows.
+  // A tile of latent attention costs as much as the first tile of kTileTable with as many rows.
   constexpr int32_t token_of(const TileConfig& body) const {
     int32_t tile = 0;
     while (tile + 1 < kNumTiles && kTileTable[tile].block_q < body.block_q) ++tile;
@@ -64,7 +64,8 @@ struct CostModel {
 
   bool operator==(const CostModel&) const = default;
 
-  // Calls visit(name, cost, least) for every cost; `name` is that of the Python class.
+  // Calls visit(name, cost, least) for every cost. `name` is the cost's name in the Python class, `least` its lower
+  // bound.
   template <typename Self, typename Visit>
   static void visit(Self& self, Visit&& visit) {
     visit("reread_token", self.packing.reread_token, 0);
@@ -78,7 +79,7 @@ struct CostModel {
     }
   }
 
-  // Throws std::invalid_argument naming the first cost that is out of range.
+  // Throws std::invalid_argument, which names the cost, if a cost is out of range.
   void check() const {
     visit(*this, [](const std::string& name, int32_t value, int32_t least) {
       PAT_CHECK(value >= least && value <= kLargestCost, "cost ", name, " must be ", least,
@@ -88,7 +89,7 @@ struct CostModel {
 };
 
 // Costs for GPUs. The first entry whose name is part of the device's name applies. Measured costs are fitted to runs of
-// `sglang-pat calibrate` on the GPU. All other costs are estimates from its bandwidths.
+// `sglang-pat calibrate`. All others are estimated from the GPU's bandwidths.
 struct ShippedCosts {
   std::string_view gpu;
   bool is_measured;
@@ -107,9 +108,9 @@ inline constexpr std::array<ShippedCosts, 5> kShippedCosts = {{
 }};
 
 // Costs for latent attention, where the unit is a token of the only KV head. A tile of 64 rows waits for the tensor
-// cores about as long as for memory, so a token that is read again costs nearly as much as at its first read: packing
-// saves tiles. These are estimates from the work of such a tile and the bandwidths of the GPU. Other GPUs use the
-// H100's.
+// cores about as long as for memory, so reading a token again costs nearly as much as reading it first. Packing then
+// pays only because it saves tiles. The costs are estimated from the work of such a tile and an H100's bandwidths, for
+// all GPUs.
 inline constexpr CostModel latent_costs(int32_t reread_token) {
   return {.packing = {.reread_token = reread_token,
                       .partial_row = 115,  // 1.8

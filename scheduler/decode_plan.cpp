@@ -20,7 +20,7 @@ int32_t checked_int32(int64_t value, const char* what) {
 
 template <typename Entry>
 void copy_section(const std::vector<Entry>& section, int64_t offset, std::span<int32_t> out) {
-  if (section.empty()) return;  // then data() may be null, which memcpy must not be given
+  if (section.empty()) return;  // its data() may be null, which memcpy must not get
   std::memcpy(out.data() + offset, section.data(), section.size() * sizeof(Entry));
 }
 
@@ -57,12 +57,12 @@ void DecodePlan::count_partials(int32_t num_requests, const Split& split) {
   kv_tokens_.planned = 0;
   for (const Split::WorkItem& item : split.work_items) kv_tokens_.planned += item.num_tokens;
   checked_int32(static_cast<int64_t>(split.requests.size()),
-                "item requests");  // there are at most as many partials
+                "item requests");  // also bounds the partials
   for (const int32_t request : split.requests) ++num_partials_[request];
 }
 
-// The partials of a request are dense and in the order of its work items, so that merging reads one range in a fixed
-// order. A request with one work item has no partial: its output is stored directly.
+// The partials of a request follow one another in the order of its work items, so that merging reads one range in a
+// fixed order. A request with one work item has no partial, because its output is stored directly.
 int32_t DecodePlan::assign_partials(const Split& split) {
   sections_.merges.clear();
   next_partial_.resize(num_partials_.size());
@@ -119,7 +119,8 @@ void DecodePlan::list_work_items(const Packing& packing, const Split& split) {
 void DecodePlan::turn_items_around(int32_t num_workers) {
   const auto num_tickets = static_cast<int32_t>(sections_.ticket_begin.size()) - 1;
   for (int32_t t = 0; t < num_tickets; ++t) {
-    // On every SM the first CTA draws a ticket before any SM's second CTA does.
+    // In the first round, the first CTAs of all SMs draw before the second CTAs. So the second half of that round is
+    // turned around, and later every other ticket.
     const bool is_first_draw = t < num_workers;
     if (is_first_draw ? 2 * t < num_workers : t % 2 == 1) continue;
     const int32_t end = sections_.ticket_begin[t + 1].work_item;

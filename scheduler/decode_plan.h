@@ -1,4 +1,4 @@
-// Stage 4: packs and work items -> the plan of plan_format.h.
+// Stage 4 of the scheduler turns packs and work items into the plan of plan_format.h.
 #pragma once
 
 #include <cstdint>
@@ -11,36 +11,36 @@
 
 namespace pat {
 
-// KV tokens of one KV head that a step reads at the lengths of planning time. In later steps each of the three grows
-// with the sum of the lengths.
+// KV tokens of one KV head that a step reads, at the lengths for which it is planned. When requests grow, each of the
+// three numbers grows by the same number of tokens as all requests together.
 struct KvTokens {
-  int64_t query_centric = 0;  // sum of seq_lens: every request reads its own KV
-  int64_t planned = 0;      // what all work items load; a range counts once per item that reads it
-  int64_t lower_bound = 0;  // every distinct token counts once
+  int64_t query_centric = 0;  // sum of seq_lens, as if every request read its KV alone
+  int64_t planned = 0;        // read by the work items; a range counts once per item
+  int64_t lower_bound = 0;    // distinct tokens
 };
 
 class DecodePlan {
  public:
-  // num_workers: in half of the tickets, items with both shared KV and private tails run from the tails up. Otherwise
-  // all CTAs would read shared KV from the L2 at the same time while device memory is idle, and then read tails while
-  // the tensor cores are idle. With num_workers 0, a row's segments ascend in all items. They also ascend if the plan
-  // has partials, because most tickets of such a plan start at different places of the shared KV anyway.
+  // num_workers: CTAs per KV head, or 0. In half of the tickets, items with both shared KV and private tails read the
+  // tails first. Otherwise all CTAs would read shared KV from the L2 at the same time, while device memory is idle, and
+  // then tails, while the tensor cores are idle. All items read in ascending order if num_workers is 0 or if the plan
+  // has partials, whose tickets mostly start at different places of the shared KV anyway.
   //
-  // Throws std::length_error if item requests, partials or shared slots do not fit into int32. The plan is then
+  // Throws std::length_error if int32 cannot count the item requests, partials or shared slots. The plan is then
   // incomplete.
   void assemble(int32_t num_requests, int32_t group_size, const Packing& packing,
                 const Split& split, int32_t num_workers);
 
-  // Writes the used part of each section at the offsets of `capacity`. Returns false and writes nothing if the plan
-  // needs a larger capacity, more partials or more shared slots than given. Throws std::length_error if `out` is
-  // shorter than the layout.
+  // Writes the used part of each section to `out`, at the offsets for `capacity`. Returns false and writes nothing if
+  // the plan needs a larger capacity, more partials or more shared slots than given. Throws std::length_error if `out`
+  // is too short for `capacity`.
   bool write(const PlanCapacity& capacity, int64_t num_partials, int64_t num_shared_slots,
              std::span<int32_t> out) const;
 
   const PlanHeader& header() const { return header_; }
   const KvTokens& kv_tokens() const { return kv_tokens_; }
 
-  // The scheduler knows the forest, so it sets these two.
+  // PackScheduler sets these two counts, because it knows the forest.
   void set_kv_tokens(int64_t query_centric, int64_t lower_bound) {
     kv_tokens_.query_centric = query_centric;
     kv_tokens_.lower_bound = lower_bound;
@@ -53,7 +53,7 @@ class DecodePlan {
 #undef PAT_PLAN_ENTRIES
   };
 
-  // Fills num_partials_, and counts the tokens that work items read.
+  // Fills num_partials_, and counts the tokens that the work items read.
   void count_partials(int32_t num_requests, const Split& split);
   // Fills merges, and item_requests in the order of the work items. Returns the number of partials.
   int32_t assign_partials(const Split& split);

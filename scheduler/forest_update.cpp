@@ -31,7 +31,7 @@ std::optional<UpdateCounts> update_forest(PrefixForest& forest, std::span<const 
     TreePaths paths{.paths = {.path_begin = kNoPaths}};
     if (!to_read.empty()) paths = reader.read(to_read);
     const bool only_suspects = round > 1 && outdated.dropped.empty();
-    if (only_suspects && forest.agrees(to_read, paths.paths)) return counts;  // nothing was split
+    if (only_suspects && forest.agrees(to_read, paths.paths)) return counts;  // no node was split
     forest.update(change.kept, paths, outdated);
     if (outdated.dropped.empty() && outdated.suspects.empty()) return counts;
     num_splits_shown += !outdated.dropped.empty();

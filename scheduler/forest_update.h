@@ -1,4 +1,4 @@
-// Takes a forest from one batch to the next, and reads as few paths as the tree allows.
+// Updates a forest from one batch to the next, and reads as few paths of SGLang's tree as possible.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@ namespace pat {
 class PathReader {
  public:
   virtual ~PathReader() = default;
-  // Returns the present paths of requests, in the order of `requests`, which has their places in the new batch. The
-  // paths are valid until the next call. May throw.
+  // Returns the current paths of some requests of the new batch. requests: their places in the batch. The paths are in
+  // the same order, and valid until the next call. May throw.
   virtual TreePaths read(std::span<const int32_t> requests) = 0;
 };
 
@@ -26,13 +26,14 @@ struct UpdateCounts {
   int32_t read_again;
 };
 
-// Goes from the batch `before`, whose paths the forest has, to `now`. Reads the paths of requests that joined or moved.
-// If these paths show that the tree has split nodes of kept paths, reads those paths again. If they only make a split
-// possible, reads one path per node that may be split. The paths that are read again may show more splits. Once two
-// rounds of reading have shown splits, or after the third round, reads all paths.
+// Updates a forest with the paths of batch `before` to batch `now`. Reads the paths of requests that joined or moved.
+// If these paths show that the tree has split nodes of kept paths, reads the kept paths again. If they only show that a
+// split is possible, reads one path for each node that may be split. The paths that it reads again may show more
+// splits. So after two rounds that have shown splits, or after the third round, it reads all paths.
 //
 // Returns nothing if the batches are equal and no request moved. Does not use the spans after the first call of the
-// reader. Throws what the reader and PrefixForest::update() throw; the next update must then be from an empty batch.
+// reader, which may change them. Throws what the reader and PrefixForest::update() throw. After that, `before` must be
+// empty in the next call.
 std::optional<UpdateCounts> update_forest(PrefixForest& forest, std::span<const Request> before,
                                           std::span<const Request> now,
                                           const std::unordered_set<Request>& moved,

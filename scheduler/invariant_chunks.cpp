@@ -7,8 +7,8 @@ namespace pat {
 
 namespace {
 
-// The most tokens of an item with several requests: this many times an even share of the distinct tokens for each
-// worker, or this many chunks. Shorter items would be more even, but would read more shared KV again.
+// An item with several requests has at most kLongestShares times a worker's share of the distinct tokens, or
+// kLongestChunks chunks if that is more. Shorter items would balance better, but would read more shared KV again.
 constexpr int64_t kLongestShares = 2;
 constexpr int64_t kLongestChunks = 2;
 
@@ -19,7 +19,7 @@ void InvariantChunks::plan(const PrefixForest& forest, std::span<const int32_t> 
   packing.clear();
   split.clear();
   known_spans_.assign(forest.nodes().size(), {.kv_begin = -1, .kv_end = -1, .span = -1});
-  int64_t total = 0;  // distinct tokens
+  int64_t total = 0;  // distinct KV tokens
   for (const ForestNode& node : forest.nodes()) total += node.kv_end - node.kv_begin;
   for (const int32_t request : forest.requests_in_tree_order()) {
     total += seq_lens[request] - forest.private_begin(request);
@@ -59,9 +59,9 @@ void InvariantChunks::list_requests(const PrefixForest& forest) {
 
 bool InvariantChunks::enter_chunk(const PrefixForest& forest, std::span<const int32_t> seq_lens,
                                   int32_t begin) {
-  // The deepest node that this request shares with the last request that was kept. It is the uppermost `node` of the
-  // requests after that one, up to this one, because a request's `node` is what it shares with the request before it.
-  // Of nodes on one path, the uppermost has the smallest index.
+  // The deepest node that this request shares with the last kept request. A holder's `node` is what it shares with the
+  // holder before it. So the node shared with the last kept request is the uppermost of the `node`s since then, which
+  // has the smallest index, because all of them are on one path.
   int32_t common = std::numeric_limits<int32_t>::max();
   size_t num_kept = 0;
   for (Holder holder : holders_) {
@@ -70,7 +70,7 @@ bool InvariantChunks::enter_chunk(const PrefixForest& forest, std::span<const in
     holder.node = num_kept == 0 ? -1 : common;
     common = std::numeric_limits<int32_t>::max();
     holder.end = ChunkGrid::chunk_end(begin, seq_lens[holder.request]);
-    // The chunk of the previous holder may end earlier.
+    // The previous holder's KV in this chunk may end earlier.
     const int32_t shared_end = holder.node < 0 ? 0
                                                : std::min({forest.nodes()[holder.node].kv_end,
                                                            holder.end, holders_[num_kept - 1].end});
@@ -89,12 +89,12 @@ void InvariantChunks::choose_runs(int32_t begin, int64_t longest) {
   run_begin_.assign(count + 1, 0);
   own_tokens_.assign(count + 1, 0);
   candidates_.resize(count);
-  int32_t front = 0, back = 0;  // the candidates in use; cost and place ascend
+  int32_t front = 0, back = 0;  // candidates in use, ascending in cost and index
   for (int32_t i = 0; i < count; ++i) {
     const int32_t shared = holders_[i].shared_end - begin;
     own_tokens_[i + 1] = own_tokens_[i] + (holders_[i].end - holders_[i].shared_end);
-    // best_[i] becomes the cost of all cuts up to here, one at i included.
-    if (shared == 0) front = back = 0;  // a run ends where requests share nothing
+    // Here best_[i] becomes the cost of the cheapest cuts up to i, including a cut at i.
+    if (shared == 0) front = back = 0;  // requests that share nothing are in different runs
     if (i > 0) best_[i] += cost_.packing.item + int64_t{cost_.packing.reread_token} * shared;
     while (back > front && best_[candidates_[back - 1]] > best_[i]) --back;
     candidates_[back++] = i;
@@ -137,8 +137,8 @@ void InvariantChunks::add_item(const PrefixForest& forest, std::span<const int32
   for (int32_t i = first; i < end; ++i) {
     const Holder& holder = holders_[i];
     split.requests.push_back(holder.request);
-    // Adds the KV of this request that no earlier request of the item has, from its beginning to its end. A range that
-    // more of the later requests share comes before one that fewer share.
+    // Adds the KV of this request that no earlier request of the item has, in ascending order: first the range that
+    // most later requests share, then ranges that fewer requests share.
     int32_t next = i == first ? begin : holder.shared_end;
     reaches_.clear();
     Reach reach{.last = i, .end = holder.end, .node = std::numeric_limits<int32_t>::max()};

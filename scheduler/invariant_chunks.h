@@ -1,9 +1,9 @@
-// Stages 2 and 3 of a batch-invariant plan: forest -> work items.
+// Stages 2 and 3 of the scheduler for batch-invariant plans: turns a forest into work items.
 //
-// The order of the sums in a request's result, and so each of its bits, depends on the request's length alone. Its KV
-// is cut at the boundaries of the ChunkGrid and nowhere else, and each chunk is one partial. Within a chunk, steps
-// begin at multiples of ChunkGrid::kStepTokens. Other requests in the work item change nothing, because a row ignores
-// the steps of other rows.
+// The bits of a request's result depend on the order in which the kernels add, so that order must depend on the
+// request's length alone. A request's KV is cut at the boundaries of the ChunkGrid and nowhere else, and each chunk is
+// one partial. Within a chunk, the kernels' steps begin at multiples of ChunkGrid::kStepTokens. Other requests in the
+// work item change nothing, because a row skips the steps of other rows.
 #pragma once
 
 #include <cstdint>
@@ -29,12 +29,11 @@ class InvariantChunks {
         tiles_(tiles),
         item_costs_(item_costs_of(cost, tiles)) {}
 
-  // Divides the requests of each chunk, in tree order, into runs that fit into a tile. It cuts as SubtreeTiler does,
-  // but also keeps items from being much longer than others. Takes time linear in requests * chunks + segments, up to a
-  // factor of the requests in a tile.
+  // Divides the requests of each chunk, in tree order, into runs that fit into a tile. It chooses runs as SubtreeTiler
+  // does, but also avoids items that are much longer than others. Takes time linear in requests * chunks + segments,
+  // times at most the requests of a tile.
   //
-  // The plan needs the spans of `packing`, and nothing else of it. Throws std::length_error if int32 cannot count the
-  // slots of all spans.
+  // Of `packing`, it fills only the spans. Throws std::length_error if int32 cannot count the slots of all spans.
   void plan(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& packing,
             Split& split);
 
@@ -42,14 +41,13 @@ class InvariantChunks {
   // A request that has KV in the chunk.
   struct Holder {
     int32_t request;
-    int32_t node;  // the deepest node that it shares with the previous holder; -1: none
-    int32_t end;   // of its KV in the chunk
-    // The end of the KV that it shares with the previous holder, in whole steps. If they share none: the chunk's
-    // beginning.
+    int32_t node;  // deepest node shared with the previous holder; -1: none
+    int32_t end;   // end of its KV in the chunk
+    // End of the KV that it shares with the previous holder, in whole steps. The chunk's beginning if they share none.
     int32_t shared_end;
   };
   struct Stream {
-    int32_t next;  // the next work item
+    int32_t next;  // next work item to assign
     int32_t end;
     TicketProgress progress;
 
@@ -58,17 +56,16 @@ class InvariantChunks {
 
   // Fills holders_ with all requests, in tree order.
   void list_requests(const PrefixForest& forest);
-  // Keeps only the holders that reach the chunk. False if there are none.
+  // Removes the holders whose KV ends before the chunk. Returns false if none is left.
   bool enter_chunk(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t begin);
-  // Fills run_ends_. longest: the most tokens of an item with several requests.
+  // Fills run_ends_. longest: upper bound for the tokens of an item with several requests.
   void choose_runs(int32_t begin, int64_t longest);
-  // Adds a work item of the holders [first, end).
+  // Adds a work item for the holders [first, end).
   void add_item(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t begin,
                 int32_t first, int32_t end, Packing& packing, Split& split);
   int32_t span_of(const PrefixForest& forest, int32_t node, int32_t kv_begin, int32_t kv_end,
                   int32_t request, Packing& packing);
-  // Makes tickets that shrink with the work that is left. Shared and private work are interleaved, as in
-  // GuidedSelfScheduling.
+  // Makes tickets that shrink with the remaining work. Shared and private work alternate, as in GuidedSelfScheduling.
   void assign_tickets(Split& split) const;
 
   int32_t num_workers_;
@@ -78,14 +75,14 @@ class InvariantChunks {
 
   std::vector<Holder> holders_;
   std::vector<int64_t>
-      own_tokens_;  // per holder: the tokens that the holders before it do not share with their predecessors
+      own_tokens_;  // running sum of the tokens that a holder does not share with its predecessor
   std::vector<int64_t> best_;        // per holder: cost of the cheapest cuts before it
-  std::vector<int32_t> run_begin_;   // per holder: where the run that ends there begins
-  std::vector<int32_t> candidates_;  // holders where that run may begin, best first
+  std::vector<int32_t> run_begin_;   // per holder: begin of the run that ends before it
+  std::vector<int32_t> candidates_;  // holders at which that run may begin, best first
   std::vector<int32_t> run_ends_;
   struct Reach {
     int32_t last;  // the last holder that shares the range
-    int32_t end;   // of the range
+    int32_t end;   // end of the range
     int32_t node;  // the node in which the range ends
   };
   std::vector<Reach> reaches_;

@@ -12,12 +12,12 @@ namespace pat {
 
 namespace {
 
-// Narrow tiles are tried only if they might save 1 / kNarrowGain of the time. For less, most trials would be in vain.
+// Narrow tiles are tried only if they might save 1 / kNarrowGain of the time. Most trials for less would save nothing.
 constexpr int64_t kNarrowGain = 10;
 constexpr int64_t kMaxLength = std::numeric_limits<int32_t>::max();
 
-// A plan serves until a request has grown by this many tokens, though it may be out of balance by then: the next plan
-// takes the host 30 us, and its copy takes the GPU 15 us.
+// A plan is used until a request has grown by at least this many tokens, even if it is out of balance earlier. A new
+// plan costs more than that: 30 us of the host, and 15 us of the GPU for the copy.
 constexpr int64_t kLeastGrowth = 32;
 
 class Stopwatch {
@@ -140,7 +140,7 @@ void PackScheduler::plan(PrefixForest& batch, std::span<const int32_t> seq_lens)
     times_.split = stopwatch.lap();
   }
 
-  // The order of a row's segments is part of a batch-invariant result, so it stays.
+  // Batch-invariant results depend on the order of a row's segments, so num_workers is 0 for them.
   next_.plan.assemble(static_cast<int32_t>(row_lens.size()), config_.group_size, packing_, split_,
                       config_.batch_invariant ? 0 : config_.num_workers);
   int64_t query_centric = 0;
@@ -164,7 +164,7 @@ void PackScheduler::plan(PrefixForest& batch, std::span<const int32_t> seq_lens)
         longest = std::min(longest, ChunkGrid::last_length(range.planned));
       }
       if (window > 0) {
-        // The length of the row stays that of the window.
+        // The window slides, so the row does not grow.
         if (longest >= window && !config_.window.chunked) longest = kMaxLength;
         longest = std::min<int64_t>(longest, window_.longest()[request]);
       }
@@ -211,12 +211,13 @@ PlanBounds plan_bounds(int32_t max_requests, int32_t num_workers, const TileSele
   PAT_CHECK(max_requests >= 1, "max_requests must be at least 1, got ", max_requests);
   PAT_CHECK(num_workers >= 1 && num_workers <= kMaxWorkers, "num_workers must be 1 to ",
             kMaxWorkers, ", got ", num_workers);
-  // Packer::pack() keeps to these two limits.
+  // Packer::pack() keeps its packs within these two limits.
   const int64_t packed_requests = int64_t{kMaxPacksPerRequest} * max_requests;
   const int64_t packed_segments = int64_t{kMaxSegmentsPerRequest} * max_requests;
-  // The holders of the forest's nodes are nested or disjoint, all different, and at least two, so there are fewer nodes
-  // than requests. Each node is at most one pack, and each request has at most one private pack. All tiles of a pack
-  // but the last are full. SubtreeTiler makes at most as many packs as there are requests.
+  // Bounds the tiles. The nodes' sets of holders are nested or disjoint, all different, and have at least two requests,
+  // so there are fewer nodes than requests. Each node is at most one pack, and each request has at most one private
+  // pack. Of a pack's tiles, only the last may not be full. SubtreeTiler makes at most as many packs as there are
+  // requests.
   const int64_t tiles_of_packs =
       2 * int64_t{max_requests} - 1 + packed_requests / tiles.requests_per_tile();
   const int64_t cut_requests = max_cut_requests(num_workers, tiles);
@@ -237,7 +238,7 @@ PlanBounds plan_bounds(int32_t max_requests, int32_t num_workers, const TileSele
 PlanBounds invariant_plan_bounds(int32_t max_requests, int32_t max_seq_len) {
   PAT_CHECK(max_requests >= 1, "max_requests must be at least 1, got ", max_requests);
   PAT_CHECK(max_seq_len >= 1, "max_seq_len must be at least 1, got ", max_seq_len);
-  // A chunk of a request is in one work item, to which it adds at most two segments.
+  // Each chunk of a request is in one work item, and adds at most two segments to it.
   const int64_t chunks = int64_t{max_requests} * ChunkGrid::num_chunks(max_seq_len);
   PAT_CHECK(2 * chunks <= std::numeric_limits<int32_t>::max(), "max_requests ", max_requests,
             " of max_seq_len ", max_seq_len, " are too many: their plan may not fit into int32");

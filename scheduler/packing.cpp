@@ -11,8 +11,8 @@ namespace pat {
 
 namespace {
 
-// Policy::kCompute: the tiles of FastTree's kernels, and weights for the waste of padding and partials. The paper
-// (section 4.2) leaves these weights to profiling. Their ratios here are 2/3, 1/3 and 1/10.
+// Policy::kCompute: the tile sizes of FastTree's kernels, and the costs of padding and of partials. The paper (section
+// 4.2) leaves these costs to profiling. Their ratios here are 2/3, 1/3 and 1/10.
 constexpr int64_t kManyRows = 64;
 constexpr int64_t kFewRows = 16;
 constexpr int64_t kTokensPerTile = 32;
@@ -20,7 +20,7 @@ constexpr int64_t kRowPaddingWeight = 20;
 constexpr int64_t kTokenPaddingWeight = 10;
 constexpr int64_t kPartialWeight = 3;
 
-// What the padding of a pack's last tiles wastes.
+// Cost of the padding rows in the last tiles of a pack.
 int64_t padding_cost(int64_t rows, int64_t tokens) {
   const int64_t tile_rows = rows > kFewRows ? kManyRows : kFewRows;
   const int64_t row_padding = (tile_rows - rows % tile_rows) % tile_rows;
@@ -45,12 +45,13 @@ bool Packer::merges(const Edge& edge) const {
   return policy_ == Policy::kCompute && merging_computes_less(edge);
 }
 
-// After merging, the child's tiles read the parent's range as well, and the parent's pack has fewer tiles.
+// True if merging moves fewer bytes by estimate. A merged child's tiles read the parent's range too, and the parent's
+// pack has fewer tiles.
 bool Packer::merging_moves_less(const Edge& edge) const {
   const int32_t staying_tiles = tiles_.num_tiles(edge.parent_requests - edge.child_requests);
   const int64_t added_passes = tiles_.num_tiles(edge.child_requests) + staying_tiles -
                                tiles_.num_tiles(edge.parent_requests);
-  // Each row of the child saves one partial, or two if its output is then stored directly.
+  // Each row of the child saves one partial, or both partials if its output can then be stored directly.
   const int64_t saved_partials =
       int64_t{edge.child_requests} * tiles_.group_size() * (edge.leaves_single_partial ? 2 : 1);
   const int64_t saved_items = tiles_.num_tiles(edge.parent_requests) - staying_tiles;
@@ -82,7 +83,7 @@ void Packer::pack(const PrefixForest& forest, std::span<const int32_t> seq_lens,
     private_begin_.assign(seq_lens.size(), 0);
   } else {
     raised_price_ = 0;
-    // This ends, because once a partial costs more than any range, every request is in one pack only.
+    // The loop ends, because every request is in one pack once a partial costs more than any range.
     for (int64_t price = kCostUnit; decide(forest, seq_lens) > most;) {
       raised_price_ = price *= 2;
     }
@@ -123,7 +124,7 @@ int64_t Packer::decide(const PrefixForest& forest, std::span<const int32_t> seq_
     int32_t& begin = private_begin_[request];
     begin = forest.private_begin(request);
     const int32_t anchor = forest.anchor(request);
-    if (seq_lens[request] == begin) continue;  // it has no private range
+    if (seq_lens[request] == begin) continue;  // the request has no private range
     ++num_packed;
     if (anchor < 0) continue;
     NodeState& parent = state_[anchor];
@@ -192,8 +193,9 @@ void Packer::emit(const PrefixForest& forest, std::span<const int32_t> seq_lens,
   }
 }
 
-// A node's holders are a run in tree order: the holders of each child in turn, then the requests that end at the node.
-// Its pack has all of them except the holders of merged children and requests whose private range was merged.
+// In tree order, a node's holders follow one another: the holders of each child in turn, then the requests that end at
+// the node. The node's pack has all of them but the holders of merged children and requests whose private range was
+// merged.
 void Packer::emit_requests(const PrefixForest& forest, Packing& out) {
   const std::vector<int32_t>& order = forest.requests_in_tree_order();
   const auto copy_up_to = [&](NodeState& state, const ForestNode& node, int32_t position) {
@@ -212,7 +214,7 @@ void Packer::emit_requests(const PrefixForest& forest, Packing& out) {
     copy_up_to(parent, forest.nodes()[node.parent], node.holder_begin);
     parent.passed += node.num_holders;
   }
-  // What is left of each run: children that were not merged, and the requests that end at the node.
+  // Adds what is left of each node's holders: those of children that were not merged, and those that end at the node.
   for (size_t n = 0; n < state_.size(); ++n) {
     NodeState& state = state_[n];
     if (state.remaining == 0) continue;

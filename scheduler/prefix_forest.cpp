@@ -10,10 +10,10 @@ namespace pat {
 namespace {
 
 constexpr int32_t kEmptyPath = -1;
-constexpr int32_t kNoPath = -2;  // outdated, and not yet given again
+constexpr int32_t kNoPath = -2;  // the path was outdated and dropped
 constexpr int32_t kFreeBucket = -1;
 
-uint64_t mix(uint64_t x) {  // splitmix64's finaliser: node ids are often consecutive
+uint64_t mix(uint64_t x) {  // splitmix64's finaliser, because node ids are often consecutive
   x ^= x >> 30;
   x *= 0xbf58476d1ce4e5b9ULL;
   x ^= x >> 27;
@@ -117,10 +117,10 @@ void PrefixForest::add_cut_paths(const PrefixForest& whole, std::span<const int3
   const auto first = static_cast<int32_t>(path_nodes_.size());
   copies_.resize(whole.nodes_.size(), -1);
   for (const int32_t request : requests) {
-    int32_t child = -1;  // the copy of the node below
+    int32_t child = -1;  // copy of the node below n
     for (int32_t n = whole.anchor_[request]; n >= 0 && whole.nodes_[n].kv_end > cut;
          n = whole.nodes_[n].parent) {
-      if (copies_[n] < first) {  // not copied by this call
+      if (copies_[n] < first) {  // this call has not copied it yet
         copies_[n] = static_cast<int32_t>(path_nodes_.size());
         path_nodes_.push_back({.id = copies_[n],
                                .parent = -1,
@@ -172,10 +172,10 @@ void PrefixForest::release(int32_t node) {
   }
 }
 
-// Looks for nodes of kept paths that the tree has split since they were read. The lower part of a split node keeps its
-// id, so a new path with this id shows another span or another parent. A new path that ends in the upper part, or
-// branches off there, does not have the id. But that path has a node that is unknown here, and that begins where the
-// split node began. In the tree, this node, or a node below it on the path, has children that are not on the path.
+// Looks for nodes of kept paths that the tree has split since those paths were read. The lower part of a split node
+// keeps the node's id, so a new path with this id shows another span or another parent. A new path that ends in the
+// upper part, or branches off there, does not show the id. It shows an unknown node instead, which begins where the
+// split node began. That node, or a later node of the path, has children that are not on the path.
 void PrefixForest::mark_outdated(const TreePaths& read) {
   any_outdated_ = false;
   split_parents_.clear();
@@ -202,9 +202,9 @@ void PrefixForest::mark_outdated(const TreePaths& read) {
   }
 }
 
-// `node`, on a path that ends at `path_end`, is a new child of `parent`, which is known. Find the first node on the
-// path, from `node` on, that has other children. If a split made `node`, the kept node that was split ends after that
-// node.
+// Handles an unknown child `node` of the known node `parent`, on a path of `read` that ends at `path_end`. Finds the
+// path's first node, from `node` on, that has other children. If a split has made `node`, then the split node, which is
+// on a kept path, ends after the node found. So the end of the node found goes into new_child_end.
 void PrefixForest::note_new_child(int32_t parent, const TreePaths& read, int32_t node,
                                   int32_t path_end) {
   while (node < path_end && !read.branches[node]) ++node;
@@ -235,13 +235,13 @@ void PrefixForest::drop_outdated(std::vector<int32_t>& dropped) {
     if (node < 0) continue;
     dropped.push_back(static_cast<int32_t>(request));
   }
-  for (const int32_t request : dropped) {  // only now, because released places lose their marks
+  for (const int32_t request : dropped) {  // a second loop, because release() clears the marks
     release(last_node_[request]);
     last_node_[request] = kNoPath;
   }
 }
 
-// Chooses one request for each suspect node that still has requests.
+// Chooses one request for each suspect node that has requests left.
 void PrefixForest::choose_suspects(std::vector<int32_t>& suspects) {
   ++num_passes_;
   for (size_t request = 0; request < last_node_.size(); ++request) {
@@ -337,7 +337,7 @@ int32_t PrefixForest::add_node(size_t bucket, const PathNode& node) {
 void PrefixForest::remove_node(int32_t node) {
   const size_t mask = id_table_.size() - 1;
   size_t hole = bucket_of(path_nodes_[node].id);
-  // Entries that a search would no longer reach across the hole move into it.
+  // Moves an entry into the hole if a search would no longer find it beyond the hole.
   for (size_t next = (hole + 1) & mask; id_table_[next] != kFreeBucket; next = (next + 1) & mask) {
     const size_t home = mix(static_cast<uint64_t>(path_nodes_[id_table_[next]].id)) & mask;
     if (((next - home) & mask) < ((next - hole) & mask)) continue;
@@ -375,7 +375,7 @@ void PrefixForest::arrange(std::span<const int32_t> seq_lens) {
 }
 
 int32_t PrefixForest::arrange_node(int32_t node) {
-  cursor_.clear();  // gets the nodes up to the first visited one: paths may be long
+  cursor_.clear();  // gets the unvisited nodes; not recursive, because paths may be long
   for (int32_t n = node; n >= 0 && path_nodes_[n].visited != num_passes_;) {
     cursor_.push_back(n);
     n = path_nodes_[n].parent;
@@ -384,7 +384,7 @@ int32_t PrefixForest::arrange_node(int32_t node) {
     PathNode& source = path_nodes_[cursor_.back()];
     const int32_t parent = source.parent < 0 ? -1 : path_nodes_[source.parent].shared_node;
     if (parent >= 0 && nodes_[parent].num_holders == source.num_holders) {
-      source.shared_node = parent;  // a chain of nodes with the same holders
+      source.shared_node = parent;  // `parent` has the same holders: one chain
       nodes_[parent].kv_end = source.kv_end;
     } else {
       source.shared_node = static_cast<int32_t>(nodes_.size());
@@ -400,8 +400,8 @@ int32_t PrefixForest::arrange_node(int32_t node) {
 }
 
 void PrefixForest::order_requests() {
-  // cursor_[n] is the next free place in the run of node n's holders. Children take their places first, in order, and
-  // the requests that end at the node fill the rest. The last entry is the level above the roots.
+  // cursor_[n] is the next free place among the places of node n's holders. The children's holders come first, in
+  // order, and then the requests that end at the node. The last entry of cursor_ stands for the parent of all roots.
   cursor_.assign(nodes_.size() + 1, 0);
   int32_t& top = cursor_.back();
   for (size_t n = 0; n < nodes_.size(); ++n) {

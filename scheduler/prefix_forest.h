@@ -1,4 +1,5 @@
-// Stage 1: the paths of a batch -> a forest of shared KV ranges, and one private range per request.
+// Stage 1 of the scheduler turns the paths of a batch into a forest of shared KV ranges and one private range per
+// request.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +9,7 @@
 
 namespace pat {
 
-// Root-to-leaf paths, flattened: path i holds nodes [path_begin[i], path_begin[i + 1]).
+// Root-to-leaf paths in flat arrays. Path i has the nodes [path_begin[i], path_begin[i + 1]).
 struct PathsView {
   std::span<const int32_t> path_begin = {};  // [num_paths + 1]
   std::span<const int64_t> node_id = {};     // [num_path_nodes]
@@ -16,77 +17,77 @@ struct PathsView {
   std::span<const int32_t> kv_end = {};      // [num_path_nodes], exclusive
 };
 
-// Paths as read from a tree that grows.
+// Paths that were read from SGLang's tree, which changes while requests run.
 struct TreePaths {
   PathsView paths = {};
-  // [num_path_nodes]: whether the node has other children in the tree than the next node on the path.
+  // [num_path_nodes]: whether the node has children in the tree other than the path's next node.
   std::span<const char> branches = {};
 };
 
-// Requests whose kept paths may no longer be those of the tree.
+// Requests whose kept paths may differ from their paths in the tree.
 struct Outdated {
-  // Their paths are dropped and must be given again.
+  // Requests whose paths were dropped. The caller must read and pass these paths again.
   std::vector<int32_t> dropped;
-  // Each holds a node that the tree may have split. Reading its path again shows whether it has.
+  // Requests that each hold a node that the tree may have split. Reading their paths again shows whether it has.
   std::vector<int32_t> suspects;
 };
 
 // A KV range that at least two requests of the batch share.
 struct ForestNode {
-  // Index of the enclosing shared node, smaller than this node's own; -1 for a root.
+  // Index of the parent node, which is smaller than this node's index; -1 for a root.
   int32_t parent;
   int32_t kv_begin;
   int32_t kv_end;
   int32_t num_holders;
-  int32_t holder_begin;  // into PrefixForest::holders
+  int32_t holder_begin;  // index in tree order
 };
 
-// Keeps the paths of the running requests from batch to batch, and arranges those of the current batch as a forest of
-// the nodes that have several holders. A chain of nodes with the same holders becomes one node. Nodes are ordered by
-// first appearance in the batch, parents before children, so the same paths in the same order always give the same
-// forest. What only one request holds belongs to its private range. Calls reuse the buffers.
+// Keeps the paths of the running requests from batch to batch. arrange() makes a forest of the nodes that several
+// requests of the current batch hold. A chain of nodes with the same holders becomes one node. Nodes are in the order
+// of their first appearance in the batch, parents before children, so the same paths in the same order always give the
+// same forest. KV that only one request holds belongs to that request's private range. Calls reuse the buffers.
 class PrefixForest {
  public:
-  // Replaces all paths by these. Throws as update() does.
+  // Replaces all paths by `paths`. Throws like update().
   void build(const PathsView& paths);
 
-  // Replaces all paths by empty ones, of `num_requests` requests.
+  // Replaces all paths by empty paths for `num_requests` requests.
   void clear(size_t num_requests);
-  // Copies the paths of `requests` from `whole`, from position `cut` on. Positions in the copies count from there.
-  // `whole` must be arranged, and these requests must have empty paths here. Requests of different calls share nothing.
-  // The nodes get ids that update() does not know.
+  // Copies the paths of `requests` from `whole`, from position `cut` on. Positions in the copies count from `cut`.
+  // `whole` must be arranged, and `requests` must have empty paths in this forest. Requests of different calls share
+  // nothing. The copies have ids of their own, which update() does not know.
   void add_cut_paths(const PrefixForest& whole, std::span<const int32_t> requests, int32_t cut);
 
-  // Goes to the next batch. Request i of the next batch keeps the path of request kept[i] of the current batch. If
-  // kept[i] is negative, request i gets the next path of `read`. Requests of the current batch that are not kept leave.
+  // Replaces the current batch by the next one. Request i of the next batch keeps the path of request kept[i] of the
+  // current batch or, if kept[i] is negative, gets the next path of `read`. All other requests of the current batch
+  // leave.
   //
-  // The tree may have split nodes since the kept paths were read. `outdated` gets the requests whose kept paths are
-  // affected, as far as the new paths show this. The caller then calls update() again with the paths of these requests.
-  // Without kept paths nothing is outdated.
+  // The tree may have split nodes since the kept paths were read. `outdated` gets the requests for which the new paths
+  // show this. The caller then reads their paths and calls update() again. If no path is kept, nothing is outdated.
   //
-  // Throws std::invalid_argument, naming request and value, if a path does not start at a root, has gaps, overlaps or
-  // empty spans, or disagrees with another path of `read` about a node. The forest is then empty. Takes time linear in
-  // the requests and the nodes of new paths, or in all nodes and requests if a node of a new path may come from a
-  // split.
+  // Throws std::invalid_argument, which names request and value, if a path does not start at a root, has gaps, overlaps
+  // or empty spans, or disagrees with another path of `read` about a node. The forest is then empty. Takes time linear
+  // in the requests and the nodes of new paths, or in all requests and nodes if the new paths show or suggest a split.
   void update(std::span<const int32_t> kept, const TreePaths& read, Outdated& outdated);
 
-  // True if the forest has exactly these paths for these requests. Throws std::invalid_argument if there are not as
-  // many paths as requests.
+  // True if the forest has exactly these paths for `requests`. Throws std::invalid_argument if there are more or fewer
+  // paths than requests.
   bool agrees(std::span<const int32_t> requests, const PathsView& paths) const;
 
-  // Arranges the batch for the accessors below. Rows after the last request have an empty path. Throws
-  // std::invalid_argument if a request is shorter than its path, or if its path was outdated and not given again. Takes
-  // time linear in requests and shared nodes; the second time for a batch, in requests.
+  // Makes the forest of the current batch, which the accessors below return. seq_lens may have more rows than there are
+  // requests; these rows have empty paths. Throws std::invalid_argument if a request is shorter than its path, or if a
+  // dropped path was not passed again. Takes time linear in requests and shared nodes, or only in requests if the batch
+  // is already arranged.
   void arrange(std::span<const int32_t> seq_lens);
 
   const std::vector<ForestNode>& nodes() const { return nodes_; }
-  // The requests that hold `node`: a contiguous run, because requests are in tree order.
+  // The requests that hold `node`. They are contiguous in tree order.
   std::span<const int32_t> holders(const ForestNode& node) const {
     return std::span(holders_).subspan(node.holder_begin, node.num_holders);
   }
-  // All requests in tree order, in which the holders of each node are next to one another.
+  // All requests in tree order, in which the holders of each node are contiguous.
   const std::vector<int32_t>& requests_in_tree_order() const { return holders_; }
-  // The node at whose end a request's private range begins; -1 if it shares nothing.
+  // The last shared node of a request, after which its private range begins; -1 if the request shares nothing.
   int32_t anchor(int32_t request) const { return anchor_[request]; }
   // First position of a request's private range.
   int32_t private_begin(int32_t request) const {
@@ -96,22 +97,21 @@ class PrefixForest {
   static constexpr int32_t kNoNewChild = std::numeric_limits<int32_t>::max();
   struct PathNode {
     int64_t id;
-    int32_t parent;  // index of a path node; -1 at the beginning of a path
+    int32_t parent;  // index of the parent path node; -1 for a root
     int32_t kv_begin;
     int32_t kv_end;
-    uint32_t visited;         // number of the last pass that visited it
-    int32_t num_holders = 0;  // 0 in a free place
-    bool outdated = false;    // this field and the next two are for update() only
+    uint32_t visited;         // number of the last pass that visited the node
+    int32_t num_holders = 0;  // 0 if this place is free
+    bool outdated = false;    // only update() uses this and the next two fields
     bool suspect = false;
-    int32_t new_child_end = kNoNewChild;  // smallest end of a possible split by a new child
-    int32_t shared_node = -1;  // its index in nodes() in the last arrangement; -1 at root level
+    int32_t new_child_end = kNoNewChild;  // see note_new_child()
+    int32_t shared_node = -1;             // index of its forest node, if it has several holders
   };
 
   int32_t num_requests() const { return static_cast<int32_t>(last_node_.size()); }
-  // Requests whose path the last update() kept. If some of these paths are outdated, they count too, and another
-  // update() follows.
+  // Number of requests whose path the last update() kept, including those whose path it found to be outdated.
   int32_t num_kept() const { return num_kept_; }
-  // The path of a request from its first node on, for checks.
+  // The nodes of a request's path, from the root on. For checks.
   std::vector<PathNode> path(int32_t request) const;
 
  private:
@@ -125,7 +125,7 @@ class PrefixForest {
   void choose_suspects(std::vector<int32_t>& suspects);
   void add_path(const PathsView& paths, size_t path, int32_t request);
 
-  size_t bucket_of(int64_t id) const;  // holds the node with this id, or is free for it
+  size_t bucket_of(int64_t id) const;  // bucket of the node with this id, or a free one
   int32_t find(int64_t id) const { return id_table_[bucket_of(id)]; }
   void reserve(size_t num_more_nodes);
   int32_t add_node(size_t bucket, const PathNode& node);
@@ -134,23 +134,23 @@ class PrefixForest {
   void order_requests();
 
   std::vector<PathNode> path_nodes_;
-  std::vector<int32_t> free_;       // places in path_nodes_
-  std::vector<int32_t> last_node_;  // per request, into path_nodes_; -1: empty path; -2: outdated
-  std::vector<int32_t> id_table_;   // open-addressing table of path node indices
-  std::vector<int32_t> previous_;   // last_node_ of the batch before
-  std::vector<int32_t> split_parents_;  // nodes with a new_child_end, -1 for the level of the roots
-  int32_t new_root_end_ = kNoNewChild;  // new_child_end of the level of the roots
+  std::vector<int32_t> free_;           // free places in path_nodes_
+  std::vector<int32_t> last_node_;      // per request: its path's end, -1: empty path, -2: dropped
+  std::vector<int32_t> id_table_;       // open-addressing hash table of indices in path_nodes_
+  std::vector<int32_t> previous_;       // last_node_ of the previous batch
+  std::vector<int32_t> split_parents_;  // nodes with a new_child_end; -1: the parent of all roots
+  int32_t new_root_end_ = kNoNewChild;  // new_child_end of the parent of all roots
   std::vector<int32_t> suspect_nodes_;
   bool any_outdated_ = false;
-  uint32_t num_passes_ = 0;  // over path nodes
+  uint32_t num_passes_ = 0;  // passes over path_nodes_
   int32_t num_kept_ = 0;
 
   std::vector<ForestNode> nodes_;
   std::vector<int32_t> holders_;
   std::vector<int32_t> anchor_;
-  bool is_arranged_ = false;  // the batch, with as many rows as there are anchors
+  bool is_arranged_ = false;  // the current batch has been arranged
   std::vector<int32_t> cursor_;
-  std::vector<int32_t> copies_;  // add_cut_paths(): the copy of each node of the other forest
+  std::vector<int32_t> copies_;  // for add_cut_paths(): copy of each node of `whole`
 };
 
 }  // namespace pat

@@ -9,13 +9,13 @@ namespace pat {
 
 namespace {
 
-// Nodes up to this length share a segment with their ancestors where the same requests of a pack hold both, because a
-// segment takes whole stages of the kernels' rings. For longer nodes, the empty part of a stage is negligible. If such
-// a node is a segment of its own, its slots are gathered once for all packs.
+// A node of up to this many tokens shares a segment with its parent if the same requests of the pack hold both, because
+// each segment occupies whole stages of the kernels' rings. For longer nodes, the empty part of the last stage is
+// negligible, and a segment of one node has the advantage that its slots are gathered once for all packs.
 constexpr int32_t kShortNode = 255;
-// In very deep trees, such segments would be too many. There, at least this many levels share a segment, however long
-// the nodes are. A segment begins at a multiple of its number of levels, so packs have most segments, and their slots,
-// in common.
+// In very deep trees, there would be too many segments. At least this many levels then share a segment, however long
+// the nodes are. Segments begin at multiples of that number of levels, so that packs have most segments, and their
+// slots, in common.
 constexpr int32_t kFewestFusedLevels = 64;
 
 bool is_short(const ForestNode& node) { return node.kv_end - node.kv_begin <= kShortNode; }
@@ -48,7 +48,7 @@ void SubtreeTiler::pack(const PrefixForest& forest, std::span<const int32_t> seq
   find_common_nodes(forest);
   choose_cuts(forest);
   even_out_runs();
-  // This ends: once a segment may have nodes of all levels, a pack has at most two segments per request.
+  // The loop ends, because a pack has at most two segments per request once a segment may span all levels.
   for (int32_t levels = 0; !emit(forest, seq_lens, levels, out);) {
     levels = std::max(kFewestFusedLevels, 4 * levels);
   }
@@ -83,10 +83,10 @@ void SubtreeTiler::choose_cuts(const PrefixForest& forest) {
   best_.assign(num_places + 1, 0);
   run_begin_.assign(num_places + 1, 0);
   candidates_.resize(num_places);
-  int32_t front = 0, back = 0;  // the candidates in use, whose costs and places ascend
+  int32_t front = 0, back = 0;  // candidates in use, ascending in cost and place
   for (int32_t place = 0; place < num_places; ++place) {
-    // best_[place] becomes the cost of all cuts up to here, with one at `place`.
-    if (common_[place] < 0) front = back = 0;  // no run goes across
+    // Here best_[place] becomes the cost of the cheapest cuts up to `place`, including a cut at `place`.
+    if (common_[place] < 0) front = back = 0;  // requests that share nothing are in different runs
     if (place > 0) best_[place] += cost_of_cut(forest, place);
     while (back > front && best_[candidates_[back - 1]] > best_[place]) --back;
     candidates_[back++] = place;
@@ -94,7 +94,7 @@ void SubtreeTiler::choose_cuts(const PrefixForest& forest) {
     run_begin_[place + 1] = candidates_[front];
     best_[place + 1] = best_[candidates_[front]];
   }
-  // Collect the runs from the last to the first, then reverse them.
+  // Collects the ends of the runs from the last to the first, then reverses them.
   candidates_.clear();
   for (int32_t end = num_places; end > 0; end = run_begin_[end]) candidates_.push_back(end);
   std::reverse(candidates_.begin(), candidates_.end());
@@ -151,7 +151,7 @@ int64_t SubtreeTiler::num_common_segments() const {
   int64_t num_segments = 0;
   int32_t begin = 0;
   for (const int32_t end : candidates_) {
-    if (end - begin > 1) {  // of nodes of one path, the uppermost has the smallest index
+    if (end - begin > 1) {  // the smallest index is the uppermost node of a path
       const auto common = std::min_element(common_.begin() + begin + 1, common_.begin() + end);
       num_segments += segments_above_[*common];
     }
@@ -180,7 +180,7 @@ void SubtreeTiler::emit_pack(const PrefixForest& forest, std::span<const int32_t
   const auto last_holder = [&](int32_t node) {
     return std::min(nodes[node].holder_begin + nodes[node].num_holders, end) - begin;
   };
-  // If all holders are in the pack, the pack alone reads the node and what lies below it.
+  // True if all holders are in the pack. Then only this pack reads the node and the nodes below it.
   const auto has_all_holders = [&](int32_t node) {
     const int32_t holder = nodes[node].holder_begin;
     return holder >= begin && holder + nodes[node].num_holders <= end;
@@ -191,7 +191,7 @@ void SubtreeTiler::emit_pack(const PrefixForest& forest, std::span<const int32_t
     out.requests.push_back(request);
     int32_t private_begin = forest.private_begin(request);
     bool is_private_once = true;
-    // This request is the first of the pack to hold the nodes from here up to `known`.
+    // This request is the pack's first holder of the nodes from its anchor up to, and without, `known`.
     int32_t node = forest.anchor(request);
     const int32_t known = first == 0 ? -1 : common_[place];
     if (num_requests == 1 && node >= 0) {
@@ -200,7 +200,7 @@ void SubtreeTiler::emit_pack(const PrefixForest& forest, std::span<const int32_t
       is_private_once = false;
     }
     for (; node != known && last_holder(node) == first + 1; node = nodes[node].parent) {
-      private_begin = nodes[node].kv_begin;  // this request is the node's only holder in the pack
+      private_begin = nodes[node].kv_begin;  // no other request of the pack holds the node
       is_private_once = false;
     }
     ranges_.clear();
@@ -208,8 +208,7 @@ void SubtreeTiler::emit_pack(const PrefixForest& forest, std::span<const int32_t
       const int32_t last = last_holder(node);
       int32_t top = node;
       if (last - first == num_requests) {
-        // The whole pack holds this node and its ancestors, so a pack visits no more nodes of a long chain than it has
-        // segments.
+        // All requests of the pack hold this node and its ancestors, so the walk can skip to the segment's first node.
         top = segment_top_[node];
       } else {
         while (segment_top_[top] != top && nodes[top].parent != known &&

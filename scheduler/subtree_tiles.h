@@ -1,5 +1,4 @@
-// Policy::kMemory: packs that hold whole subtrees. A pack is a run of requests in tree order, with the KV ranges of all
-// their ancestors.
+// Policy::kMemory. A pack has requests that are neighbours in tree order, and all shared KV ranges of these requests.
 #pragma once
 
 #include <cstdint>
@@ -13,38 +12,38 @@
 
 namespace pat {
 
-// One KV range of a pack, for an interval of its requests.
+// A KV range that an interval of a pack's requests attends to.
 struct Segment {
   static constexpr int32_t kPrivate = -1;
 
-  int32_t
-      span;  // into Packing::spans, or kPrivate: read live from the row of the interval's one request
-  int32_t kv_begin;  // positions, equal for all requests of the interval
-  int32_t kv_end;    // at planning time
+  int32_t span;  // index in Packing::spans, or kPrivate: the slots of the interval's only request
+  int32_t kv_begin;  // a position, the same for all requests of the interval
+  int32_t kv_end;    // end of the range when planned
   int32_t first;     // requests [first, end) of the pack
   int32_t end;
-  bool is_open;       // it grows with its request: a private segment that no cut has ended
-  bool is_read_once;  // no other pack or tile reads any of the segment, as far as is known
+  bool is_open;       // the segment ends where its request ends, and grows with it
+  bool is_read_once;  // no other tile reads any of the segment; false if unknown
 
   bool is_private() const { return span == kPrivate; }
   int32_t num_tokens() const { return kv_end - kv_begin; }
 };
 
 struct Pack {
-  int32_t request_begin;  // into Packing::requests
+  int32_t request_begin;  // index in Packing::requests
   int32_t num_requests;
-  int32_t segment_begin;  // into Packing::segments
+  int32_t segment_begin;  // index in Packing::segments
   int32_t num_segments;
 };
 
-// A pack's segments are in pre-order: ancestors before descendants, requests ascending. So the segments of a request
-// ascend in position, and so do its packs. A pack with more requests than a tile holds has one segment.
+// The packs of a batch. A pack's segments are in pre-order: ancestors before descendants, requests ascending. So the
+// segments of a request ascend in position, and its packs do too. A pack with more requests than fit into a tile has
+// one segment.
 struct Packing {
   std::vector<Pack> packs;
   std::vector<int32_t> requests;
   std::vector<Segment> segments;
-  std::vector<GatherSpan> spans;  // shared ranges, one after the other in the slot buffer
-  int64_t packing_slack = 0;  // how many more `requests` there might be: see kMaxPacksPerRequest
+  std::vector<GatherSpan> spans;  // shared ranges, in the order of the slot buffer
+  int64_t packing_slack = 0;      // number of `requests` that kMaxPacksPerRequest would still allow
 
   std::span<const int32_t> requests_of(const Pack& pack) const {
     return std::span(requests).subspan(pack.request_begin, pack.num_requests);
@@ -53,39 +52,40 @@ struct Packing {
     return std::span(segments).subspan(pack.segment_begin, pack.num_segments);
   }
   void clear();
-  // Returns the span's index. Throws std::length_error if the slots of all spans are more than int32 can count.
+  // Adds a span and returns its index. Throws std::length_error if int32 cannot count the slots of all spans.
   int32_t add_span(int32_t request, int32_t kv_begin, int32_t kv_end);
   int64_t num_slots() const {
     return spans.empty() ? 0 : int64_t{spans.back().slot_begin} + spans.back().num_tokens;
   }
 };
 
-// The packs of a batch have at most this many segments for each request of the batch.
+// The packs of a batch have, on average, at most this many segments per request.
 inline constexpr int32_t kMaxSegmentsPerRequest = 24;
 
 class SubtreeTiler {
  public:
   SubtreeTiler(const PackingCosts& cost, const TileSelection& tiles) : cost_(cost), tiles_(tiles) {}
 
-  // Divides the requests, in tree order, into runs that fit into a tile. A cut between two neighbours costs a work
-  // item, and reading again what both share. Everything else is read once, wherever the cuts lie. Finds the cheapest
-  // cuts in time linear in nodes, requests and segments. Requests that share nothing are never in one run.
+  // Divides the requests, in tree order, into runs that fit into a tile. Each run is a pack. A cut between two
+  // neighbours costs one more work item, and reading again what both share. All other KV is read once, wherever the
+  // cuts are. Finds the cheapest cuts in time linear in nodes, requests and segments. Requests that share nothing are
+  // never in the same run.
   void pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out);
 
  private:
-  // Finds, for each place in tree order, the deepest node that its request shares with the one before.
+  // For each place in tree order, finds the deepest node that its request shares with the request before it.
   void find_common_nodes(const PrefixForest& forest);
   void choose_cuts(const PrefixForest& forest);
-  // Where all neighbours of several runs share the same node, every place of a cut costs the same. Makes these runs
-  // equally long, so that their tiles take equally long over what they share.
+  // If all neighbours in several runs share the same node, cuts cost the same everywhere. Makes such runs equally long,
+  // so that their tiles need the same time for what they share.
   void even_out_runs();
   int64_t cost_of_cut(const PrefixForest& forest, int32_t place) const;
-  // Nodes that the same requests of a pack hold share a segment: short nodes, or, if `fused_levels` is not 0, up to
-  // that many levels. Returns false if the batch then has too many segments.
+  // Fills `out` with the chosen runs. Nodes that the same requests of a pack hold share a segment if they are short or,
+  // if `fused_levels` is not 0, if they are in the same group of that many levels. Returns false if the batch then has
+  // too many segments.
   bool emit(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t fused_levels,
             Packing& out);
-  // Counts the segments that all requests of their pack read, over all packs. In a deep tree, these are nearly all
-  // segments.
+  // Counts the segments of all packs that all requests of the pack read. In a deep tree, these are nearly all segments.
   int64_t num_common_segments() const;
   void emit_pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t begin,
                  int32_t end, Packing& out);
@@ -95,29 +95,29 @@ class SubtreeTiler {
   PackingCosts cost_;
   TileSelection tiles_;
 
-  std::vector<int32_t> depth_;  // per node
+  std::vector<int32_t> depth_;  // per node: its level, 0 for a root
   std::vector<int32_t>
-      common_before_;  // per node: the node that its first holder shares with the request before
-  std::vector<int32_t> common_;     // per place in tree order: the common node; -1: none
-  std::vector<int64_t> best_;       // per place: cost of the cheapest cuts before it
-  std::vector<int32_t> run_begin_;  // per place: where the run that ends there begins
+      common_before_;            // per node: what its first holder shares with the request before
+  std::vector<int32_t> common_;  // per place in tree order: see find_common_nodes(); -1: none
+  std::vector<int64_t> best_;    // per place: cost of the cheapest cuts before it
+  std::vector<int32_t> run_begin_;  // per place: begin of the run that ends before it
   std::vector<int32_t>
-      candidates_;  // places where that run may begin, best first; then the ends of all runs
-  // Per node: the first node of a segment that ends with this node, if the same requests of a pack hold both.
+      candidates_;  // places where that run may begin, best first; later the ends of all runs
+  // Per node: first node of the segment that ends with this node, if the same requests of a pack hold both.
   std::vector<int32_t> segment_top_;
   std::vector<int32_t>
-      segments_above_;  // per node: segments from the root to its end, under the same condition
+      segments_above_;  // per node: number of such segments from the root to this node
   struct Range {
-    int32_t top;     // node
-    int32_t bottom;  // node
-    int32_t last;    // end of the pack's requests that hold it
+    int32_t top;     // first node
+    int32_t bottom;  // last node
+    int32_t last;    // end of the pack's requests that hold both
   };
-  std::vector<Range> ranges_;  // a request's segments, the last one first
+  std::vector<Range> ranges_;  // a request's segments in reverse order
   struct KnownSpan {
-    int32_t top;  // node at which the span begins; -1: none yet
+    int32_t top;  // first node of the span; -1: no span yet
     int32_t span;
   };
-  std::vector<KnownSpan> known_spans_;  // per node: the last span that ends with it
+  std::vector<KnownSpan> known_spans_;  // per node: latest span that ends with it
 };
 
 }  // namespace pat

@@ -1,4 +1,4 @@
-// Selects the tile body for a number of query rows: PAT's round-up rule (section 5.2) on a tile table.
+// Selects the smallest tile that holds a number of query rows: PAT's round-up rule (section 5.2), for any tile table.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,9 @@ namespace pat {
 
 class TileSelection {
  public:
-  // table: the bodies of the layers' kind; it must outlive the selection.
-  // max_block_q: the largest body that the device has; must be one of the table's.
-  // one_tile: that body executes all work items, so that a row has the same bits in each of them, even if bodies sum in
-  // different orders.
+  // table: the tiles of this kind of layer; must outlive the TileSelection. max_block_q: block_q of the largest tile
+  // that the device can run; must be in the table. one_tile: uses this tile for all work items, so that results do not
+  // depend on the tile, whose bodies may sum in different orders.
   TileSelection(const TileTable& table, int32_t group_size, int32_t max_block_q,
                 bool one_tile = false)
       : table_(&table), group_size_(group_size), one_tile_(one_tile) {
@@ -31,13 +30,13 @@ class TileSelection {
   const TileTable& table() const { return *table_; }
 
   int32_t group_size() const { return group_size_; }
-  // Requests in one tile at most. A request's rows never straddle tiles.
+  // The most requests of a tile. All query rows of a request are in the same tile.
   int32_t requests_per_tile() const { return (*table_)[largest_].block_q / group_size_; }
-  // Tiles that `num_requests` requests need; each reads the whole KV range.
+  // Number of tiles that `num_requests` requests need. Each of them reads the whole KV range.
   int32_t num_tiles(int32_t num_requests) const {
     return (num_requests + requests_per_tile() - 1) / requests_per_tile();
   }
-  // The smallest tile that holds `num_requests` <= requests_per_tile() requests: anything larger would waste
+  // Index of the smallest tile that holds `num_requests` <= requests_per_tile() requests. A larger tile would waste
   // shared memory and tensor core time on padding rows.
   int32_t select(int32_t num_requests) const {
     int32_t tile = one_tile_ ? largest_ : 0;

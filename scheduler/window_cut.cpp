@@ -11,10 +11,11 @@ namespace pat {
 
 namespace {
 
-constexpr int32_t kNever = std::numeric_limits<int32_t>::max();  // no length goes beyond it
-constexpr int64_t kClassCost = 64;  // KV tokens that one more class must save
+constexpr int32_t kNever = std::numeric_limits<int32_t>::max();  // greater than any length
+constexpr int64_t kClassCost = 64;  // KV tokens that an additional class must save
 
-// Returns the node of a path whose sharing saves the most KV tokens from `cut` on, if all of its holders had this cut.
+// Returns the node of the path ending at `last` whose sharing would save the most KV tokens from `cut` on, if all of
+// the node's holders were cut there.
 int32_t best_node(const PrefixForest& forest, int32_t last, int32_t cut) {
   const std::vector<ForestNode>& nodes = forest.nodes();
   int32_t best = last;
@@ -49,10 +50,11 @@ void WindowCut::add_class(const PrefixForest& forest, std::span<const Row> rows,
   rows_.add_cut_paths(forest, class_, cut);
 }
 
-// Splits rows that hold one node, sorted by cut, into the runs that save most. A run has the cut of its last row.
+// Splits rows that hold the same node, sorted by cut, into the runs that save the most tokens. Each run is a class,
+// with the cut of its last row.
 void WindowCut::add_runs(std::span<const Row> rows, int32_t node_end, const PrefixForest& forest) {
-  saved_.assign(rows.size() + 1, 0);  // what the rows before each place save
-  begin_.assign(rows.size() + 1, 0);  // where the run that ends at each place begins
+  saved_.assign(rows.size() + 1, 0);  // per place: tokens that the rows before it save
+  begin_.assign(rows.size() + 1, 0);  // per place: begin of the run that ends there
   for (size_t end = 1; end <= rows.size(); ++end) {
     const int64_t tokens = node_end - rows[end - 1].cut;
     int64_t most = saved_[end - 1];

@@ -1,4 +1,4 @@
-// Launch facts of a variant's kernels: a constant of the compiled module, which Python reads.
+// What the host must know to launch the kernels of a compiled module. Python reads it from a constant of the module.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ struct LaunchFacts {
   int32_t decode_shared_bytes;  // dynamic
   int32_t merge_threads;
   int32_t merge_ctas_per_sm;
-  int32_t merge_slices;  // rows of merge_partials that a query head of a request has
+  int32_t merge_slices;  // merge_partials cuts an output row into this many rows
   int32_t gather_threads;
   int32_t fill_threads;
   int32_t write_threads;

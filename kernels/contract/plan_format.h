@@ -1,11 +1,10 @@
 // CONTRACT between scheduler/ (writes), kernels/ and reference.py (read): the decode plan.
 //
-// A plan is one flat int32 buffer. Its sections lie at offsets that depend only on the capacities
-// (PlanLayout), so a CUDA graph that captured the addresses stays valid when a new plan is written into
-// the same buffer. A plan does not depend on the number of KV heads: every KV head executes the same work
-// items. A ticket is a run of work items. CTAs draw tickets: draw d gives a CTA ticket d / num_kv_heads, for KV head
-// d % num_kv_heads (heads innermost, so that CTAs read all heads of a token range together). Which CTA draws what makes
-// no difference to the result.
+// A plan is one flat int32 buffer. Its sections lie at offsets that depend only on the capacities (PlanLayout), so a
+// CUDA graph that captured the addresses stays valid when a new plan is written into the same buffer. A plan does not
+// depend on the number of KV heads: every KV head executes the same work items. A ticket is a run of work items. CTAs
+// draw tickets: draw d is ticket d / num_kv_heads for KV head d % num_kv_heads. Heads are innermost, so that CTAs read
+// all heads of a token range at about the same time. The result does not depend on which CTA draws what.
 //
 //   header         PlanHeader
 //   ticket_begin   TicketBegin[num_tickets + 1]   ticket t has the items from entry t to entry t + 1, at least one
@@ -15,14 +14,13 @@
 //   gather_spans   GatherSpan[num_gather_spans]     how the slot buffer of shared KV is filled
 //   merges         MergeEntry[num_merges]           requests whose output is made of partials
 //
-// Terms. request: index into the batch of this step. position: index of a KV token in its request. slot:
-// index into the KV pool. query row: one (request, query head within the group) pair; row r of a work item
-// is request r / group_size, head r % group_size of the KV head's group. segment: a KV range to which some
-// neighbouring requests of a work item attend. A work item is a tile of query rows that runs through
-// its segments in order, with one online softmax per row: the levels of a tree above a few requests, and their
-// private tails, need no partials between them.
-// partial: normalised output, rounded to the output's type, and natural-log fp32 LSE of one query head over the KV of
-// one work item.
+// Terms. request: index into the batch of this step. position: index of a KV token in its request. slot: index into the
+// KV pool. query row: one (request, query head within the group) pair; row r of a work item is request r / group_size,
+// head r % group_size of the KV head's group. segment: a KV range that a contiguous interval of a work item's requests
+// attends to. A work item is a tile of query rows and the segments that the tile reads in order, with one online
+// softmax per row. So one item can read several levels of a prefix tree and then the private tails, without partials
+// between them. partial: normalised output, rounded to the output's type, and natural-log fp32 LSE of one query head
+// over the KV of one work item.
 #pragma once
 
 #include <cstdint>
@@ -32,17 +30,17 @@ namespace pat {
 inline constexpr int32_t kPlanMagic = 0x54415000;  // "\0PAT"
 inline constexpr int32_t kPlanVersion = 5;
 
-// KvSegment::kv_end of the segment that ends where its request ends: read from seq_lens when it executes, so
-// that a private tail grows without a new plan.
+// KvSegment::kv_end of a segment that ends where its request ends. The kernel reads that end from seq_lens, so a
+// private tail grows without a new plan.
 inline constexpr int32_t kOpenEnd = -1;
 // KvSegment::kv_request of a shared range: kv_begin/kv_end index the plan's slot buffer, not a request.
 inline constexpr int32_t kSharedKv = -1;
-// ItemRequest::partial_slot of a request that is in one work item only: the CTA stores that request's result
-// directly to the output.
+// ItemRequest::partial_slot of a request that only one work item has. The CTA then stores the request's result directly
+// to the output.
 inline constexpr int32_t kDirectStore = -1;
 
-// The sections after the header, in their order. Macros generate from this list everything that depends on it: the
-// counts of the header, capacities, layout, views, the scheduler's sections, and what Python knows about sections.
+// The sections after the header, in their order. Everything that depends on the list of sections is generated from it:
+// the header's counts, capacities, layout, views, the scheduler's sections, and what Python knows about sections.
 // SECTION(name, Entry, count, extra): section `name` has `count` (a field of the header) entries of type Entry, and
 // `extra` more.
 //
@@ -74,40 +72,39 @@ struct PlanHeader {
 #undef PAT_PLAN_COUNT
   int32_t num_partials;      // partial slots in use: [0, num_partials)
   int32_t num_shared_slots;  // entries of the slot buffer in use
-  int32_t num_kv_tokens;     // read by all work items at planning time, at most INT32_MAX
-  int32_t largest_tile;      // of the work items
+  int32_t num_kv_tokens;     // KV tokens that all work items read when planned, at most INT32_MAX
+  int32_t largest_tile;      // index of the largest tile that a work item has
   int32_t reserved[2];
 };
 
-// The first work item of a ticket, and that item's first segment. A CTA loads both at the same time: neither load waits
-// for the other.
+// The first work item of a ticket, and that item's first segment. With both indices here, a CTA loads items and
+// segments at the same time: neither load waits for the other.
 struct TicketBegin {
   int32_t work_item;
   int32_t kv_segment;
 };
 
-// A CTA's unit of work: the query rows of `num_requests` requests against the item's segments. Requests that
-// share much lie next to one another. The segments of all items follow one another without a gap, in the order of the
-// items.
+// A CTA's unit of work: the query rows of `num_requests` requests against the item's segments. Requests that share much
+// KV are neighbours. The segments of all items follow one another without a gap, in the order of the items.
 struct WorkItem {
-  int32_t tile;  // into the TileTable of the layer's kind; num_requests * group_size <= block_q
+  int32_t tile;  // index into the layer's TileTable; its block_q holds all query rows
   int32_t num_requests;
-  int32_t request_begin;  // into item_requests
-  int32_t segment_begin;  // into kv_segments
+  int32_t request_begin;  // index into item_requests
+  int32_t segment_begin;  // index into kv_segments
   int32_t num_segments;   // at least one
   int32_t reserved[3];
 };
 
 // A KV range of a work item. The item's requests [first, end), counted from its first request, attend to the range.
-// Every (request, position) of the batch lies in one segment. The segments of one request ascend in position through
-// its item, or descend. A work item with one segment, of all of its requests, has one softmax over one range.
+// Every (request, position) of the batch lies in one segment. Within an item, the segments of one request are in
+// ascending or in descending order of position.
 struct KvSegment {
-  int32_t kv_request;  // request whose own row of req_to_token is read live, or kSharedKv
+  int32_t kv_request;  // request whose row of req_to_token the kernel reads, or kSharedKv
   int32_t kv_begin;    // position in kv_request, or index into the slot buffer
-  int32_t kv_end;      // exclusive, or kOpenEnd; not above kv_begin if the segment is empty
+  int32_t kv_end;      // exclusive, or kOpenEnd; <= kv_begin if the segment is empty
   int32_t requests;    // first | end << 16 | kReadOnce
 
-  // Set if no other work item reads any of the segment's KV, which then need not stay in the L2. Results do not depend
+  // Set if no other work item reads any of the segment's KV, so that it need not stay in the L2. Results do not depend
   // on this hint.
   static constexpr int32_t kReadOnce = 1 << 15;
 
@@ -119,11 +116,11 @@ struct KvSegment {
 
 struct ItemRequest {
   int32_t request;
-  int32_t partial_slot;  // or kDirectStore
+  int32_t partial_slot;  // first of the request's partials in this item, or kDirectStore
 };
 
-// slots[slot_begin + i] = req_to_token[row of request][kv_begin + i] for i in [0, num_tokens). Executed when
-// the plan is made, never live: the row of a finished request may be rewritten under a running step.
+// slots[slot_begin + i] = req_to_token[row of request][kv_begin + i] for i in [0, num_tokens). Copied once, when the
+// plan is made: the row of a finished request may be rewritten while steps with this plan run.
 struct GatherSpan {
   int32_t request;
   int32_t kv_begin;
@@ -131,8 +128,8 @@ struct GatherSpan {
   int32_t slot_begin;
 };
 
-// Output of `request` = LSE-weighted sum of partials [partial_begin, partial_begin + num_partials), in this
-// order (root to leaf, then ascending position). num_partials == 0: nothing to attend to; output 0, LSE -inf.
+// Output of `request` = LSE-weighted sum of partials [partial_begin, partial_begin + num_partials), in this order (root
+// to leaf, then ascending position). If num_partials is 0, the request has no KV: its output is 0 and its LSE -inf.
 struct MergeEntry {
   int32_t request;
   int32_t partial_begin;
@@ -148,13 +145,13 @@ static_assert(sizeof(ItemRequest) == 2 * sizeof(int32_t));
 static_assert(sizeof(GatherSpan) == 4 * sizeof(int32_t));
 static_assert(sizeof(MergeEntry) == 4 * sizeof(int32_t));
 
-// Number of entries that each section of a buffer can hold. The fields have the names of the header's counts.
+// Number of entries that each section of a plan buffer can hold. The fields are named like the header's counts.
 struct PlanCapacity {
 #define PAT_PLAN_COUNT(name, Entry, count, extra) int32_t count = 0;
   PAT_PLAN_SECTIONS(PAT_PLAN_COUNT)
 #undef PAT_PLAN_COUNT
 
-  // Capacity that a plan needs.
+  // The capacity that exactly fits the plan with this header.
   static constexpr PlanCapacity of(const PlanHeader& header) {
     PlanCapacity capacity;
 #define PAT_PLAN_COUNT(name, Entry, count, extra) capacity.count = header.count;
@@ -162,7 +159,7 @@ struct PlanCapacity {
 #undef PAT_PLAN_COUNT
     return capacity;
   }
-  // entries: [kNumPlanSections], in the order of the sections; each must fit into int32.
+  // entries: [kNumPlanSections], in the order of the sections. Each must fit into int32.
   template <typename Int>
   static constexpr PlanCapacity from_entries(const Int* entries) {
     PlanCapacity capacity;
@@ -188,7 +185,7 @@ struct PlanLayout {
 #define PAT_PLAN_OFFSET(name, Entry, count, extra) int64_t name;
   PAT_PLAN_SECTIONS(PAT_PLAN_OFFSET)
 #undef PAT_PLAN_OFFSET
-  int64_t size;  // of the whole buffer
+  int64_t size;  // int32 units of the whole buffer
 
   static constexpr PlanLayout of(const PlanCapacity& capacity) {
     PlanLayout layout{};

@@ -1,30 +1,31 @@
-// CONTRACT between scheduler/ and kernels/: which tile bodies exist. Included by both; includes neither.
-// The scheduler may only choose a tile of the table of a layer's kind, and the kernels instantiate exactly that table.
+// CONTRACT between scheduler/ and kernels/: which tiles exist. Both include this header; it includes nothing of theirs.
+// For each kind of layer, the scheduler chooses only tiles of that kind's table, and the kernels are compiled for
+// exactly these tiles.
 #pragma once
 
 #include <cstdint>
 
 namespace pat {
 
-// One body of the decode kernel. Query rows are (request, query head of the group) pairs.
+// One tile of the decode kernel. A query row is a (request, query head of the group) pair.
 struct TileConfig {
-  int32_t block_q;    // query rows held by one CTA; a pack with more rows takes several tiles
+  int32_t block_q;    // query rows of one CTA; a pack with more rows takes several tiles
   int32_t block_kv;   // KV tokens per step of the main loop
-  int32_t num_warps;  // warps that compute
+  int32_t num_warps;  // consumer warps
 };
 
 // Ascending in block_q, so that "the first that fits" is the smallest that fits.
 inline constexpr TileConfig kTileTable[] = {
     {.block_q = 16, .block_kv = 64, .num_warps = 4},  // private tails; memory-bound
     {.block_q = 32, .block_kv = 64, .num_warps = 4},  // small packs
-    {.block_q = 64, .block_kv = 32, .num_warps = 4},  // mma.sync still keeps up with HBM
+    {.block_q = 64, .block_kv = 32, .num_warps = 4},  // mma.sync still keeps up with HBM here
 };
 inline constexpr int32_t kNumTiles = sizeof(kTileTable) / sizeof(kTileTable[0]);
 
 // A request's query rows never straddle two tiles, so the group must fit into the smallest one.
 inline constexpr int32_t kMaxGroupSize = 16;
 
-// Latent attention (MLA): all query heads share one KV head, whose values are the first columns of its keys.
+// Tiles of latent attention (MLA): all query heads share one KV head, whose values are the first columns of its keys.
 inline constexpr TileConfig kLatentTileTable[] = {
     {.block_q = 32, .block_kv = 32, .num_warps = 8},
     {.block_q = 64, .block_kv = 64, .num_warps = 8},
@@ -32,7 +33,7 @@ inline constexpr TileConfig kLatentTileTable[] = {
 inline constexpr int32_t kNumLatentTiles = sizeof(kLatentTileTable) / sizeof(kLatentTileTable[0]);
 inline constexpr int32_t kMaxLatentGroupSize = 64;
 
-// The bodies of one kind of layer. A work item's tile is an index into it.
+// The tiles of one kind of layer. A work item's tile is an index into this table.
 struct TileTable {
   const TileConfig* tiles;
   int32_t num_tiles;

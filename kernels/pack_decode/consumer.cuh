@@ -1,6 +1,6 @@
-// Common part of the bodies of pack_decode: a consumer warp's place in the rings, and how it hands back what it has
-// read. Every lane arrives for its own reads, so the order in which the lanes of a warp run does not matter. Where
-// matrix instructions of the warpgroup read, one lane arrives for its whole warp.
+// What the bodies of pack_decode have in common: a consumer warp's position in the rings, and how it releases what it
+// has read. Every lane arrives for its own reads, so the order in which the lanes of a warp run does not matter. Where
+// wgmma reads, one lane arrives for its whole warp.
 #pragma once
 
 #include "pack_decode/work_queue.cuh"
@@ -18,7 +18,7 @@ struct Consumer {
   QueryPosition position;
   RingPosition<Storage::kStages> ring;
 
-  // The unit of 16 rows that this warp has, and the first column of the values that its warpgroup has.
+  // unit(): which 16 rows of the tile this warp computes. first_column(): the first output column of its warpgroup.
   __device__ __forceinline__ int unit() const { return warp % kConsumerWarps; }
   __device__ __forceinline__ int first_column() const {
     return kConsumerGroups<Dims> == 1 ? 0 : warp / kConsumerWarps * kOutColumns<Dims>;
@@ -36,13 +36,13 @@ struct Consumer {
     return __shfl_sync(kFullWarp, record().tile, 0) != kNoMoreItems;
   }
 
-  // Address of the next item's queries, a tile of `units` units.
+  // Address of the next item's queries. `units`: query units of the item's tile.
   __device__ __forceinline__ uint32_t queries(int units) const {
     return query_tile(storage, position.first_unit(units));
   }
 
-  // Hands the item's record and queries back to the producer. Before that, copies the fields that the warp needs at the
-  // end of the item to its own shared memory, because no register is free for them.
+  // Releases the item's record and queries to the producer. First copies the fields that the warp needs at the end of
+  // the item to the warp's own shared memory, because no register is free for them.
   __device__ __forceinline__ void release_queries(int units, int first_row, uint32_t lane) {
     if (lane < kUnitRows) storage.row_targets[warp][lane] = record().targets[first_row + lane];
     if (lane == 0) storage.mixed_items[warp] = record().mixed_item;
@@ -54,24 +54,24 @@ struct Consumer {
     position.advance(units);
   }
 
-  // Both wait for the next stage and return the address of its keys. The first waits until the stage has arrived, the
-  // second until wgmma may read it.
+  // Both functions wait for the next stage and return the address of its keys. wait_for_stage() waits until the stage
+  // has arrived, wait_for_wgmma_stage() until wgmma may read it.
   __device__ __forceinline__ uint32_t wait_for_stage() const {
     return wait_for_stage(storage.kv_full, ring);
   }
   __device__ __forceinline__ uint32_t wait_for_wgmma_stage() const {
-    // This is the first stage of an item. Small tiles do not wait for the converters, so after such tiles the
-    // converters may be a whole ring late. The phase of kv_ready that completed last is then that of two laps ago,
-    // which has the parity of this lap. Waiting for kv_full first is enough: a stage is filled again only after the
-    // converters have arrived for the stage's previous lap.
+    // Why this waits for kv_full first: small tiles do not wait for the converters, so the converters may be a whole
+    // ring late when this item begins. The last completed phase of kv_ready is then two laps old, and has the same
+    // parity as this lap. A stage is filled again only after the converters have finished its previous lap, so kv_full
+    // rules this out.
     if constexpr (kHasConverters<Dims>) wait_for_stage();
     return wait_for_wgmma_stage(ring);
   }
 
-  // The record of the stage that was waited for.
+  // The record of the stage for which the warp has waited.
   __device__ __forceinline__ StageRecord stage_record() const { return stage_record(ring); }
 
-  // Waits for the values of the same stage, if they have barriers of their own.
+  // Waits for the values of the same stage. Needed for wide rows only, whose values have their own barriers.
   __device__ __forceinline__ void wait_for_values() const {
     if constexpr (Dims::kIsWide) {
       wait_for_stage(storage.values_full, ring);
@@ -79,7 +79,7 @@ struct Consumer {
     }
   }
 
-  // The next two functions wait for the stage after the present one, and return its record.
+  // The same functions for the stage after the current one.
   __device__ __forceinline__ uint32_t wait_for_following_wgmma_stage() const {
     return wait_for_wgmma_stage(following());
   }
@@ -87,20 +87,19 @@ struct Consumer {
     return stage_record(following());
   }
 
-  // Hands the stage back. Each lane calls it after it has read the stage.
+  // Releases the stage. Each lane calls it after it has read the stage.
   __device__ __forceinline__ void release_stage() {
     ptx::barrier_arrive(ptx::shared_address(&storage.kv_empty[ring.stage]));
     ring.advance();
   }
 
-  // Hands the stage back after wgmma has read it. If values have barriers of their own, hands back only the values.
+  // Releases the stage after wgmma has read it; of wide rows, releases only the values.
   __device__ __forceinline__ void release_wgmma_stage() {
     hand_back(Dims::kIsWide ? storage.values_empty : storage.kv_empty, ring);
     ring.advance();
   }
 
-  // If keys have barriers of their own, hand back the keys of the stage, or of the following stage, after wgmma has
-  // read them.
+  // Release the keys of the stage, or of the following stage, after wgmma has read them. Needed for wide rows only.
   __device__ __forceinline__ void release_keys() const {
     if constexpr (Dims::kIsWide) hand_back(storage.kv_empty, ring);
   }
@@ -122,8 +121,8 @@ struct Consumer {
     }
   }
 
-  // All lanes take the record that lane 0 has read, so that ptxas knows that it is uniform. Lane 0 is also the lane
-  // that hands the stage back.
+  // Broadcasts the record from lane 0, so that ptxas knows that it is uniform. Lane 0 also releases the stage, so no
+  // other lane may still be reading it then.
   __device__ __forceinline__ StageRecord
   stage_record(const RingPosition<Storage::kStages>& at) const {
     return {__shfl_sync(kFullWarp, storage.stage_records[at.stage].packed, 0)};

@@ -1,6 +1,6 @@
-// Converter warps of pack_decode over one-byte KV on Hopper. They convert the values of each stage to fp16, in place,
-// for wgmma. Keys are multiplied as they are (query_fp8_terms.cuh). So a number is converted once per tile, by warps
-// that run as far ahead of the consumers as the copies do.
+// Converter warps of pack_decode for one-byte KV on Hopper. They convert the values of each stage to fp16, in place,
+// for wgmma. Keys need no conversion (query_fp8_terms.cuh). So a value is converted once per tile, and ahead of the
+// consumers.
 #pragma once
 
 #include "pack_decode/work_queue.cuh"
@@ -25,15 +25,15 @@ class Converter {
       const uint32_t ready = ptx::shared_address(&storage_.kv_ready[stage]);
       if (record.is_for_wgmma()) {
         convert(ptx::shared_address(storage_.kv[stage]));
-        ptx::fence_shared_memory();  // also for the keys, which other warps have copied
+        ptx::fence_shared_memory();  // also publishes the keys, which other warps have copied
         __syncwarp();
       }
       if (lane_ == 0) ptx::barrier_arrive(ready);
-      // Tiles on mma.sync do not wait for kv_ready. The converters wait in place of their consumers, so that no phase
-      // of the barrier goes by unseen.
+      // The consumers of tiles on mma.sync do not wait for kv_ready. The converters wait in their place, so that no
+      // phase of the barrier completes without a waiter.
       if (!record.is_for_wgmma()) ptx::barrier_wait(ready, ring_.parity);
-      // This arrival comes last, so that a stage is filled again only after all converters have arrived at both
-      // barriers. Every lane arrives for what it has written.
+      // This arrival comes last, so that a stage is filled again only after all converters have arrived at kv_ready
+      // too. Every lane arrives for its own writes.
       ptx::barrier_arrive(ptx::shared_address(&storage_.kv_empty[stage]));
     }
   }

@@ -1,4 +1,4 @@
-// The asynchronous copies by which a producer warp fills the KV ring with one operand.
+// The asynchronous copies by which a producer warp fills the KV ring with keys or with values.
 #pragma once
 
 #include <type_traits>
@@ -8,12 +8,12 @@
 
 namespace pat {
 
-// Which tokens of a stage are copied: all of them, all of them with the hint that KV that is read once need not stay in
-// the L2, or only the first ones.
+// How a stage is copied. kWhole: all tokens. kWholeOnce: all tokens, with the hint to evict them from the L2 first.
+// kPart: only the first num_tokens tokens.
 enum class StageCopy { kWhole, kWholeOnce, kPart };
 
-// Issues the copies of one stage of one operand. Rows from `num_tokens` on are zeroed: garbage would
-// turn probability 0 into NaN.
+// Issues the copies of the keys or the values of one stage. Rows from `num_tokens` on are zeroed: a probability of 0
+// times leftover data could be NaN.
 template <int kRowBytes, StageCopy kKind>
 __device__ __forceinline__ void copy_stage(uint32_t shared, const char* cache, uint32_t slot_bytes,
                                            int32_t lane_slot, int num_tokens,
@@ -24,7 +24,7 @@ __device__ __forceinline__ void copy_stage(uint32_t shared, const char* cache, u
   for (int i = 0; i < Copy::kPeriod; ++i) {
     offsets[i] = shared + swizzled_offset(kStageTokens, copy.row(i), copy.chunk(i));
   }
-  // 32 bits are enough: a pool of one operand has less than 2^32 chunks (cuda.py).
+  // 32 bits are enough: cuda.py ensures that the keys or the values of a pool have fewer than 2^32 chunks.
   const uint32_t lane_chunk = static_cast<uint32_t>(lane_slot) * (slot_bytes / kChunkBytes);
 #pragma unroll
   for (int i = 0; i < Copy::copies(kStageTokens); ++i) {
@@ -44,11 +44,11 @@ __device__ __forceinline__ void copy_stage(uint32_t shared, const char* cache, u
   }
 }
 
-// The addresses of 32 slots' rows. A warp copies the rows panel by panel.
+// The addresses of the rows of 32 slots, which a warp copies panel by panel.
 struct PanelSources {
-  const char* rows[PanelCopy::kCopies];  // each from this lane's chunk on
+  const char* rows[PanelCopy::kCopies];  // each address points to this lane's chunk
 
-  // cache: where slot 0 begins in the first panel. lane_slot: the slot of row `lane`.
+  // cache: address of the KV head's row in slot 0. lane_slot: the slot of row `lane`.
   __device__ __forceinline__ PanelSources(const char* cache, uint32_t slot_bytes, int32_t lane_slot,
                                           const PanelCopy& copy) {
 #pragma unroll
@@ -58,7 +58,7 @@ struct PanelSources {
     }
   }
 
-  // Rows from `num_tokens` on are zeroed: garbage would turn probability 0 into NaN.
+  // Copies one panel. Rows from `num_tokens` on are zeroed: a probability of 0 times leftover data could be NaN.
   template <StageCopy kKind>
   __device__ __forceinline__ void copy_panel(uint32_t shared, int panel, int num_tokens,
                                              const PanelCopy& copy) const {
@@ -77,7 +77,7 @@ struct PanelSources {
   }
 };
 
-// Fills the KV ring with one operand, in the order of the stages.
+// Fills the KV ring, stage by stage, with keys (kIsKey) or with values.
 template <typename Dims, bool kIsKey>
 class KvStages {
  public:
@@ -92,7 +92,7 @@ class KvStages {
         copy_{lane},
         slot_bytes_(kIsKey ? params.k_slot_bytes : params.v_slot_bytes) {}
 
-  // Sets the KV head of the stages that follow.
+  // Sets the KV head for the next stages.
   __device__ __forceinline__ void set_head(const DecodeParams& params, int kv_head) {
     has_map_ = params.has_kv_maps;
     map_ = &params.kv_maps[kIsKey ? 0 : 1];
@@ -104,10 +104,10 @@ class KvStages {
     }
   }
 
-  // Sets whether KV that is read once is copied with the hint kWholeOnce.
+  // Sets whether KV that only one work item reads is copied as kWholeOnce.
   __device__ __forceinline__ void set_streams(bool streams) { streams_ = streams; }
 
-  // Fills the next stage. lane_slot: the slot of token `lane`.
+  // Fills the next stage. lane_slot: the slot of the stage's token `lane`.
   __device__ __forceinline__ void fill(int32_t lane_slot, const StageRecord& record) {
     const uint32_t full = begin(record);
     const uint32_t target =
@@ -134,7 +134,7 @@ class KvStages {
     ring_.advance();
   }
 
-  // Marks the end after the last stage, for converters, which do not know the items.
+  // Marks the end after the last stage. The converters need the mark, because they do not know the items.
   __device__ __forceinline__ void end() { ptx::barrier_arrive(begin(StageRecord::end())); }
 
  private:
@@ -152,7 +152,7 @@ class KvStages {
     }
   }
 
-  // Copies slots that follow one another, with one instruction for each panel.
+  // Copies a stage of consecutive slots, with one TMA copy per panel.
   __device__ __forceinline__ void copy_run(uint32_t target, int32_t first_slot, uint32_t full,
                                            bool is_read_once) {
     if (lane_ == 0) {
@@ -172,8 +172,8 @@ class KvStages {
     __syncwarp();
   }
 
-  // Waits until the next stage may be filled, and stores the stage's record. Returns the barrier on which the stage's
-  // copies arrive.
+  // Waits until the next stage may be filled. The K producer also stores the stage's record. Returns the barrier for
+  // the stage's copies.
   __device__ __forceinline__ uint32_t begin(const StageRecord& record) {
     const int stage = ring_.stage;
     constexpr bool kIsAlone = Dims::kIsWide && !kIsKey;
@@ -195,8 +195,8 @@ class KvStages {
   bool streams_ = false;
   bool has_map_ = false;
   const TensorMap* map_;
-  int32_t first_byte_;  // where the KV head's row begins in a slot
-  const char* cache_;   // slot 0 of the KV head; without panels, this lane's chunk of it
+  int32_t first_byte_;  // offset of the KV head's row in a slot
+  const char* cache_;   // the KV head's row in slot 0; see set_head()
   RingPosition<Storage::kStages> ring_;
 };
 

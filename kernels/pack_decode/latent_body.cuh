@@ -1,11 +1,11 @@
-// The body of pack_decode over latent attention, on Hopper: tiles of 64 query rows, whose output of 512 columns two
-// warpgroups share. The warpgroups take an item's stages in pairs. The first warpgroup computes the scores of a pair's
-// first stage, and the second warpgroup the scores of its second stage. Each warpgroup multiplies the weights of both
-// stages with its 256 columns of the values. It has its own weights in registers. It reads the other warpgroup's
-// weights from shared memory, where the last panel of keys of that warpgroup's stage was.
+// The wgmma body of pack_decode for latent attention: two warpgroups share a tile of 64 query rows and 512 output
+// columns. They take an item's stages in pairs. The first warpgroup computes the scores of a pair's first stage, the
+// second warpgroup those of its second stage. Each then multiplies the weights (unnormalised probabilities) of both
+// stages with its own 256 columns of the values. Its own weights are in registers. The other warpgroup's weights are in
+// shared memory, in place of the last key panel of the other warpgroup's stage.
 //
-// The weights of a row are relative to one maximum. A warpgroup hands over the maximum together with its weights. While
-// one warpgroup turns scores into weights, the other multiplies.
+// Both warpgroups use the same maximum for a row's weights: a warpgroup passes its maximum on together with its
+// weights. So while one warpgroup turns scores into weights, the other multiplies.
 #pragma once
 
 #include "decode_params.h"
@@ -18,7 +18,7 @@
 
 namespace pat {
 
-// Named barriers.
+// Ids of the named barriers that announce the first and the second warpgroup's weights.
 inline constexpr int kFirstWeights = 1, kSecondWeights = 2;
 inline constexpr int kBarrierThreads = kLatentConsumerWarps * 32;
 
@@ -28,7 +28,7 @@ struct LatentConsumer {
   static constexpr int kColumns = Dims::kValue / kLatentGroups;
   static constexpr int kTokens = Dims::kTokens;
   static_assert(kTokens == LatentOperand::kRows && kMaxTileRows == LatentOperand::kRows);
-  // Operands of wgmma: 16 columns of 64 rows, and 16 tokens of this warpgroup's half of the values.
+  // Operands of wgmma. Columns: 16 columns of 64 rows. Values: 16 tokens of this warpgroup's half of the value columns.
   using Columns = wgmma::Operand<0, LatentOperand::kGroupBytes>;
   using Values = wgmma::Operand<LatentOperand::kPanelBytes, LatentOperand::kGroupBytes>;
   using Attention = WarpAttention<T, Dims, false, kColumns>;
@@ -38,7 +38,7 @@ struct LatentConsumer {
 
   const DecodeParams& params;
   Storage& storage;
-  const int unit;  // of 16 rows
+  const int unit;  // which 16 rows of the tile
   const uint32_t lane;
   uint32_t num_items = 0;
   Ring ring{};
@@ -52,8 +52,7 @@ struct LatentConsumer {
     ptx::barrier_wait(ptx::shared_address(&storage.queries_full), num_items & 1);
     return __shfl_sync(kFullWarp, record().tile, 0) != kNoMoreItems;
   }
-  // Hands the queries back; every lane calls it for its own reads. The record stays valid until the next item's queries
-  // are handed back.
+  // Releases the queries. All lanes call it. The item's record stays valid until the next item's queries are released.
   __device__ __forceinline__ void release_queries() const {
     ptx::barrier_arrive(ptx::shared_address(&storage.queries_empty));
   }
@@ -61,13 +60,13 @@ struct LatentConsumer {
   __device__ __forceinline__ uint32_t address(const Ring& at) const {
     return ptx::shared_address(storage.kv[at.stage]);
   }
-  // Waits for a part of a stage. If only the other warpgroup hands the part back, this warpgroup may wait for the part
-  // only while the other waits for this warpgroup's weights.
+  // Waits for a part of a stage. Some parts are released by the other warpgroup alone and may be refilled before this
+  // one has waited. So this warpgroup waits for them only while the other still waits for this one's weights.
   __device__ __forceinline__ void wait_for_part(const Ring& at, int part) const {
     ptx::barrier_wait(ptx::shared_address(&storage.kv_full[at.stage][part]), at.parity);
     ptx::fence_shared_memory();
   }
-  // The record comes with the stage's last part. All lanes take what lane 0 has read, so that ptxas knows that it is
+  // The stage's record, which arrives with the stage's last part. The broadcast from lane 0 tells ptxas that it is
   // uniform.
   __device__ __forceinline__ StageRecord stage_record(const Ring& at) const {
     return {__shfl_sync(kFullWarp, storage.stage_records[at.stage].packed, 0)};
@@ -76,7 +75,8 @@ struct LatentConsumer {
     if (lane == 0) ptx::barrier_arrive(ptx::shared_address(&storage.kv_empty[at.stage][part]));
   }
 
-  // Starts the multiplication of the queries with a stage's keys. Waits for each part of the keys before it is used.
+  // Starts the multiplication of the queries with a stage's keys. Waits for each part of the keys just before its first
+  // use.
   __device__ __forceinline__ void start_scores(Scores& scores, const Ring& at) const {
     const Columns queries(ptx::shared_address(storage.queries)), keys(address(at));
     wgmma::tie(scores);
@@ -92,17 +92,17 @@ struct LatentConsumer {
     wgmma::commit();
   }
 
-  // Operand of wgmma: the values of 16 tokens of a stage.
+  // The wgmma operand with the values of 16 tokens of a stage.
   __device__ __forceinline__ uint64_t values(const Ring& at, int step) const {
     return Values(address(at)).at(LatentOperand::tokens(0, kGroup * kPartPanels, step));
   }
-  // Address of the weights of 64 rows by 64 tokens.
+  // Address of the weights in shared memory: 64 rows by 64 tokens, in place of the stage's last key panel.
   __device__ __forceinline__ uint32_t shared_weights(const Ring& at) const {
     return address(at) + kLatentGroups * kPartPanels * LatentOperand::kPanelBytes;
   }
 
-  // Start the multiplication of weights with a stage's values. start_output() takes this warpgroup's weights from
-  // registers, and start_shared_output() the other warpgroup's weights from shared memory.
+  // Both functions start the multiplication of weights with a stage's values. start_output() takes this warpgroup's
+  // weights from registers, start_shared_output() the other warpgroup's weights from shared memory.
   __device__ __forceinline__ void start_output(Attention& part, const Weights& weights,
                                                const Ring& at) const {
     wgmma::tie(part.out);
@@ -146,7 +146,7 @@ struct LatentConsumer {
     return rescaling;
   }
 
-  // Hands the weights and the maxima of a stage over to the other warpgroup.
+  // Gives the weights and the maxima of a stage to the other warpgroup, through shared memory.
   __device__ __forceinline__ void hand_over(const Attention& part, const Weights& weights,
                                             const Ring& at) const {
     const uint32_t target =
@@ -163,8 +163,8 @@ struct LatentConsumer {
     }
     ptx::named_barrier_arrive<kGroup == 0 ? kFirstWeights : kSecondWeights, kBarrierThreads>();
   }
-  // Waits for the other warpgroup's weights. Returns the factors that this warpgroup's sums need before it adds those
-  // weights.
+  // Waits for the other warpgroup's weights and adopts its maxima. Returns the factors by which this warpgroup must
+  // rescale its sums.
   __device__ __forceinline__ typename Attention::Rescaling take_over(Attention& part) const {
     ptx::named_barrier_sync<kGroup == 0 ? kSecondWeights : kFirstWeights, kBarrierThreads>();
     const float* maxima = storage.maxima + unit * kUnitRows + lane / 4;
@@ -247,7 +247,7 @@ struct LatentConsumer {
     ++num_items;
   }
 
-  // Adds up the sums of both warpgroups: each has summed the weights of its own stages.
+  // Adds up the softmax sums of both warpgroups, each of which has summed the weights of its own stages.
   __device__ __forceinline__ void exchange_sums(float (&total)[2], const Attention& part) const {
     const int row = unit * kUnitRows + lane / 4;
     auto& sums = storage.sums[num_items % 2];

@@ -1,5 +1,5 @@
-// pack_decode over latent attention (MLA), on Hopper. It works as pack_decode.cuh says, but with two warpgroups of
-// consumers and one of producers.
+// pack_decode for latent attention (MLA) on wgmma. pack_decode.cuh describes how it works; here a CTA has two
+// warpgroups of consumers and one warpgroup of producers.
 #pragma once
 
 #include "pack_decode/latent_body.cuh"
@@ -28,12 +28,12 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
     for (int stage = 0; stage < kLatentStages; ++stage) {
       for (int part = 0; part < kStageParts; ++part) {
         const bool is_shared = part == kStageParts - 1;
-        init(storage.kv_full[stage][part], kProducerWarps * 32 + is_shared);  // copies, record
+        init(storage.kv_full[stage][part], kProducerWarps * 32 + is_shared);  // lanes + record
         init(storage.kv_empty[stage][part],
              is_shared ? kLatentConsumerWarps : kLatentConsumerWarps / kLatentGroups);
       }
     }
-    init(storage.queries_full, kLatentQueryWarps * (32 + 1));  // copies, record
+    init(storage.queries_full, kLatentQueryWarps * (32 + 1));  // lanes + record
     init(storage.queries_empty, kBarrierThreads);
     init(storage.sums_full, kBarrierThreads);
     for (int i = 0; i < kDrawsAhead; ++i) {

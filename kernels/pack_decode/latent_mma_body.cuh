@@ -1,7 +1,7 @@
-// The body of pack_decode over latent attention on mma.sync (Ampere and newer). It has 32 query rows, and four warps
-// share each unit of 16. A warp multiplies the queries with the keys in a quarter of the columns. The four warps add up
-// their quarters' scores in shared memory, so all have the same weights, to the bit. Then each multiplies a quarter of
-// the values. The queries stay in registers.
+// The body of pack_decode for latent attention on mma.sync (Ampere and newer). A pass has 32 query rows, and four warps
+// share each unit of 16 rows. A warp multiplies queries and keys in a quarter of the columns. The four warps add up
+// these partial scores in shared memory, so all four compute bit-identical weights. Each then multiplies the weights
+// with a quarter of the value columns. The queries stay in registers.
 #pragma once
 
 #include "decode_params.h"
@@ -28,7 +28,7 @@ struct LatentMmaConsumer {
 
   const DecodeParams& params;
   Storage& storage;
-  const uint32_t pass_unit;  // of the pass's rows
+  const uint32_t pass_unit;  // which 16 rows of the pass
   const LatentPart share;
   uint32_t num_passes = 0;
   uint32_t num_stages = 0;
@@ -37,7 +37,7 @@ struct LatentMmaConsumer {
     return storage.records[num_passes % kPassRecords];
   }
 
-  // Place of the next stage in the ring, computed from one counter: a RingPosition would take one more register.
+  // Index of the next stage in the ring, computed from num_stages: a RingPosition would take one more register.
   __device__ __forceinline__ uint32_t place() const { return num_stages % Storage::kStages; }
   // Waits until the next stage has arrived, and returns its address.
   __device__ __forceinline__ uint32_t wait_for_stage() const {
@@ -45,7 +45,7 @@ struct LatentMmaConsumer {
                       num_stages / Storage::kStages & 1);
     return ptx::shared_address(storage.kv[place()]);
   }
-  // Hands the stage back. Each lane calls it after it has read the stage.
+  // Releases the stage. Each lane calls it after it has read the stage.
   __device__ __forceinline__ void release_stage() {
     ptx::barrier_arrive(ptx::shared_address(&storage.kv_empty[place()]));
     ++num_stages;
@@ -72,12 +72,12 @@ struct LatentMmaConsumer {
     }
   }
 
-  // The factors of this warp's columns of the queries.
+  // The factors by which this warp has divided its columns of the queries (narrow_queries()).
   __device__ __forceinline__ float* query_factors() const {
     return storage.query_factors[Dims::kIsFp8 ? pass_unit * LatentPart::kParts + share.part : 0];
   }
 
-  // Multiplies queries and keys in this warp's columns.
+  // Multiplies queries with keys in this warp's columns.
   __device__ __forceinline__ void multiply_keys(Scores& scores, const Queries& queries,
                                                 uint32_t stage, uint32_t lane) const {
 #pragma unroll
@@ -120,9 +120,8 @@ struct LatentMmaConsumer {
     }
   }
 
-  // Adds up the warps' parts of the scores. All four warps of the unit call it together. Each warp adds up the parts of
-  // 8 tokens and hands the sums to the other three warps. Half as many bytes then pass through shared memory as if
-  // every warp read all parts.
+  // Adds up the partial scores of the unit's four warps, which all call it. Each warp adds up 8 tokens and gives the
+  // sums to the other three. This moves half as many bytes through shared memory as if every warp added up all tokens.
   __device__ __forceinline__ void add_up(Scores& scores, uint32_t lane) const {
     static_assert(kTokens / 8 == LatentPart::kParts);
     auto& parts = storage.exchange[pass_unit];
@@ -144,8 +143,8 @@ struct LatentMmaConsumer {
       }
       parts[tile][tile][lane] = make_float4(sum[0], sum[1], sum[2], sum[3]);
     }
-    // After this wait, the warps may write the unit's parts again. They write the unit's sums again only after the
-    // first wait of the next stage.
+    // After this wait, the next call may overwrite the partial scores. It overwrites the sums only after its first
+    // wait, when all warps have read them.
     wait_for_unit();
 #pragma unroll
     for (int tile = 0; tile < LatentPart::kParts; ++tile) {
@@ -174,7 +173,7 @@ struct LatentMmaConsumer {
         ptx::load_matrices_transposed(
             values, step_address(first, LatentPart::kRows, pair) + step * 16 * kPanelRowBytes);
         if constexpr (Dims::kIsFp8) {
-          // Same order as in mma_body.cuh: first the even columns of a chunk, then the odd ones.
+          // As in mma_body.cuh, one tile gets the even columns of a chunk and the next tile the odd ones.
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const int tile = 4 * pair + 2 * half;
@@ -204,7 +203,7 @@ struct LatentMmaConsumer {
       has_factors = narrow_queries<T, Number>(queries, query_factors(), ptx::lane_id());
     }
 
-    const int unit = first_unit + pass_unit;  // of the item
+    const int unit = first_unit + pass_unit;  // which 16 rows of the item
     Attention part;
     part.begin_without_queries();
     part.has_factors = has_factors;
@@ -215,7 +214,7 @@ struct LatentMmaConsumer {
       const uint32_t stage = wait_for_stage();
       stage_record = {__shfl_sync(kFullWarp, storage.stage_records[place()].packed, 0)};
       if (stage_record.counts_for(unit)) {
-        const uint32_t lane = ptx::lane_id();  // read per stage, which saves registers
+        const uint32_t lane = ptx::lane_id();  // read again for each stage, which saves registers
         Scores scores;
         multiply_keys(scores, queries, stage, lane);
         part.template undo_factors<kTokens>(scores, query_factors(), lane);

@@ -1,4 +1,5 @@
-// pack_decode over latent attention (MLA) on mma.sync. It works as pack_decode.cuh says, but with eight consumer warps.
+// pack_decode for latent attention (MLA) on mma.sync. pack_decode.cuh describes how it works; here a CTA has eight
+// consumer warps.
 #pragma once
 
 #include "pack_decode/latent_mma_body.cuh"
@@ -24,7 +25,7 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
       ptx::barrier_init(ptx::shared_address(&barrier), arrivals);
     };
     for (int stage = 0; stage < Storage::kStages; ++stage) {
-      init(storage.kv_full[stage], kProducerWarps * 32 + 1);  // copies, record
+      init(storage.kv_full[stage], kProducerWarps * 32 + 1);  // lanes + record
       init(storage.kv_empty[stage], kLatentConsumerWarps * 32);
     }
     for (int i = 0; i < kDrawsAhead; ++i) {
@@ -51,7 +52,7 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
   if constexpr (kHasBothLatentBodies<Dims>) ptx::setmaxnreg_dec<kLatentProducerRegisters>();
   if (warp == kLatentConsumerWarps) {
     Producer<Dims, true>(params, storage, lane).run();
-  } else if (warp == kLatentConsumerWarps + 1) {  // with two bodies, there are more warps
+  } else if (warp == kLatentConsumerWarps + 1) {  // any further warps are idle
     Producer<Dims, false>(params, storage, lane).run();
   }
 }

@@ -1,9 +1,9 @@
-// Shared memory of pack_decode over latent attention on mma.sync, and how the producer warps fill it (producer.cuh
-// walks the items). A CTA has 32 query rows at a time. An item with more is executed in passes.
+// Shared memory of pack_decode for latent attention on mma.sync, and how the producer warps fill it (producer.cuh walks
+// the items). A CTA computes 32 query rows at a time. An item with more rows takes two passes over its KV.
 //
-//   KV ring     2 to 4 stages: the queries of a pass, then 32 tokens each. A query row is as long as a token, and the
-//               queries stay in registers once the consumers have read them
-//   exchange    parts of the scores of a stage (latent_mma_body.cuh)
+//   KV ring     2 to 4 stages. The first stage of a pass has the pass's queries, which the consumers keep in registers.
+//               Each further stage has 32 tokens.
+//   exchange    partial scores of a stage (latent_mma_body.cuh)
 //   records     what the consumers must know of a pass
 #pragma once
 
@@ -20,26 +20,25 @@ static_assert(kLatentTileTable[0].block_q == kPassRows &&
               kLatentTileTable[0].block_kv == LatentPart::kRows &&
               kLatentTileTable[0].num_warps == kLatentConsumerWarps &&
               kLatentTiles.largest_block_q() <= kMaxTileRows);
-// A pass has two stages or more. When a producer fills a stage again, a consumer may still be at the end of the pass
-// before the oldest pass in the ring.
+// Number of pass records in shared memory. A pass has at least two stages. When a producer refills a stage, a consumer
+// may still be at the end of the pass before the oldest pass in the ring.
 inline constexpr int kPassRecords = (kMaxPassStages + 1) / 2 + 1;
 
 struct PassRecord {
-  int32_t first_unit;  // among the item's units, or kNoMoreItems
+  int32_t first_unit;  // first unit of the pass in the item, or kNoMoreItems
   int32_t mixed_item;  // ItemRecord::mixed_item
   RowTarget targets[kPassRows];
 };
 
-// The shared memory without the KV ring.
+// The shared memory of a CTA, except the KV ring.
 template <typename Dims>
   requires(kHasPasses<Dims>)
 struct SharedState<Dims> {
-  // For each unit of rows and each warp, as lanes hold them: the warp's parts of the scores of the other warps' tokens,
-  // and the summed scores of its own tokens.
+  // [unit][warp][group of 8 tokens][lane]: the warp's partial scores. In the group that the warp adds up, the sums.
   alignas(kSharedAlignment) float4 exchange[kPassUnits][LatentPart::kParts][Dims::kTokens / 8][32];
   PassRecord records[kPassRecords];
   StageRecord stage_records[kMaxPassStages];
-  int32_t drawn[kDrawsAhead];  // tickets drawn by the K producer, for the V producer
+  int32_t drawn[kDrawsAhead];  // draws that the K producer passes to the V producer
   alignas(8) uint64_t kv_full[kMaxPassStages];
   uint64_t kv_empty[kMaxPassStages];
   uint64_t drawn_full[kDrawsAhead];
@@ -47,13 +46,13 @@ struct SharedState<Dims> {
   float query_factors[Dims::kIsFp8 ? kLatentConsumerWarps : 1][kUnitRows];  // WarpAttention
 };
 
-// Fills some panels of every stage, in the order of the stages.
+// Fills half of the panels of every stage, in the order of the stages.
 template <typename Dims, bool kIsKey>
   requires(kHasPasses<Dims>)
 class KvStages<Dims, kIsKey> {
  public:
   using Storage = SharedStorage<Dims>;
-  // The panels of this producer: the first half or the second half.
+  // The panels that this producer copies: the first half (kIsKey) or the second half.
   template <int kPanels>
   static constexpr int kBegin = kIsKey ? 0 : (kPanels + 1) / 2;
   template <int kPanels>
@@ -67,10 +66,10 @@ class KvStages<Dims, kIsKey> {
     first_byte_ = kv_head * Dims::kTokenBytes;
   }
 
-  // Sets whether KV that is read once is copied with the hint kWholeOnce.
+  // Sets whether KV that only one work item reads is copied as kWholeOnce.
   __device__ __forceinline__ void set_streams(bool streams) { streams_ = streams; }
 
-  // Fills this producer's panels of the next stage. lane_slot: the slot of token `lane`.
+  // Fills this producer's panels of the next stage. lane_slot: the slot of the stage's token `lane`.
   __device__ __forceinline__ void fill(int32_t lane_slot, const StageRecord& record) {
     const uint32_t full = begin();
     if constexpr (kIsKey) {
@@ -88,8 +87,8 @@ class KvStages<Dims, kIsKey> {
     finish(full);
   }
 
-  // Fills the next stage with the queries of a pass, which are the item's rows [first_row, first_row + kPassRows) of
-  // num_rows. request, head: of row first_row + lane.
+  // Fills the next stage with the queries of a pass: rows [first_row, first_row + kPassRows) of the item's num_rows
+  // rows. request, head: the request and the query head of row first_row + lane.
   __device__ __forceinline__ void fill_queries(const ItemRequest& request, int head, int first_row,
                                                int num_rows, int mixed_item) {
     const uint32_t full = begin();
@@ -128,7 +127,7 @@ class KvStages<Dims, kIsKey> {
   }
 
  private:
-  // Waits until the next stage may be filled. Returns the barrier on which its copies arrive.
+  // Waits until the next stage may be filled. Returns the barrier for the stage's copies.
   __device__ __forceinline__ uint32_t begin() const {
     ptx::barrier_wait(ptx::shared_address(&storage_.kv_empty[ring_.stage]), ring_.parity ^ 1);
     return ptx::shared_address(&storage_.kv_full[ring_.stage]);
@@ -139,8 +138,8 @@ class KvStages<Dims, kIsKey> {
     ring_.advance();
   }
 
-  // Releases a pass's record after the lanes have written it. The stage has no StageRecord, so this arrival takes the
-  // place of the record's.
+  // Publishes a pass's record after the lanes have written it. A stage with queries has no StageRecord, so this arrival
+  // takes the place of the StageRecord's arrival.
   __device__ __forceinline__ void release_record(uint32_t full) {
     __syncwarp();
     if (copy_.lane == 0) ptx::barrier_arrive(full);
@@ -151,7 +150,8 @@ class KvStages<Dims, kIsKey> {
     return ptx::shared_address(storage_.kv[ring_.stage]);
   }
 
-  // Tokens from num_tokens on are zeroed: garbage would turn probability 0 into NaN.
+  // Copies this producer's panels. Tokens from num_tokens on are zeroed: a probability of 0 times leftover data could
+  // be NaN.
   template <StageCopy kKind>
   __device__ __forceinline__ void copy(int32_t lane_slot, int num_tokens) const {
     const char* cache = static_cast<const char*>(params_.k_cache) + first_byte_ + copy_.source();
@@ -182,7 +182,8 @@ class KvStages<Dims, kIsKey> {
     }
   }
 
-  // lane_chunk: where the row of this lane begins. Rows from rows_left on are zeroed.
+  // Copies query panels. lane_chunk: chunk of `queries` at which this lane's row begins. Rows from rows_left on are
+  // zeroed.
   template <int kBeginPanel, int kEndPanel>
   __device__ __forceinline__ void copy_queries(const QueryArray& queries, uint32_t lane_chunk,
                                                int rows_left) const {
@@ -195,7 +196,7 @@ class KvStages<Dims, kIsKey> {
       const char* source = data + uint64_t{valid ? chunk : 0} * kChunkBytes;
 #pragma unroll
       for (int panel = kBeginPanel; panel < kEndPanel; ++panel) {
-        // The rope's columns are in a matrix of their own.
+        // The last panel comes from q_rope, where its columns begin at 0.
         const int column = kEndPanel == Dims::kQueryPanels ? panel - kBeginPanel : panel;
         ptx::copy_async_16_or_zero(target + panel * LatentPart::kPanelBytes + copy_.target(i),
                                    source + column * kPanelRowBytes, valid);
@@ -207,8 +208,8 @@ class KvStages<Dims, kIsKey> {
   Storage& storage_;
   const PanelCopy copy_;
   bool streams_ = false;
-  int32_t first_byte_;       // where the KV head's row begins in a slot
-  uint32_t num_passes_ = 0;  // so far
+  int32_t first_byte_;       // offset of the KV head's row in a slot
+  uint32_t num_passes_ = 0;  // passes begun so far
   RingPosition<Storage::kStages> ring_;
 };
 

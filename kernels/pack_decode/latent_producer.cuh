@@ -1,5 +1,6 @@
-// The producer warps of pack_decode over latent attention. Two warps fill the KV ring, each one half of every stage
-// (producer.cuh walks the items). Two others load the queries, each one half of every item's rows.
+// The producer warps of pack_decode for latent attention on wgmma. Two warps fill the KV ring; each copies half of
+// every stage's tokens (producer.cuh walks the items). Two more warps load the queries; each loads half of every item's
+// rows.
 #pragma once
 
 #include "decode_params.h"
@@ -10,7 +11,7 @@
 
 namespace pat {
 
-// Fills one half of the tokens of every stage, in the order of the stages.
+// Copies half of the tokens of every stage, in the order of the stages.
 template <typename Dims, bool kIsKey>
   requires(kHasLatentWgmma<Dims>)
 class KvStages<Dims, kIsKey> {
@@ -26,10 +27,10 @@ class KvStages<Dims, kIsKey> {
     first_byte_ = kv_head * Dims::kTokenBytes;
   }
 
-  // Sets whether KV that is read once is copied with the hint kWholeOnce.
+  // Sets whether KV that only one work item reads is copied as kWholeOnce.
   __device__ __forceinline__ void set_streams(bool streams) { streams_ = streams; }
 
-  // Fills this warp's half of the next stage. lane_slot: the slot of token `lane` of the half.
+  // Fills this warp's half of the next stage. lane_slot: the slot of token `lane` of this half.
   __device__ __forceinline__ void fill(int32_t lane_slot, const StageRecord& record) {
     const uint32_t target =
         ptx::shared_address(storage_.kv[ring_.stage]) + kFirstToken * kPanelRowBytes;
@@ -50,7 +51,8 @@ class KvStages<Dims, kIsKey> {
   }
 
  private:
-  // Tokens from num_tokens on are zeroed: garbage would turn probability 0 into NaN.
+  // Copies this warp's tokens. Tokens from num_tokens on are zeroed: a probability of 0 times leftover data could be
+  // NaN.
   template <StageCopy kKind>
   __device__ __forceinline__ void copy(uint32_t target, int32_t lane_slot,
                                        const StageRecord& record) const {
@@ -70,7 +72,7 @@ class KvStages<Dims, kIsKey> {
     return panel % kPartPanels == kPartPanels - 1 || panel == Dims::kKeyPanels - 1;
   }
 
-  // Copies slots that follow one another, by one instruction for each panel.
+  // Copies consecutive slots, with one TMA copy per panel.
   __device__ __forceinline__ void copy_run(uint32_t target, int32_t first_slot,
                                            const StageRecord& record, bool is_read_once) const {
     const void* map = &params_.kv_maps[0];
@@ -93,8 +95,8 @@ class KvStages<Dims, kIsKey> {
     }
   }
 
-  // Waits until a part of the stage may be filled. Returns the barrier on which the part's copies arrive. Stores the
-  // stage's record with the last part, which all consumers hand back.
+  // Waits until a part of the stage may be filled. Returns the barrier for the part's copies. The stage's record is
+  // stored with the last part, because all consumers release that part.
   __device__ __forceinline__ uint32_t begin(int part, const StageRecord& record) const {
     const int stage = ring_.stage;
     const uint32_t full = ptx::shared_address(&storage_.kv_full[stage][part]);
@@ -110,17 +112,17 @@ class KvStages<Dims, kIsKey> {
   Storage& storage_;
   const PanelCopy copy_;
   bool streams_ = false;
-  int32_t first_byte_;  // where the KV head's row begins in a slot
+  int32_t first_byte_;  // offset of the KV head's row in a slot
   RingPosition<Storage::kStages> ring_;
 };
 
-// Loads the queries of 32 rows of every item of a CTA, and writes their part of the item's record.
+// Loads 32 of the 64 query rows of each item of a CTA, and writes these rows' part of the item's record.
 template <typename Dims>
 class LatentQueryProducer {
  public:
   using Storage = SharedStorage<Dims>;
 
-  // first_row: 0 or 32.
+  // first_row: first row that this warp loads, 0 or 32.
   __device__ LatentQueryProducer(const DecodeParams& params, Storage& storage, int first_row,
                                  int lane)
       : params_(params),
@@ -153,7 +155,7 @@ class LatentQueryProducer {
     ptx::barrier_wait(ptx::shared_address(&storage_.queries_empty), num_items_ & 1 ^ 1);
   }
 
-  // All lanes call it, after the record is written and the copies are issued.
+  // Announces the item to the consumers. All lanes call it after they have written the record and issued the copies.
   __device__ __forceinline__ void release() {
     const uint32_t full = ptx::shared_address(&storage_.queries_full);
     ptx::barrier_arrive_after_copies(full);
@@ -194,7 +196,7 @@ class LatentQueryProducer {
     release();
   }
 
-  // lane_chunk: where this lane's row begins.
+  // Copies query panels. lane_chunk: chunk of `queries` at which this lane's row begins.
   template <int kBegin, int kEnd>
   __device__ __forceinline__ void copy_panels(const QueryArray& queries, uint32_t lane_chunk,
                                               int num_rows) const {

@@ -1,28 +1,28 @@
-// Shared memory of pack_decode over latent attention. A CTA has one tile of 64 query rows, and loads a token once, for
-// its key and its value.
+// Shared memory of pack_decode for latent attention on wgmma. A CTA computes one tile of 64 query rows at a time. It
+// loads each token once, because the value is a part of the key.
 //
-//   queries     64 rows. Those of the next item are loaded once the last scores of the present item are computed
-//   KV ring     2 stages of 64 tokens. A stage has three parts: the values that the first warpgroup multiplies, the
-//               values that the second multiplies, and the last panel. Each part arrives and is handed back by itself.
-//               Once the stage's scores are computed, the last panel is free: the warpgroup that computed them writes
-//               its weights (64 rows by 64 tokens) there for the other warpgroup
+//   queries     64 rows. The next item's queries are loaded after the current item's last scores have been computed.
+//   KV ring     2 stages of 64 tokens. A stage has three parts with their own barriers: the values that the first
+//               warpgroup multiplies, the values that the second multiplies, and the last panel. After the scores of
+//               the stage have been computed, the last panel is free. The warpgroup that has computed the scores then
+//               writes its weights (64 rows by 64 tokens) there for the other warpgroup.
 #pragma once
 
 #include "pack_decode/work_queue.cuh"
 
 namespace pat {
 
-inline constexpr int kLatentGroups = 2;  // warpgroups, each with half of the output's columns
+inline constexpr int kLatentGroups = 2;  // consumer warpgroups; each has half of the output columns
 static_assert(kLatentConsumerWarps == 4 * kLatentGroups);
 static_assert(kLatentTiles.largest_block_q() == kMaxTileRows &&
               kLatentTileTable[kNumLatentTiles - 1].block_kv == LatentOperand::kRows &&
               kLatentTileTable[kNumLatentTiles - 1].num_warps == kLatentConsumerWarps);
 inline constexpr int kLatentStages = 2;
 inline constexpr int kStageParts = kLatentGroups + 1;
-inline constexpr int kPartPanels = 4;  // panels of each part of a stage; the last part has one
+inline constexpr int kPartPanels = 4;  // panels per part of a stage; the last part has one panel
 inline constexpr int kLatentRecords = 2;
 
-// The shared memory without the KV ring.
+// The shared memory of a CTA, except the KV ring.
 template <typename Dims>
   requires(kHasLatentWgmma<Dims>)
 struct SharedState<Dims> {
@@ -30,10 +30,10 @@ struct SharedState<Dims> {
                 Dims::kKeyPanels == kLatentGroups * kPartPanels + 1);
   alignas(kSharedAlignment) uint8_t queries[kMaxTileRows * Dims::kQueryPanels * kPanelRowBytes];
   float maxima[kMaxTileRows];
-  float sums[kLatentRecords][kLatentGroups][kMaxTileRows];  // of an item
+  float sums[kLatentRecords][kLatentGroups][kMaxTileRows];  // softmax sums of two items in turn
   ItemRecord records[kLatentRecords];
   StageRecord stage_records[kLatentStages];
-  int32_t drawn[kDrawsAhead];  // tickets drawn by the K producer, for the other producers
+  int32_t drawn[kDrawsAhead];  // draws that the K producer passes to the other producers
   alignas(8) uint64_t kv_full[kLatentStages][kStageParts];
   uint64_t kv_empty[kLatentStages][kStageParts];
   uint64_t queries_full;

@@ -1,6 +1,6 @@
 // The bodies of pack_decode on mma.sync (Ampere and newer), one for each tile of the tile table. The four consumer
-// warps split a tile's query rows first (16 each) and its KV second; a warp runs its own online softmax, and combines
-// its results with those of the other warps only at the item's end.
+// warps first split a tile's query rows, 16 rows each. If warps are left, they split the KV as well. Each warp has its
+// own online softmax, and the warps combine their results at the end of the item.
 #pragma once
 
 #include "pack_decode/consumer.cuh"
@@ -10,13 +10,13 @@
 
 namespace pat {
 
-// Division of a tile among the consumer warps.
+// How a tile is divided among the consumer warps.
 template <int kTile>
 struct WarpLayout {
   static constexpr TileConfig kConfig = kTileTable[kTile];
   static constexpr int kRowWarps = kConfig.block_q / kUnitRows;
   static constexpr int kKvWarps = kConsumerWarps / kRowWarps;
-  static constexpr int kWarpTokens = kConfig.block_kv / kKvWarps;  // of a step, per warp
+  static constexpr int kWarpTokens = kConfig.block_kv / kKvWarps;  // tokens per warp and step
   static constexpr int kWarpsPerStage = kStageTokens / kWarpTokens;
   static constexpr int kStagesPerStep = kKvWarps / kWarpsPerStage;
 
@@ -37,7 +37,7 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[kTokens / 8][4],
   }
   const uint32_t row = first_token + lane / 16 * 8 + lane % 8;
   const uint32_t first = keys + swizzled_offset(kStageTokens, row, lane / 8 % 2);
-  // A step has two chunks of a row: 16 columns, or 32 of one byte.
+  // A step multiplies two chunks of a row: 16 columns of two bytes, or 32 columns of one byte.
   constexpr int kSteps = (Dims::kKey * Dims::kElementBytes / kChunkBytes + 1) / 2;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
@@ -70,7 +70,7 @@ __device__ __forceinline__ void multiply_values(WarpAttention<T, Dims, kSoftCap>
                                                 uint32_t values, int first_token, uint32_t lane) {
   using Number = ComputeType<T, Dims>;
   const uint32_t first = values + swizzled_offset(kStageTokens, first_token + lane % 16, lane / 16);
-  constexpr int kPairs = (Dims::kValue * Dims::kElementBytes / kChunkBytes + 1) / 2;  // of chunks
+  constexpr int kPairs = (Dims::kValue * Dims::kElementBytes / kChunkBytes + 1) / 2;  // chunk pairs
 #pragma unroll
   for (int step = 0; step < kTokens / 16; ++step) {
     ptx::Fragment weights;
@@ -83,7 +83,8 @@ __device__ __forceinline__ void multiply_values(WarpAttention<T, Dims, kSoftCap>
       if constexpr (Dims::kIsFp8) {
 #pragma unroll
         for (int chunk = 2 * pair; chunk < std::min(2 * pair + 2, Dims::kValue / 16); ++chunk) {
-          // Each register holds two columns of two tokens; first the even columns, then the odd ones.
+          // Each register holds two columns of two tokens. One tile gets the even columns, and the next tile the odd
+          // ones.
           const uint32_t* registers = fragment + chunk % 2 * 2;
           const uint2 low = fp8::convert<Dims::kKv>(fp8::transposed(registers[0]));
           const uint2 high = fp8::convert<Dims::kKv>(fp8::transposed(registers[1]));
@@ -107,7 +108,7 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
   constexpr int kUnits = kTileRows / kUnitRows;
   constexpr int kTokens = Layout::kWarpTokens;
 
-  // Computed per item: three bodies' lane addresses do not fit in registers.
+  // Read for each item, because the lane addresses of three bodies do not fit in registers.
   const uint32_t lane = ptx::lane_id();
   const int num_rows = consumer.record().num_rows;
   const int first_row = consumer.warp / Layout::kKvWarps * kUnitRows;
@@ -163,7 +164,7 @@ __device__ __forceinline__ void execute_tile(const DecodeParams& params, Consume
   execute_item_mma<T, Dims, kSoftCap, kTile>(params, consumer);
 }
 
-// Has bodies for exactly the tiles of the tile table.
+// Executes one item. Has a body for each tile of the tile table.
 template <typename T, typename Dims, bool kSoftCap>
   requires(kFirstWgmmaTile<Dims> == kNumTiles)
 __device__ __forceinline__ void execute_item(const DecodeParams& params, Consumer<Dims>& consumer) {

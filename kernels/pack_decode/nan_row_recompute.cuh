@@ -1,9 +1,10 @@
-// Keeps a NaN in one request's KV from the rows of other requests in the same work item. A segment that does not count
-// for a row has weights of 0 there, but 0 times NaN or infinity is NaN. So at the end of an item with such segments,
-// each warp looks for NaN in its sums. It recomputes the rows in which it finds NaN, each from its request's own KV
-// alone. If a request's own KV holds NaN, its result keeps the NaN.
+// Keeps a NaN in one request's KV out of the results of other requests in the same work item. A row has weight 0 for
+// the segments to which its request does not attend, but 0 times NaN or infinity is NaN. So at the end of an item with
+// such segments, each warp looks for NaN in its sums. It recomputes each row with a NaN from the KV of that row's
+// request alone. If that KV holds NaN, the result keeps the NaN.
 //
-// Maximum and sum of a row need no such care: scores that do not count are replaced, not multiplied.
+// A row's maximum and its sum of weights cannot get such a NaN, because masked scores are replaced by -inf, not
+// multiplied.
 #pragma once
 
 #include "decode_params.h"
@@ -15,8 +16,8 @@
 
 namespace pat {
 
-// Returns the NaN flags of 8 rows, in the layout of warp_attention.cuh. A row has four bits, which are not 0 if the row
-// holds a NaN. A row with infinities of both signs counts as a row with a NaN.
+// Returns flags that tell which of 8 rows hold a NaN, with four bits per row: one for each lane that has columns of the
+// row. Infinities of both signs in one lane count as a NaN.
 template <int kTiles>
 __device__ __forceinline__ uint64_t find_nan(const float2 (&values)[kTiles]) {
   float total = 0.f;
@@ -25,7 +26,8 @@ __device__ __forceinline__ uint64_t find_nan(const float2 (&values)[kTiles]) {
   return __ballot_sync(kFullWarp, total != total);
 }
 
-// Loads four columns, from 4 * group on, of a row of the cache or, with KvType::kAsQueries, of the queries.
+// Loads columns [4 * group, 4 * group + 4) of a row. The row is in the cache or, with KvType::kAsQueries, in the
+// queries.
 template <typename T, KvType kType>
 __device__ __forceinline__ float4 load_columns(const char* row, int group) {
   uint2 packed;
@@ -45,20 +47,20 @@ __device__ __forceinline__ void add_product(float4& sum, float factor, const flo
   sum.w += factor * values.w;
 }
 
-// Computes rows of a warp again and stores their columns from first_column to end_column. It takes one row and 32
-// tokens at a time: slow, but hardly ever called.
+// Computes some of a warp's 16 rows again and stores their columns [first_column, end_column). It is slow, with one row
+// and 32 tokens at a time, but hardly ever called.
 //
-// targets: of the warp's 16 rows, the first of which is row first_row of the item. rows: four bits for each row, which
-// are not 0 if the row is to be computed.
+// targets: where each of the 16 rows is stored. first_row: the first of them in the item. rows: four bits per row, as
+// find_nan() returns them. A row is computed if any of its bits is set.
 template <typename T, typename Dims, bool kSoftCap>
 __device__ __noinline__ void recompute_rows(const DecodeParams& params, const RowTarget* targets,
                                             int item, int first_row, uint64_t rows,
                                             int first_column, int end_column) {
-  constexpr int kGroups = (Dims::kValue / 4 + 31) / 32;  // of four columns, per lane
-  using Number = ComputeType<T, Dims>;                   // of the cache, converted
+  constexpr int kGroups = (Dims::kValue / 4 + 31) / 32;  // groups of four columns per lane
+  using Number = ComputeType<T, Dims>;                   // type of keys and values here
   const int lane = ptx::lane_id();
   const WorkItem& work = params.plan.work_items[item];
-  __syncwarp();  // earlier stores of these rows come first
+  __syncwarp();  // orders earlier stores of these rows before the ones here
 #pragma unroll 1
   for (int unit_row = 0; unit_row < kUnitRows; ++unit_row) {
     const RowTarget target = targets[unit_row];
@@ -73,7 +75,7 @@ __device__ __noinline__ void recompute_rows(const DecodeParams& params, const Ro
     };
     const char* query =
         row_of(params.q, Dims::kIsLatent ? params.q.head_chunks : Dims::kKey * 2 / kChunkBytes);
-    // Where the row of the rope would begin if its groups were numbered on from those of the query.
+    // Address to which the rope's group numbers apply: they continue those of the query's other columns.
     const char* rope = query;
     if constexpr (Dims::kIsLatent) {
       rope = row_of(params.q_rope, params.q_rope.head_chunks) - Dims::kValue * 2;
@@ -83,7 +85,7 @@ __device__ __noinline__ void recompute_rows(const DecodeParams& params, const Ro
     const char* values =
         static_cast<const char*>(params.v_cache) + kv_head * Dims::kValue * Dims::kElementBytes;
 
-    float maximum = -INFINITY, total = 0.f;  // base-2 logit; of this lane's tokens
+    float maximum = -INFINITY, total = 0.f;  // base-2 logit; sum of this lane's weights
     float4 sums[kGroups] = {};
 #pragma unroll 1
     for (int i = 0; i < work.num_segments; ++i) {

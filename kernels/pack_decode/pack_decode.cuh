@@ -1,10 +1,10 @@
 // pack_decode: the attention of one decode step over the plan's work items.
 //
-// The kernel is persistent. A CTA draws tickets until none is left: the first by its own number, all later ones from a
-// counter, so CTAs that finish their items early draw more. Two producer warps keep a ring of KV stages and a ring of
-// query tiles full across items and tickets; four consumer warps run the tile body that the item asks for. Between
-// them, over one-byte KV on Hopper, two converter warps prepare stages for wgmma. If a request is in one work item
-// only, its rows go straight to the output. All other rows go to the partials that merge_partials reads.
+// The kernel is persistent. A CTA draws tickets until none is left: its block index gives the first ticket, and a
+// counter all later ones. So a CTA that finishes early draws more. Two producer warps keep a ring of KV stages and a
+// ring of queries full across items and tickets. Four consumer warps execute each item with the body of the item's
+// tile. For one-byte KV on Hopper, two converter warps prepare the stages for wgmma. If a request is in one work item
+// only, its rows are stored to the output. All other rows are stored as partials, which merge_partials reads.
 #pragma once
 
 #include "pack_decode/converter.cuh"
@@ -29,12 +29,12 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
 
-  // Each thread takes one barrier of every kind.
+  // Each thread initialises one barrier of every kind.
   const int i = threadIdx.x;
   if (i < Storage::kStages) {
     constexpr int kWarps = Dims::kIsWide ? 1 : kProducerWarps;
     constexpr int kReaders = kAllConsumerWarps<Dims> * kStageArrivals<Dims>;
-    ptx::barrier_init(ptx::shared_address(&storage.kv_full[i]), kWarps * 32 + 1);  // copies, record
+    ptx::barrier_init(ptx::shared_address(&storage.kv_full[i]), kWarps * 32 + 1);  // lanes + record
     ptx::barrier_init(ptx::shared_address(&storage.kv_empty[i]),
                       kReaders + (kHasConverters<Dims> ? kConverterWarps * 32 : 0));
     if constexpr (Dims::kIsWide) {
@@ -46,7 +46,7 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
     }
   }
   if (i < kQueryUnits) {
-    ptx::barrier_init(ptx::shared_address(&storage.queries_full[i]), 32 + 1);  // copies, record
+    ptx::barrier_init(ptx::shared_address(&storage.queries_full[i]), 32 + 1);  // lanes + record
     ptx::barrier_init(ptx::shared_address(&storage.queries_empty[i]), kAllConsumerWarps<Dims> * 32);
   }
   if (i < kDrawsAhead) {

@@ -1,24 +1,24 @@
-// The producer warps of pack_decode: walk the items of the CTA's tickets, segment by segment, and keep the KV ring and
-// the query ring full, across items and tickets, so that the consumers find the next item's data already there.
+// The producer warps of pack_decode. They walk the items of the CTA's tickets, segment by segment, and keep the KV ring
+// and the query ring full across items and tickets, so that the consumers find the next item's data already there.
 //
-// Latency is hidden three times: descriptors are read for up to 32 items and segments at once (one per lane), slots
-// four stages ahead, whatever segments these belong to, and KV as far ahead as the ring is long.
+// Three kinds of loads are issued early to hide their latency: descriptors for up to 32 items and 32 segments at once
+// (one per lane), slots up to four stages ahead, and KV as far ahead as the ring is long.
 //
-// The walk is in the first state of this list that holds. look_ahead() leaves one after the other, until it has a batch
-// of stages, or there are no more items. Latent attention on mma.sync goes through an item's
-// segments in passes of its rows; elsewhere an item is one pass.
+// The walk is in the first state of this list whose condition holds. look_ahead() leaves one state after the other
+// until it has a batch of stages, or until there are no more items. Latent attention on mma.sync reads an item's
+// segments once for every 32 rows; each time is a pass. Elsewhere an item is one pass.
 //
 //   state        holds if                               left by
 //   in segment   left_ > 0                              take_whole_stages(), take_last_stages(): a batch
 //   listed       listed_ != 0                           begin_segment() -> in segment
 //   unlisted     next_segment_ < end_segment_           list_segments() -> listed, or the next that holds
-//   unclosed     !is_closed_: no stage was the last     take_empty_stage(): a batch
+//   unclosed     !is_closed_: last stage not taken yet  take_empty_stage(): a batch
 //   pass ended   has_pass()                             begin_pass() -> unlisted
 //   item ended   next_item_ < ticket_.end_item          begin_item() -> unlisted
-//   ticket ended else                                   begin_ticket() -> unlisted; no ticket: the end
+//   ticket ended otherwise                              begin_ticket() -> unlisted, or the end of the walk
 //
-// The rings. A full barrier completes with the parity of its lap, 0 in the first lap. A warp that fills a stage waits
-// for the empty barrier with the other parity, so in the first lap it does not wait.
+// The rings. In lap n, a full barrier completes with parity n % 2. A warp that fills a stage waits for the empty
+// barrier with the other parity, so in the first lap it does not wait.
 //
 //   barrier         arrivals                                              waited for by
 //   kv_full         both producers' lanes after their copies, and the     consumers, converters
@@ -26,12 +26,13 @@
 //   kv_ready        converter warps (one-byte KV on Hopper)               consumers of tiles for wgmma
 //   kv_empty        consumers, converters                                 both producers
 //   queries_full    V producer's lanes after their copies, and its        consumers
-//                   lane 0 after the item's record; per item
-//   queries_empty   consumers; of a skipped unit, the V producer          V producer
+//                   lane 0 after the item's record
+//   queries_empty   consumers; for a skipped unit, the V producer         V producer
 //   drawn_full      K producer                                            V producer (ticket_queue.cuh)
 //   drawn_empty     V producer                                            K producer
 //
-// In latent attention on wgmma, other warps load the queries; kv_full and kv_empty are per part (latent_storage.cuh).
+// In latent attention on wgmma, other warps load the queries, and each part of a stage has its own kv_full and kv_empty
+// (latent_storage.cuh).
 #pragma once
 
 #include "decode_params.h"
@@ -44,12 +45,12 @@
 
 namespace pat {
 
-// Loads one operand of every item of a CTA. The K producer also draws the tickets. The V producer, whose stages are
-// needed later, also loads queries and writes the records.
+// Loads the keys (kIsKey) or the values of every item of a CTA. The K producer also draws the tickets. The V producer
+// has more time, because values are needed later, so it also loads the queries and writes the records.
 //
-// In latent attention, where values lie in the keys, each of the two loads one half of a stage. Other warps load the
-// queries on Hopper (latent_producer.cuh). On mma.sync the two also load the queries, through the KV ring
-// (latent_mma_stages.cuh).
+// In latent attention, values lie in the keys, and each of the two producers loads half of a stage. On wgmma, other
+// warps load the queries (latent_producer.cuh). On mma.sync, the two producers also load the queries, through the KV
+// ring (latent_mma_stages.cuh).
 template <typename Dims, bool kIsKey>
 class Producer {
  public:
@@ -71,17 +72,17 @@ class Producer {
     bool has_stages = begin_ticket<true>(tickets_.first());
     stages_.set_streams(exceeds_l2(tickets_.num_kv_tokens()));
     while (has_stages) {
-      StageBatch batch = next_;  // none in the first round
+      StageBatch batch = next_;  // empty in the first round
       if (batch.begins_pass) {
         set_head(ticket_.kv_head);
         if constexpr (kPublishes) publish();
         if constexpr (kHasPasses<Dims>) publish_pass();
       }
-      // Looks ahead once: after the first copies of a pass, because consumers wait for these, and before all copies in
-      // any other batch. One loop does both, so that there is one copy of the code.
+      // Calls look_ahead() once per batch: before the copies or, if the batch begins a pass, after the first copy,
+      // because the consumers wait for it. One loop does both, so that there is one copy of the code.
       const int turn = batch.begins_pass ? 0 : -1;
       int i = turn;
-#pragma unroll 1  // unrolled, the copies would fill the instruction cache
+#pragma unroll 1  // unrolled copies would fill the instruction cache
       do {
         if (i >= 0) {
           const StageRecord record = batch.records[0];
@@ -102,14 +103,15 @@ class Producer {
   }
 
  private:
-  // True if the plan reads more than the L2 keeps for long. Where it reads less, hints cost up to 2%.
+  // True if the plan reads so much KV that the L2 cannot keep it. If it reads less, eviction hints cost up to 2% of the
+  // kernel's time.
   __device__ __forceinline__ bool exceeds_l2(int32_t num_kv_tokens) const {
-    constexpr int64_t kBytes = 16'000'000;  // measured on an H100, whose L2 has 50 MB
+    constexpr int64_t kBytes = 16'000'000;  // tuned on an H100, which has 50 MB of L2
     return num_kv_tokens * (int64_t{Dims::kTokenBytes} * params_.num_kv_heads) > kBytes;
   }
 
-  // kIsFirst: waits for the preceding kernel after the plan has been read. The plan was complete before that kernel
-  // began, but that kernel may write anything else that this one reads.
+  // kIsFirst: after the plan has been read, waits for the preceding kernel. That kernel may write anything that this
+  // one reads, except the plan, which was complete before.
   template <bool kIsFirst>
   __device__ __forceinline__ bool begin_ticket(const TicketRange& ticket) {
     ticket_ = ticket;
@@ -122,13 +124,14 @@ class Producer {
     return true;
   }
 
-  // Loads the ticket's items from next_item_ on, one per lane.
+  // Loads the ticket's next 32 items, one per lane.
   __device__ __forceinline__ void load_items() {
     first_lane_item_ = next_item_;
     lane_item_ = ItemSource::load(params_, min(next_item_ + lane_, ticket_.end_item - 1));
   }
 
-  // Loads the ticket's segments from next_segment_ on, one per lane.
+  // Loads the ticket's next 32 segments, one per lane. kWaits: waits for the preceding kernel before it reads more than
+  // the plan.
   template <bool kWaits = false>
   __device__ __forceinline__ void load_segments() {
     first_lane_segment_ = next_segment_;
@@ -145,7 +148,7 @@ class Producer {
     }
   }
 
-  // Makes the next item the present one. Returns false if there is none.
+  // Makes the next item the current one. Returns false if there is none.
   __device__ __forceinline__ bool begin_item() {
     if (next_item_ == ticket_.end_item) return begin_ticket<false>(tickets_.next());
     if (next_item_ == first_lane_item_ + 32) load_items();
@@ -163,14 +166,13 @@ class Producer {
     load_requests();
   }
 
-  // True if rows of the present item follow those of the present pass.
+  // True if the current item has more rows, for another pass.
   __device__ __forceinline__ bool has_pass() const {
     return kHasPasses<Dims> &&
            first_row_ + kPassRows < item_.num_requests * params_.rows.group_size;
   }
 
-  // Goes back to the first segment of the present item, for the rows of the next pass. Returns false if the item has no
-  // more rows.
+  // Returns to the first segment of the current item, for its next rows. Returns false if the item has no more rows.
   __device__ __forceinline__ bool begin_pass() {
     if (!has_pass()) return false;
     first_row_ += kPassRows;
@@ -181,14 +183,14 @@ class Producer {
     return true;
   }
 
-  // Lists the item's segments that have KV, from next_segment_ on, as far as the lanes hold them.
+  // Lists the item's next segments: those that the lanes hold and that have KV.
   __device__ __forceinline__ void list_segments() {
     if (next_segment_ == first_lane_segment_ + 32) load_segments();
     const int first = next_segment_ - first_lane_segment_;
     const int end = min(end_segment_ - first_lane_segment_, 32);
     listed_ = not_empty_ & (kFullWarp << first) & (kFullWarp >> (32 - end));
     if constexpr (kHasPasses<Dims>) {
-      // Keeps only segments that count for a row of the pass.
+      // Drops segments to which no row of the pass attends.
       const int group_size = params_.rows.group_size;
       listed_ &= __ballot_sync(
           kFullWarp, lane_segment_.first_request() * group_size < first_row_ + kPassRows &&
@@ -197,7 +199,7 @@ class Producer {
     next_segment_ = first_lane_segment_ + end;
   }
 
-  // Returns true if the walk is in a segment. If it is between two, begins the first listed segment.
+  // Returns true if the walk is in a segment. Begins the next listed segment if the previous one has ended.
   __device__ __forceinline__ bool has_stage() {
     if (left_ > 0) return true;
     if (listed_ == 0) return false;
@@ -219,8 +221,8 @@ class Producer {
                   .as_read_once(segment.is_read_once());
   }
 
-  // Puts the walk's next stages into a batch and starts to load their slots. If an item begins with them, also starts
-  // to load its requests. The stages of the batch before may not be filled yet.
+  // Puts the walk's next stages into next_ and starts to load their slots. If an item begins with them, also starts to
+  // load the item's requests. The stages of the previous batch may not be filled yet.
   __device__ __forceinline__ void look_ahead() {
     while (!has_stage()) {
       if (next_segment_ < end_segment_) {
@@ -246,8 +248,8 @@ class Producer {
     is_new_ = false;
   }
 
-  // Takes an empty stage. It is the only stage of an item without KV, or the last stage of an item whose remaining
-  // segments turned out to be empty.
+  // Makes a batch of one empty stage. It is the only stage of an item without KV, or the last stage of an item whose
+  // remaining segments turned out to be empty.
   __device__ __forceinline__ void take_empty_stage() {
     next_.slots[0] = 0;
     next_.records[0] = StageRecord::empty().template of_tile<Dims>(item_.tile);
@@ -256,7 +258,7 @@ class Producer {
     is_closed_ = true;
   }
 
-  // Takes a batch of whole stages of one segment, which has more tokens after them.
+  // Makes a batch of full stages of the current segment, which has more tokens than the batch.
   __device__ __forceinline__ void take_whole_stages() {
 #pragma unroll
     for (int i = 0; i < StageBatch::kStages; ++i) {
@@ -269,15 +271,15 @@ class Producer {
     if constexpr (kIsKey) tokens_left_ -= kBatchTokens;
   }
 
-  // Takes the last stages of the segment, then stages of the segments that are listed after it.
+  // Makes a batch of the last stages of the current segment and of stages of the segments listed after it.
   __device__ __forceinline__ void take_last_stages() {
     next_.count = 0;
 #pragma unroll
     for (int i = 0; i < StageBatch::kStages; ++i) {
       if (!has_stage()) break;
       const int num_tokens = min(left_, Dims::kTokens);
-      // Loads the slots before has_stage() looks for the next stage. The warp waits for the first of these loads, so
-      // that load must start early.
+      // The load comes before the next has_stage(): the warp will wait for the batch's first slots, so their load must
+      // start early.
       const int token = kFirstToken + lane_;
       next_.slots[i] = token < num_tokens ? slots_[token] : 0;
       slots_ += Dims::kTokens;
@@ -294,7 +296,7 @@ class Producer {
     first_head_ = kv_head * params_.rows.group_size;
   }
 
-  // Loads the request of each query row of the item: lane l holds rows l and 32 + l.
+  // Loads the request of each query row of the item. Lane l holds those of rows l and 32 + l.
   __device__ __forceinline__ void load_requests() {
     if constexpr (kPublishes || kHasPasses<Dims>) {
 #pragma unroll
@@ -308,7 +310,7 @@ class Producer {
     }
   }
 
-  // Loads the item's queries and writes its record. The item's requests must have been loaded.
+  // Loads the item's queries and writes the item's record. load_requests() must have been called for the item.
   __device__ __forceinline__ void publish() {
     const int units = tile_units(item_.tile);
     const int first_unit = queries_.first_unit(units);
@@ -320,11 +322,11 @@ class Producer {
     if (lane_ == 0) {
       record.tile = item_.tile;
       record.num_rows = num_rows;
-      // If the item has no KV, record_ is that of an earlier item, and either answer is right.
+      // If the item has no KV, record_ still belongs to an earlier item. Then `mixes` may have either value.
       const bool mixes = item_.num_segments > 1 || !record_.counts_for_all_rows();
       record.mixed_item = mixes ? next_item_ - 1 : kNotMixed;
     }
-    uint32_t query_chunks[2];  // of this lane's rows, from the beginning of q
+    uint32_t query_chunks[2];  // chunks of q at which this lane's rows begin
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = 32 * i + lane_;
@@ -344,11 +346,11 @@ class Producer {
     queries_.advance(units);
   }
 
-  // Loads the queries of the pass and writes its record. The item's requests must have been loaded.
+  // Loads the queries of the pass and writes the pass's record. load_requests() must have been called for the item.
   __device__ __forceinline__ void publish_pass() {
     const int2 entry = first_row_ == 0 ? requests_[0] : requests_[1];
     const int row = first_row_ + lane_, head = first_head_ + head_of_row(params_.rows, row);
-    // The same rule as in publish().
+    // The same rule as in publish(), for items with passes.
     const bool mixes = item_.num_segments > 1 || !record_.counts_for_all_rows();
     stages_.fill_queries({.request = entry.x, .partial_slot = entry.y}, head, first_row_,
                          item_.num_requests * params_.rows.group_size,
@@ -369,30 +371,30 @@ class Producer {
   TicketQueue<Storage, kIsKey> tickets_;
   KvStages<Dims, kIsKey> stages_;
 
-  // The walk, which is up to four stages ahead of what is filled.
+  // State of the walk, which is up to four stages ahead of the stages that have been filled.
   TicketRange ticket_;
-  ItemSource lane_item_;        // first_lane_item_ + lane
-  SegmentSource lane_segment_;  // first_lane_segment_ + lane
+  ItemSource lane_item_;        // item first_lane_item_ + lane
+  SegmentSource lane_segment_;  // segment first_lane_segment_ + lane
   int first_lane_item_;
   int first_lane_segment_;
-  uint32_t not_empty_;           // lanes whose segment has KV
-  int tokens_left_ = INT32_MAX;  // in the ticket, once the lanes hold its last segment
+  uint32_t not_empty_;           // bit mask of the lanes whose segment has KV
+  int tokens_left_ = INT32_MAX;  // tokens left in the ticket, once known
   int next_item_;
-  int next_segment_ = 0;   // the item's first segment that has not been listed
-  ItemSource item_;        // the present item
-  int end_segment_ = 0;    // where its segments end
-  int first_row_ = 0;      // of the present pass
-  bool is_closed_ = true;  // the last stage of the pass is in a batch
-  bool is_new_ = false;    // no stage of the pass is in a batch
-  uint32_t listed_ = 0;    // lanes that hold the item's listed segments, until they begin
-  const int32_t* slots_;   // of the present segment's next stage
-  int left_ = 0;           // the present segment's tokens from that stage on
-  StageRecord record_;     // of the present segment's whole stages
+  int next_segment_ = 0;   // the item's first unlisted segment
+  ItemSource item_;        // the current item
+  int end_segment_ = 0;    // the end of the item's segments
+  int first_row_ = 0;      // first row of the current pass
+  bool is_closed_ = true;  // the pass's last stage is in a batch
+  bool is_new_ = false;    // no stage of the pass is in a batch yet
+  uint32_t listed_ = 0;    // bit mask of the lanes with listed segments
+  const int32_t* slots_;   // slots of the current segment's next stage
+  int left_ = 0;           // tokens left in the current segment
+  StageRecord record_;     // record of the current segment's full stages
   StageBatch next_;
 
-  int first_head_;  // query heads of the KV head: first_head_ to first_head_ + group_size
+  int first_head_;  // first of the group_size query heads of the KV head
   QueryPosition queries_;
-  int2 requests_[2] = {};  // of this lane's rows of the item
+  int2 requests_[2] = {};  // requests of the item's rows lane and 32 + lane
 };
 
 }  // namespace pat

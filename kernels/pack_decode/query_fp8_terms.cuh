@@ -1,10 +1,11 @@
-// Queries as sums of e4m3 numbers, for keys that are multiplied as the cache has them.
+// Writes queries as sums of e4m3 numbers, so that one-byte keys can be multiplied without conversion.
 //
-// A row is scaled by a power of 2, so that its largest number is at least 2^7 and less than 2^8. The first term
-// is the number rounded to e4m3, which has four significant bits. Each further term is the rest, rounded likewise, and
-// starts at least one bit lower than the term before ends. So two terms hold the eight bits of bf16 exactly if a number
-// is within ten binades below the row's largest, and three terms hold the eleven bits of fp16 within seven binades. A
-// smaller number is off by at most 2^-10, which is at most 2^-17 of the largest.
+// A row is scaled by a power of 2, so that its largest number is at least 2^7 and less than 2^8. The first term is the
+// number rounded to e4m3, which has four significant bits. Each further term is the remainder, rounded to e4m3 too. Its
+// highest bit is at least one bit below the lowest bit of the term before it. So two terms are exact for bf16, which
+// has eight significant bits, down to 2^-10 of the row's largest number. Three terms are exact for fp16, which has
+// eleven significant bits, down to 2^-7 of the largest number. The error of smaller numbers is at most 2^-10, which is
+// at most 2^-17 of the largest number.
 #pragma once
 
 #include <type_traits>
@@ -36,12 +37,12 @@ struct QueryTerms {
     }
   }
 
-  // Loads the terms of a warp's 16 rows, from first_row on, of the tile_rows query rows in `tile`. factors: for each of
-  // the lane's rows, the number by which sums of products must be multiplied. It is NaN if the row has an infinite
-  // number.
+  // Loads the terms of a warp's 16 rows, which begin at row first_row of the tile_rows query rows in `tile`. factors:
+  // for each of the lane's two rows, the number that undoes the scaling in the row's scores. It is NaN if the row has
+  // an infinite number.
   __device__ __forceinline__ void load(uint32_t tile, int tile_rows, int first_row,
                                        float (&factors)[2], uint32_t lane) {
-    // A lane has four neighbouring columns of every 16.
+    // In every 16 columns, a lane has four neighbouring ones.
     const uint32_t first =
         tile + swizzled_offset(tile_rows, first_row + lane / 4, lane / 2 % 2) + lane % 2 * 8;
     const auto four_columns = [&](int step, int h) {
@@ -62,8 +63,8 @@ struct QueryTerms {
       }
       largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 2));
-      // The inverse and the factor are powers of 2, made from biased exponents. Rows whose largest number is below
-      // 2^-119 are multiplied with 2^126.
+      // Both the scale and its inverse are powers of 2, computed from biased exponents. Rows whose largest number is
+      // below 2^-119 get the largest scale, 2^126.
       const int exponent = max(static_cast<int>(__float_as_uint(largest) >> 23), 8);
       inverses[h] = __uint_as_float((261 - exponent) << 23);
       factors[h] = exponent == 255 ? largest - largest : __uint_as_float((exponent - 7) << 23);

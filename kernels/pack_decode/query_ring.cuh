@@ -1,5 +1,5 @@
-// How the V producer fills the query ring: it waits for units, copies queries into them, and releases them with the
-// item's record.
+// How the V producer fills the query ring: it waits for free units, copies queries into them, and announces them to the
+// consumers with the item's record.
 #pragma once
 
 #include "decode_params.h"
@@ -10,7 +10,7 @@ namespace pat {
 template <typename Dims>
 using QueryCopy = RowCopy<Dims::kKey * 2>;
 
-// Waits until a unit is free. Returns the barrier by which the unit is handed back.
+// Waits until a unit is free. Returns the barrier at which the unit's readers arrive.
 template <typename Storage>
 __device__ __forceinline__ uint32_t wait_for_unit(Storage& storage, int unit) {
   const uint32_t empty = ptx::shared_address(&storage.queries_empty[unit % kQueryUnits]);
@@ -18,9 +18,8 @@ __device__ __forceinline__ uint32_t wait_for_unit(Storage& storage, int unit) {
   return empty;
 }
 
-// Waits for the units from the next one to end_unit. Units before first_unit stay unused. The producer hands them back
-// at once, in place of the consumers, because the item may need the same unit again, in the next lap, for its last
-// rows.
+// Waits for the units [position.next_unit, end_unit). The item skips the units before first_unit. The producer arrives
+// for them at once, in place of the consumers, because the item's last rows may need the same unit of the next lap.
 template <typename Dims>
 __device__ __forceinline__ void wait_for_units(SharedStorage<Dims>& storage,
                                                const QueryPosition& position, int first_unit,
@@ -33,7 +32,8 @@ __device__ __forceinline__ void wait_for_units(SharedStorage<Dims>& storage,
   }
 }
 
-// Copies 16 query rows from first_row on. lane_chunk: the chunk of q at which row l % 32 begins, in lane l.
+// Copies query rows [first_row, first_row + 16). lane_chunk: in lane l, the chunk of q at which the row r with r % 32
+// == l begins.
 template <typename Dims>
 __device__ __forceinline__ void copy_queries(const DecodeParams& params,
                                              SharedStorage<Dims>& storage,
@@ -72,7 +72,7 @@ __device__ __forceinline__ void copy_queries(const DecodeParams& params,
   }
 }
 
-// All lanes call it, after a record is written and its copies are issued.
+// Announces the item to the consumers. All lanes call it after they have written the record and issued the copies.
 template <typename Storage>
 __device__ __forceinline__ void release_record(Storage& storage, const QueryPosition& position,
                                                int lane) {

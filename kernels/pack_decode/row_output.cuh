@@ -1,5 +1,5 @@
 // The end of a work item in pack_decode. Combines the results of the warps that split a tile's KV, normalises each row,
-// and stores it: in the output if the request is in no other work item, else as a partial.
+// and stores it. If the request is in no other work item, the row goes to the output, else it is a partial.
 #pragma once
 
 #include "decode_params.h"
@@ -9,8 +9,8 @@
 
 namespace pat {
 
-// Stores kTiles times 8 columns of a row, of which this lane holds two each, from `first_column` on. With kMayEnd, the
-// row may end before the last of these columns.
+// Stores kTiles tiles of 8 columns of a row, from `first_column` on. This lane holds two columns of each tile. kMayEnd:
+// the row may end before the last of these columns.
 template <typename T, typename Dims, bool kMayEnd, int kTiles>
 __device__ __forceinline__ void store_columns(const DecodeParams& params, RowTarget row,
                                               int first_column, const float2 (&values)[kTiles],
@@ -19,7 +19,7 @@ __device__ __forceinline__ void store_columns(const DecodeParams& params, RowTar
   using Partial = ComputeType<T, Dims>;
   static_assert(sizeof(Partial) == sizeof(T));
   const bool is_partial = row >= 0;
-  // This lane has two neighbouring columns of a tile. Over one-byte KV it has four neighbouring columns of two tiles.
+  // This lane has two neighbouring columns of each tile or, with one-byte KV, four neighbouring columns of two tiles.
   T* target = static_cast<T*>(is_partial ? params.partial_out : params.out) +
               static_cast<int64_t>(is_partial ? row : ~row) * Dims::kValue +
               (first_column + lane % 4 * (Dims::kIsFp8 ? 4 : 2));
@@ -45,7 +45,7 @@ __device__ __forceinline__ void store_columns(const DecodeParams& params, RowTar
   }
 }
 
-// Transposes words among four neighbouring lanes: lane i gets word i of each lane.
+// Transposes 4 x 4 words among four neighbouring lanes: lane i gets word i of each of the four lanes.
 __device__ __forceinline__ void transpose(uint32_t (&words)[4], uint32_t lane) {
 #pragma unroll
   for (int distance = 1; distance <= 2; distance *= 2) {
@@ -61,8 +61,8 @@ __device__ __forceinline__ void transpose(uint32_t (&words)[4], uint32_t lane) {
   }
 }
 
-// Does what store_columns() does, for a long row: stores pieces of 16 bytes, for which the row's four lanes exchange
-// columns.
+// Does the same as store_columns(), but faster for long rows: the row's four lanes exchange columns, so that each lane
+// stores 16 bytes at once.
 template <typename T, typename Dims, int kTiles>
 __device__ __forceinline__ void store_long_row(const DecodeParams& params, RowTarget row,
                                                int first_column, const float2 (&values)[kTiles],
@@ -96,8 +96,9 @@ __device__ __forceinline__ void store_lse(const DecodeParams& params, RowTarget 
   }
 }
 
-// Stores the columns from `first_column` on of a unit of latent attention. The unit's first row is row first_row of the
-// item. Stores the rows' LSEs too if first_column is 0. total: sums of exponentials relative to the scores `maximum`.
+// Stores columns of 16 rows of latent attention: kTiles * 8 columns from `first_column` on. The first of these rows is
+// row first_row of the item. If first_column is 0, stores the LSEs too. total: sums of exponentials relative to the
+// maximum score of each row.
 template <typename T, typename Dims, int kTiles>
 __device__ __forceinline__ void store_latent_unit(
     const DecodeParams& params, const KvScales<Dims::kIsFp8>& scales, const RowTarget* targets,
@@ -130,8 +131,8 @@ __device__ __forceinline__ void store_latent_unit(
   }
 }
 
-// Stores a row's columns from `first_column` on, and the row's LSE if `first_column` is 0. total: sum of exponentials
-// relative to the score `maximum`.
+// Stores a row's columns from `first_column` on, and the row's LSE if `first_column` is 0. total: sum of the
+// exponentials, relative to the score `maximum`.
 template <typename T, typename Dims, bool kSoftCap, bool kMayEnd, int kTiles>
 __device__ __forceinline__ void store_row(const DecodeParams& params,
                                           const KvScales<Dims::kIsFp8>& scales, RowTarget row,
@@ -148,8 +149,8 @@ __device__ __forceinline__ void store_row(const DecodeParams& params,
   if (first_column == 0 && lane % 4 == 0) store_lse(params, row, log2_sum);
 }
 
-// Stores a tile in which each row group's KV was read by one warp. Every warp stores its own rows, or its columns of
-// these rows. The warp's first row is row first_row of the item.
+// Stores a tile whose KV was not split among warps. Every warp stores its own 16 rows, or its own columns of them. The
+// warp's first row is row first_row of the item.
 template <typename T, typename Dims, bool kSoftCap>
 __device__ __forceinline__ void store_item(const WarpAttention<T, Dims, kSoftCap>& part,
                                            SharedStorage<Dims>& storage, const DecodeParams& params,
@@ -176,8 +177,8 @@ __device__ __forceinline__ void store_item(const WarpAttention<T, Dims, kSoftCap
   }
 }
 
-// Combines and stores a tile whose KV is split across the kKvWarps warps of a row group. Only the first num_parts of
-// these can have read something. Every warp gathers its share of the columns. All consumer warps call it together.
+// Combines and stores a tile whose KV was split: kKvWarps warps have the same 16 rows. Only the first num_parts of
+// these warps may have read KV. Each warp combines and stores some of the columns. All consumer warps must call it.
 template <typename T, typename Dims, bool kSoftCap, int kKvWarps>
 __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Dims, kSoftCap>& part,
                                                        SharedStorage<Dims>& storage,
@@ -187,7 +188,7 @@ __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Di
                                                        int warp, uint32_t lane) {
   constexpr int kTiles = Dims::kValue / 8;
   constexpr int kOwnTiles = own_tiles<Dims>(kKvWarps);
-  constexpr bool kMayEnd = kOwnTiles * kKvWarps != kTiles;  // the last warp's share is smaller
+  constexpr bool kMayEnd = kOwnTiles * kKvWarps != kTiles;  // the last warp has fewer columns
   constexpr int kOthers = kKvWarps - 1;
   constexpr int kSyncThreads = kConsumerWarps * 32;
   decltype(auto) scale = scales.template logit<kSoftCap>(params);
@@ -206,15 +207,15 @@ __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Di
       storage.row_states[warp][state_row + 8 * h] = make_float2(part.maximum[h], part.sum[h]);
     }
   }
-  // The barrier also keeps a fast warp from writing into `exchange` while a slow warp still reads from it for the item
-  // before.
+  // The barrier also keeps a fast warp from writing to `exchange` while a slow warp still reads the previous item's
+  // data.
   ptx::named_barrier_sync<1, kSyncThreads>();
 
-  // exchange[row group][receiver][sender's rank among the others][tile][lane], 8 rows at a time
+  // exchange[row group][receiver][sender's rank among the others][tile][lane] holds 8 rows at a time.
   float2* exchange = storage.exchange + first_warp * kOthers * kOwnTiles * 32 + lane;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    // Rows 8 to 15 of the smallest tile are padding in the common case, one request of a group <= 8.
+    // In the common case of one request with a group size of at most 8, rows 8 to 15 of the tile are padding.
     if (h == 1) {
       if (num_rows <= 8) break;
       ptx::named_barrier_sync<1, kSyncThreads>();
@@ -228,7 +229,7 @@ __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Di
         states[other] = storage.row_states[first_warp + other][state_row + 8 * h];
       maximum = fmaxf(maximum, states[other].x);
     }
-    const float shift = maximum == -INFINITY ? 0.f : maximum;  // -inf: the row has no KV
+    const float shift = maximum == -INFINITY ? 0.f : maximum;  // -inf if the row has no KV
 #pragma unroll
     for (int other = 0; other < kKvWarps; ++other) {
       total += states[other].y * ptx::exp2((states[other].x - shift) * scale.outer);

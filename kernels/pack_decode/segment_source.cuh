@@ -1,4 +1,4 @@
-// The place of a segment's KV at this step.
+// Finds where a segment's KV lies in this step.
 #pragma once
 
 #include "decode_params.h"
@@ -7,17 +7,17 @@
 
 namespace pat {
 
-// A segment, resolved against live lengths.
+// Where a segment's KV lies, and its length at this step.
 struct SegmentSource {
-  const int32_t* slots;  // of the first token
-  int32_t num_tokens;    // 0 or less: empty
+  const int32_t* slots;  // slots of the segment, from its first token on
+  int32_t num_tokens;    // the segment is empty if <= 0
   int32_t requests;      // KvSegment::requests
 
   __device__ static SegmentSource load(const DecodeParams& params, int index) {
     return resolve(params, read(params, index));
   }
 
-  // A KvSegment of the plan.
+  // Returns KvSegment `index` of the plan as four words.
   __device__ static int4 read(const DecodeParams& params, int index) {
     return reinterpret_cast<const int4*>(params.plan.kv_segments)[index];
   }
@@ -39,7 +39,7 @@ struct SegmentSource {
     return source;
   }
 
-  // True if it counts for a request of its item.
+  // True if request `request` of the item attends to the segment.
   __device__ __forceinline__ bool counts_for(int request) const {
     return request >= first_request() && request < end_request();
   }
@@ -47,7 +47,7 @@ struct SegmentSource {
   __device__ __forceinline__ int end_request() const { return segment().end_request(); }
   __device__ __forceinline__ bool is_read_once() const { return segment().is_read_once(); }
 
-  // The source of one lane, if each lane holds one.
+  // Broadcasts the SegmentSource that lane `lane` holds.
   __device__ __forceinline__ SegmentSource of_lane(int lane) const {
     return {.slots = reinterpret_cast<const int32_t*>(
                 __shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(slots), lane)),

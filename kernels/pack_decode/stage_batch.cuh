@@ -1,4 +1,4 @@
-// Input and output of a producer warp's walk (producer.cuh): work items, one per lane, and batches of stages.
+// What a producer warp's walk (producer.cuh) reads and makes: work items, one per lane, and batches of stages.
 #pragma once
 
 #include "decode_params.h"
@@ -6,7 +6,7 @@
 
 namespace pat {
 
-// What a producer knows of a work item. Each lane holds one item.
+// The fields of a work item that a producer needs. Each lane holds one item.
 struct ItemSource {
   int32_t tile;
   int32_t num_requests;
@@ -27,13 +27,13 @@ struct ItemSource {
   }
 };
 
-// Up to 4 stages of one pass of an item. They may belong to several segments. An item without passes is one pass.
+// Up to 4 consecutive stages of an item, or of a pass of an item. They may belong to several segments.
 struct StageBatch {
   static constexpr int kStages = 4;
 
-  int32_t slots[kStages];        // lane l holds the slot of token l of each stage
-  StageRecord records[kStages];  // of the stages
-  int count = 0;                 // 0: there are no more items
+  int32_t slots[kStages];        // lane l: the slot of token l of each stage
+  StageRecord records[kStages];  // record of each stage
+  int count = 0;                 // stages; 0 if there are no more items
   bool begins_pass = false;
 
   __device__ __forceinline__ int32_t pop_front() {

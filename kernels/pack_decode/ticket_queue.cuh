@@ -1,4 +1,4 @@
-// The items that a CTA executes: tickets, drawn until none is left.
+// Draws tickets, which hold the items that a CTA executes, until none is left.
 #pragma once
 
 #include "decode_params.h"
@@ -6,7 +6,7 @@
 
 namespace pat {
 
-// Neighbouring items and their segments, for one KV head.
+// The items of a ticket and their segments, for one KV head.
 struct TicketRange {
   int first_item;
   int end_item;
@@ -18,52 +18,52 @@ struct TicketRange {
   __device__ __forceinline__ bool has_items() const { return first_item < end_item; }
 };
 
-// A producer warp's view of the tickets. The K producer draws shortly before the present ticket ends. If it drew
-// earlier, the drawn ticket would wait for this CTA although another CTA may be idle. The K producer hands each draw on
-// to the V producer, so that both walk the same items.
+// The tickets of a CTA, as a producer warp gets them. The K producer draws shortly before the current ticket ends. If
+// it drew earlier, the drawn ticket could wait for this CTA while another CTA is idle. The K producer passes each draw
+// on to the V producer, so that both walk the same items.
 template <typename Storage, bool kDraws>
 class TicketQueue {
  public:
   __device__ TicketQueue(const DecodeParams& params, Storage& storage, int lane)
       : params_(params), storage_(storage), lane_(lane) {}
 
-  // The first draw is the CTA's number, so that a small plan starts without waiting for the counter.
+  // Returns the first ticket. Its draw is the block index, so that a CTA starts without waiting for the counter.
   __device__ __forceinline__ TicketRange first() {
     const TicketRange range = range_of(blockIdx.x);
-    // The header is loaded together with the ticket, not before it. If there is no such ticket, what lies after the
-    // plan's tickets is read, but not used.
+    // The header is loaded after the ticket, so that neither load waits for the other. If there is no such ticket,
+    // range holds arbitrary data and is not used.
     const PlanHeader& header = *params_.plan.header;
-    const int4 identity = *reinterpret_cast<const int4*>(&header);  // its first four fields
+    const int4 identity = *reinterpret_cast<const int4*>(&header);  // the first four fields
     num_draws_ = header.num_tickets * params_.num_kv_heads;
     num_kv_tokens_ = header.num_kv_tokens;
     if (identity.x != kPlanMagic || identity.y != kPlanVersion ||
         identity.z != params_.num_requests || identity.w != params_.rows.group_size) {
-      __trap();  // no plan, or one of another batch than this graph was captured for
+      __trap();  // not a plan, or a plan for another batch size or group size
     }
     return static_cast<int>(blockIdx.x) < num_draws_ ? range : TicketRange::none();
   }
 
-  // KV tokens that the plan's items read of one KV head.
+  // KV tokens that all items of the plan read, counted for one KV head.
   __device__ __forceinline__ int32_t num_kv_tokens() const { return num_kv_tokens_; }
 
-  // Starts the next draw, once per ticket.
+  // Starts the next draw, if it has not started yet.
   __device__ __forceinline__ void draw_ahead() {
     if (!kDraws || is_drawn_ || all_drawn_at_once()) return;
     if (lane_ == 0) drawn_ = atomicAdd(&params_.tickets->num_draws, 1);
     is_drawn_ = true;
   }
 
-  // Returns the next ticket's items. They are empty if there is no next ticket.
+  // Returns the next ticket, which is empty if none is left.
   __device__ __forceinline__ TicketRange next() {
     const int draw = next_draw();
     return draw < num_draws_ ? range_of(draw) : TicketRange::none();
   }
 
-  // The K producer calls it after its last draw. The last CTA to do so puts the counter back to zero.
+  // The K producer calls end() after its last draw. The last CTA that calls it resets the counter to zero.
   __device__ __forceinline__ void end() {
     if (all_drawn_at_once() || lane_ != 0) return;
     __threadfence();
-    // Wraps around to 0 at the last CTA.
+    // atomicInc wraps num_ended around to 0 at the last CTA.
     if (atomicInc(&params_.tickets->num_ended, gridDim.x - 1) == gridDim.x - 1) {
       __threadfence();
       atomicExch(&params_.tickets->num_draws, 0);
@@ -109,11 +109,11 @@ class TicketQueue {
   const DecodeParams& params_;
   Storage& storage_;
   const int lane_;
-  int num_draws_ = 0;  // tickets times KV heads
-  int drawn_ = 0;      // the counter's answer, in lane 0 of the K producer
+  int num_draws_ = 0;  // draws of the plan: tickets times KV heads
+  int drawn_ = 0;      // the drawn count, in lane 0 of the K producer
   bool is_drawn_ = false;
   int32_t num_kv_tokens_ = 0;
-  uint32_t handed_on_ = 0;  // draws from the K producer to the V producer so far
+  uint32_t handed_on_ = 0;  // draws passed from the K producer to the V producer so far
 };
 
 }  // namespace pat

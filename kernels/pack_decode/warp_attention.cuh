@@ -1,6 +1,6 @@
-// Online softmax of one warp: 16 query rows against however many KV tokens it is given. The bodies multiply
-// (mma_body.cuh, wgmma_body.cuh), and leave scores and sums in registers in the layout of mma.m16n8k16: a lane holds
-// rows lane / 4 and lane / 4 + 8 (index h), and two of every 8 columns.
+// One warp's online softmax of 16 query rows. The bodies (mma_body.cuh, wgmma_body.cuh) do the multiplications. Scores
+// and output sums are in registers, in the layout of mma.m16n8k16: a lane holds rows lane / 4 and lane / 4 + 8 (index
+// h), and two of every 8 columns.
 #pragma once
 
 #include <cmath>
@@ -10,7 +10,7 @@
 
 namespace pat {
 
-// The scale of a lane's row h: the same for all rows, or one for each.
+// Returns the scale of a lane's row h. All rows have the same scale, or each row has its own.
 __device__ __forceinline__ const LogitScale& scale_of(const LogitScale& scale, int) {
   return scale;
 }
@@ -18,38 +18,38 @@ __device__ __forceinline__ const LogitScale& scale_of(const LogitScale (&scales)
   return scales[h];
 }
 
-// kColumns: of the accumulators.
+// kColumns: output columns that the warp accumulates.
 template <typename T, typename Dims, bool kSoftCap, int kColumns = kOutColumns<Dims>>
 struct WarpAttention {
   using Number = ComputeType<T, Dims>;
   static constexpr int kColumnTiles = kColumns / 8;
-  // Probabilities are relative to exp2(maximum) and may exceed 1: as long as they stay below 2 to this power, what has
-  // been summed up is not rescaled. In 16 bits they are as exact as those below 1.
+  // Unnormalised probabilities are relative to exp2(maximum). They may exceed 1 when a score rises above `maximum`: the
+  // sums are rescaled only if a probability would exceed 2^kSlack. A 16-bit number above 1 is as exact as one below 1.
   static constexpr float kSlack = 8.f;
-  // Over one-byte KV, probabilities are in fp16 even if the model has bf16. They are multiplied with 2 to this power:
-  // in fp16, numbers below 2^-14 are less exact, and a million of such probabilities may add up to much.
+  // With one-byte KV, probabilities are fp16 even if the model is bf16. They are multiplied by 2^kHeadroom, because
+  // fp16 loses precision below 2^-14, and a million of such small probabilities may have a large sum.
   static constexpr float kHeadroom = Dims::kIsFp8 ? 6.f : 0.f;
 
   WarpQueries<T, Dims> queries;
-  float out[kColumnTiles][4];  // columns beyond Dims::kValue hold whatever lies after the values
-  float maximum[2];            // of a row's scores, or at most kSlack lower; at first -inf
-  float sum[2];                // of this lane's columns only, until finish()
-  bool has_factors;            // some query was too large for fp16
+  float out[kColumnTiles][4];  // columns beyond Dims::kValue are arbitrary
+  float maximum[2];            // of each row's scores, or up to kSlack lower; at first -inf
+  float sum[2];                // sums of weights; only of this lane's columns until finish()
+  bool has_factors;            // some queries were too large for fp16 and divided
 
-  // Begins a tile. `tile` holds tile_rows query rows; this warp has the 16 rows from first_row on.
+  // Begins a tile, whose tile_rows query rows lie at `tile`. This warp has the 16 rows from first_row on.
   __device__ __forceinline__ void begin(uint32_t tile, int tile_rows, int first_row,
                                         float* query_factors, uint32_t lane) {
     load_queries<T, Dims>(queries, has_factors, tile, tile_rows, first_row, query_factors, lane);
     clear();
   }
 
-  // Begins a tile whose queries are not in `queries`.
+  // Begins a tile without loading queries into registers.
   __device__ __forceinline__ void begin_without_queries() {
     has_factors = false;
     clear();
   }
 
-  // Begins a tile in a warp that only takes part in its warpgroup's multiplications.
+  // Begins a tile in a warp without rows, which only takes part in its warpgroup's multiplications.
   __device__ __forceinline__ void begin_without_rows() {
 #pragma unroll
     for (int step = 0; step < kDepthSteps<Dims>; ++step) {
@@ -59,15 +59,16 @@ struct WarpAttention {
     begin_without_queries();
   }
 
-  // Factor of `out` after a row's maximum has risen.
+  // By which factors rescale() must multiply `out`, because maxima have risen.
   struct Rescaling {
-    bool any;  // in the warp
+    bool any;  // some row of the warp must be rescaled
     float factor[2];
   };
 
-  // Turns scores of kTokens tokens of a stage, from first_token on, into unnormalised probabilities. The warp's first
-  // row is row first_row of the item. The stage must count for some row of the warp, and have at least one of the
-  // tokens. `out` may be in use until rescale(), which must follow before the probabilities are multiplied with values.
+  // Turns the scores of tokens [first_token, first_token + kTokens) of a stage into unnormalised probabilities. The
+  // warp's first row is row first_row of the item. Some row of the warp must attend to one of these tokens. `out` is
+  // not touched, so a multiplication may still write it. Call rescale() with the result before the probabilities are
+  // multiplied with values.
   template <int kTokens, typename Scale>
   __device__ __forceinline__ Rescaling softmax_weights(float (&scores)[kTokens / 8][4],
                                                        const StageRecord& stage, int first_row,
@@ -92,7 +93,7 @@ struct WarpAttention {
     return rescaling;
   }
 
-  // Takes the rows' maxima from a warp that has computed the weights of later tokens.
+  // Adopts the rows' maxima of another warp, which has computed the weights of later tokens.
   __device__ __forceinline__ Rescaling follow(const float (&raised)[2], const LogitScale& scale) {
     Rescaling rescaling{};
     rescaling.any = __any_sync(kFullWarp, raised[0] != maximum[0] || raised[1] != maximum[1]);
@@ -115,7 +116,7 @@ struct WarpAttention {
     }
   }
 
-  // Packs 16 columns of probabilities as a left-hand side of a multiplication.
+  // Packs the probabilities of 16 tokens as a left-hand side of mma.
   __device__ __forceinline__ static void pack_weights(ptx::Fragment& weights,
                                                       const float (&left)[4],
                                                       const float (&right)[4]) {
@@ -125,7 +126,7 @@ struct WarpAttention {
     weights[3] = ptx::pack<Number>(right[2], right[3]);
   }
 
-  // Undoes the factors that load_queries() applied to the queries, in scores as the multiplication leaves them.
+  // Multiplies the scores with the factors by which load_queries() has divided the queries.
   template <int kTokens>
   __device__ __forceinline__ void undo_factors(float (&scores)[kTokens / 8][4],
                                                const float* query_factors, uint32_t lane) const {
@@ -142,7 +143,7 @@ struct WarpAttention {
     }
   }
 
-  // Adds up the sums of the four lanes that share a row. Called after the last token.
+  // Adds up the sums of the four lanes that share a row. Call it after the last token.
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -151,7 +152,8 @@ struct WarpAttention {
     }
   }
 
-  // Puts a lane's four columns of every 16 in order, if values were converted in registers.
+  // Sorts a lane's four columns of every 16. Needed if one-byte values were converted in registers, which changes their
+  // order.
   __device__ __forceinline__ void order_columns() {
 #pragma unroll
     for (int tile = 0; tile < kColumnTiles; tile += 2) {
@@ -176,7 +178,7 @@ struct WarpAttention {
     }
   }
 
-  // Replaces the scores that do not count: those of rows and tokens that the stage does not have.
+  // Sets scores to -inf for rows that do not attend to the stage and for tokens that the stage does not have.
   template <int kTokens>
   __device__ __forceinline__ static void mask(float (&scores)[kTokens / 8][4],
                                               const StageRecord& stage, int first_row,
@@ -217,7 +219,8 @@ struct WarpAttention {
       for (int i = 0; i < 4; ++i) latest[i / 2] = fmaxf(latest[i / 2], scores[tile][i]);
     }
     Rescaling rescaling{};
-    // Each lane compares its own columns. Lanes compare whole rows only if some lane has found a score above its limit.
+    // Each lane checks its own columns. The row maxima are reduced across lanes only if some lane has a score above its
+    // limit.
     rescaling.any = __any_sync(kFullWarp, latest[0] > limit_[0] || latest[1] > limit_[1]);
     if (rescaling.any) {
 #pragma unroll
@@ -225,14 +228,14 @@ struct WarpAttention {
         latest[h] = fmaxf(latest[h], __shfl_xor_sync(kFullWarp, latest[h], 1));
         latest[h] = fmaxf(latest[h], __shfl_xor_sync(kFullWarp, latest[h], 2));
         rescaling.factor[h] = 1.f;
-        // Not `> maximum`: what becomes of a row must not depend on the other rows of the warp.
+        // Compares with the limit, not with the maximum: the result of a row must not depend on the warp's other rows.
         if (latest[h] > limit_[h]) raise(rescaling, h, latest[h], scale_of(scale, h));
       }
     }
     return rescaling;
   }
 
-  // Makes `latest` the row's maximum.
+  // Makes `latest` the maximum of row h.
   __device__ __forceinline__ void raise(Rescaling& rescaling, int h, float latest,
                                         const LogitScale& scale) {
     rescaling.factor[h] = ptx::exp2((maximum[h] - latest) * scale.outer);
@@ -242,10 +245,10 @@ struct WarpAttention {
     limit_[h] = latest + kSlack / scale.outer;
   }
 
-  // The maximum as an exponent. Before the first token counts for a row, it is 0, so that the row's weights are 0, not
-  // NaN.
+  // What is subtracted from logits: the scaled maximum. Before a row's first token it is 0, so that masked weights are
+  // 0 instead of NaN.
   float shift_[2];
-  float limit_[2];  // scores above it need a new maximum
+  float limit_[2];  // a score above it raises the maximum
 };
 
 }  // namespace pat

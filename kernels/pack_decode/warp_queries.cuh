@@ -1,4 +1,5 @@
-// The 16 query rows of a warp as left-hand sides of mma.m16n8k16, in the type in which they are multiplied.
+// Loads the 16 query rows of a warp as left-hand sides of mma.m16n8k16, and converts them to the type of the
+// multiplication.
 #pragma once
 
 #include <type_traits>
@@ -7,8 +8,8 @@
 
 namespace pat {
 
-// Type in which T, the type of queries and outputs, is multiplied. One-byte numbers are exact in fp16, and one
-// instruction converts them. Probabilities in fp16 are eight times as exact as in bf16.
+// Type in which a model of type T is multiplied. With one-byte KV it is fp16, which represents one-byte numbers
+// exactly, with one conversion instruction, and probabilities eight times as exactly as bf16.
 template <typename T, typename Dims>
 using ComputeType = std::conditional_t<Dims::kIsFp8, __half, T>;
 
@@ -20,13 +21,13 @@ inline constexpr int kDepthSteps = Dims::kKey / 16;
 template <typename T, typename Dims>
 using WarpQueries = ptx::Fragment[kDepthSteps<Dims>];
 
-// Makes bf16 queries fp16. Rows with numbers that are too large are divided by a power of 2, kept in query_factors.
-// Numbers below 2^-14 become subnormal, which changes a score by less than its rounding does. Returns true if some row
-// of the warp was divided.
+// Converts bf16 queries to fp16. Divides rows with numbers of 2^15 or more by a power of 2, which it stores in
+// query_factors. Numbers below 2^-14 become subnormal, which changes a score by less than its rounding. Returns true if
+// any row of the warp was divided.
 template <typename T, typename Number, int kSteps>
 __device__ __forceinline__ bool narrow_queries(ptx::Fragment (&queries)[kSteps],
                                                float* query_factors, uint32_t lane) {
-  uint32_t exceeds = 0;  // the top bit of each half is set if a number there is 2^15 or more
+  uint32_t exceeds = 0;  // top bit of a half: some number is 2^15 or more
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
@@ -48,7 +49,7 @@ __device__ __forceinline__ bool narrow_queries(ptx::Fragment (&queries)[kSteps],
       }
       highest = max(highest, __shfl_xor_sync(kFullWarp, highest, 1));
       highest = max(highest, __shfl_xor_sync(kFullWarp, highest, 2));
-      const uint32_t excess = (highest >> 7) - 141;  // as an exponent
+      const uint32_t excess = (highest >> 7) - 141;  // exponent of the divisor
       inverse[h] = __uint_as_float((127 - excess) << 23);
       if (lane % 4 == 0) query_factors[lane / 4 + 8 * h] = __uint_as_float((127 + excess) << 23);
     }
@@ -65,15 +66,15 @@ __device__ __forceinline__ bool narrow_queries(ptx::Fragment (&queries)[kSteps],
   return has_factors;
 }
 
-// Loads the warp's 16 rows, from first_row on, of the tile_rows query rows in `tile`. has_factors is written only if
-// queries are narrowed.
+// Loads the warp's 16 rows, which begin at row first_row of the tile_rows query rows at `tile`. Writes has_factors only
+// if kNarrowsQueries.
 template <typename T, typename Dims>
 __device__ __forceinline__ void load_queries(WarpQueries<T, Dims>& queries, bool& has_factors,
                                              uint32_t tile, int tile_rows, int first_row,
                                              float* query_factors, uint32_t lane) {
   if constexpr (Dims::kIsFp8) {
-    // A lane has four neighbouring columns of every 16, both of the queries and of the keys. The order of a sum's terms
-    // does not matter.
+    // In every 16 columns, a lane has four neighbouring ones, of the queries as of the keys. This differs from mma's
+    // column order, which is fine because a score is a sum over all columns.
     const uint32_t first =
         tile + swizzled_offset(tile_rows, first_row + lane / 4, lane / 2 % 2) + lane % 2 * 8;
 #pragma unroll

@@ -1,11 +1,10 @@
-// The body of pack_decode on Hopper, for every tile of up to 64 rows (over one-byte KV, of more than 16): the four
-// consumer warps are one warpgroup whose instructions always multiply 64 rows. Rows that a tile does not have cost
-// tensor core time that a memory-bound item does not miss; in return a KV stage is read from shared memory once, and no
-// warp ever waits for another warp's part of a row.
+// The body of pack_decode on wgmma, for tiles of up to 64 rows. (With one-byte KV, tiles of 16 rows use mma_body.cuh.)
+// The four consumer warps are one warpgroup, and wgmma always multiplies 64 rows. Unused rows cost tensor core time,
+// which memory-bound items can spare. In return a KV stage is read from shared memory once, and no warp waits for
+// another.
 //
-// Stages overlap: while a stage's scores become probabilities, the values of the stage before are multiplied. At
-// each point of the code, the same multiplications are always under way. Otherwise ptxas would make one multiplication
-// wait for another.
+// Stages overlap: while the warps turn a stage's scores into probabilities, wgmma multiplies the values of the previous
+// stage. Each point of the code always has the same multiplications in flight. Otherwise ptxas would serialise them.
 #pragma once
 
 #include "pack_decode/consumer.cuh"
@@ -17,7 +16,7 @@ namespace pat {
 
 using StageWeights = ptx::Fragment[kStageTokens / 16];
 
-// Starts the multiplication of a stage's values, which lie at `address`.
+// Starts the multiplication of the probabilities with a stage's values, which lie at `address`.
 template <typename T, typename Dims, bool kSoftCap>
 __device__ __forceinline__ void start_output(WarpAttention<T, Dims, kSoftCap>& part,
                                              const StageWeights& weights, uint32_t address) {
@@ -32,7 +31,7 @@ __device__ __forceinline__ void start_output(WarpAttention<T, Dims, kSoftCap>& p
   wgmma::commit();
 }
 
-// Packs a stage's probabilities as left-hand sides of multiplications.
+// Packs a stage's probabilities as left-hand sides of wgmma.
 template <typename Attention>
 __device__ __forceinline__ void pack_weights(StageWeights& weights, const StageScores& scores) {
 #pragma unroll
@@ -41,7 +40,7 @@ __device__ __forceinline__ void pack_weights(StageWeights& weights, const StageS
   }
 }
 
-// Clears the scores of a stage that counts for none of a warp's rows.
+// Sets all weights to 0, for a stage to which none of the warp's rows attends.
 __device__ __forceinline__ void clear(StageScores& scores) {
 #pragma unroll
   for (int tile = 0; tile < kStageTokens / 8; ++tile) {
@@ -94,7 +93,7 @@ __device__ __forceinline__ void execute_item_wgmma(const DecodeParams& params,
   wgmma::wait<0>();
   wgmma::tie(scores);
   consumer.release_keys();
-  softmax_weights(record);  // nothing to rescale yet
+  softmax_weights(record);  // the first stage has nothing to rescale
   pack_weights<Attention>(weights, scores);
   while (!record.is_last()) {
     const uint32_t before = stage;

@@ -1,5 +1,5 @@
-// A warp's queries as the left-hand side of wgmma, and their multiplication with a stage's keys: numbers as the model
-// has them, or e4m3 terms (query_fp8_terms.cuh) where keys have one byte.
+// A warp's queries as the left-hand side of wgmma, and their multiplication with a stage's keys. For one-byte keys,
+// queries are sums of e4m3 terms (query_fp8_terms.cuh).
 #pragma once
 
 #include "pack_decode/consumer.cuh"
@@ -20,10 +20,10 @@ struct Queries {
                                        int first_row, const LogitScale&, uint32_t lane) {
     part.begin(consumer.queries(units), units * kUnitRows, first_row, nullptr, lane);
   }
-  // Clears the part of a warp that only takes part in its warpgroup's multiplications.
+  // Begins a tile in a warp without rows, which only takes part in its warpgroup's multiplications.
   __device__ __forceinline__ void clear(Attention& part) { part.begin_without_rows(); }
 
-  // Starts the multiplication with a stage's keys.
+  // Starts the multiplication of the queries with a stage's keys.
   __device__ __forceinline__ void start_scores(StageScores& scores, const Attention& part,
                                                uint32_t stage) const {
     const wgmma::Operand<0, KeyOperand::kGroupBytes> keys(stage);
@@ -38,15 +38,15 @@ struct Queries {
     wgmma::commit();
   }
 
-  // The scale of the scores.
+  // The scale of the scores, here the same for all rows.
   __device__ __forceinline__ const LogitScale& scale(const LogitScale& scale) const {
     return scale;
   }
   __device__ __forceinline__ void finish(Attention&, const Consumer<Dims>&, uint32_t) const {}
 };
 
-// Queries that stay in shared memory, because the output takes the registers. The instruction reads 64 rows. Rows that
-// the tile does not have hold whatever lies there, and no request gets their results.
+// Queries that stay in shared memory, because the output takes the registers. wgmma reads 64 rows. Rows beyond the tile
+// hold arbitrary data, and their results are not stored.
 template <typename T, typename Dims, bool kSoftCap>
   requires(Dims::kIsWide)
 struct Queries<T, Dims, kSoftCap> {
@@ -82,7 +82,7 @@ struct Queries<T, Dims, kSoftCap> {
   __device__ __forceinline__ void finish(Attention&, const Consumer<Dims>&, uint32_t) const {}
 };
 
-// Queries over one-byte keys: scores are sums of terms, and each row has a scale of its own.
+// Queries for one-byte keys: a score is the sum of the terms' products, and each row has its own scale.
 template <typename T, typename Dims, bool kSoftCap>
   requires(Dims::kIsFp8)
 struct Queries<T, Dims, kSoftCap> {
@@ -102,7 +102,7 @@ struct Queries<T, Dims, kSoftCap> {
     for (int h = 0; h < 2; ++h) {
       scales[h] = scale;
       (kSoftCap ? scales[h].inner : scales[h].outer) *= factors[h];
-      // Never 0, because 0 times a maximum of -inf would be NaN.
+      // A row's scale is never 0, because 0 times a maximum of -inf would be NaN.
       constexpr float kLeast = 1.17549435e-38f;
       if (scales[h].outer < kLeast) scales[h].outer = kLeast;
       if (lane % 4 == 0) kept[lane / 4 + 8 * h] = factors[h];
@@ -119,7 +119,7 @@ struct Queries<T, Dims, kSoftCap> {
     const wgmma::Operand<0, KeyOperand::kGroupBytes> keys(stage);
     wgmma::tie(scores);
     wgmma::begin();
-    // Small terms come first, because the sums are exact for them.
+    // Multiplies the small terms first, because sums of small terms alone are exact.
 #pragma unroll
     for (int term = kTerms - 1; term >= 0; --term) {
 #pragma unroll
@@ -136,7 +136,8 @@ struct Queries<T, Dims, kSoftCap> {
     return scales;
   }
 
-  // Turns the maximum into that of the scores without factors. With a soft-cap, the maximum is already without factors.
+  // Multiplies the maximum with the row's factor, so that the scale that is common to all rows applies to it. With a
+  // soft-cap, the factor is already in the maximum.
   __device__ __forceinline__ void finish(Attention& part, const Consumer<Dims>& consumer,
                                          uint32_t lane) const {
     if constexpr (!kSoftCap) {

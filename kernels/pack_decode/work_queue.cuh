@@ -1,9 +1,10 @@
-// Shared memory of pack_decode and the positions in its rings: what the producer warps hand to the consumers.
+// Shared memory of pack_decode, through which the producer warps pass data to the consumers, and positions in its
+// rings.
 //
 //   KV ring     kStages stages. A stage has the keys and values of up to 32 tokens of one segment, and a record that
-//               tells the consumers about them. The ring runs on across work items, so loads never drain.
-//   query ring  4 units of 16 query rows; an item takes block_q / 16 units, aligned to that number
-//   records     what the consumers must know of an item, one per query ring item
+//               describes them (StageRecord). Stages of one work item follow those of another, so loads never drain.
+//   query ring  4 units of 16 query rows. An item takes block_q / 16 units, aligned to that number.
+//   records     what the consumers must know of an item (ItemRecord), for up to 4 items
 #pragma once
 
 #include <algorithm>
@@ -17,7 +18,7 @@
 #ifndef PAT_TARGET_ARCH
 #error "PAT_TARGET_ARCH must be the compute capability the kernels are compiled for, e.g. 90"
 #endif
-// PAT_FORCE_MMA_SYNC: Hopper runs what Ampere, Ada and Blackwell run, so that its tests execute that code.
+// PAT_FORCE_MMA_SYNC: compiles for Hopper what Ampere, Ada and Blackwell run, so that tests on Hopper can execute it.
 #if PAT_TARGET_ARCH == 90 && !defined(PAT_FORCE_MMA_SYNC)
 #define PAT_USES_WGMMA
 #endif
@@ -25,52 +26,52 @@
 namespace pat {
 
 inline constexpr unsigned kFullWarp = 0xffffffffu;
-inline constexpr int kConsumerWarps = 4;  // of a warpgroup
-inline constexpr int kProducerWarps = 2;  // one loads K, one V
+inline constexpr int kConsumerWarps = 4;  // per warpgroup
+inline constexpr int kProducerWarps = 2;  // one for keys, one for values
 inline constexpr int kQueryUnits = 4;
 inline constexpr int kMaxTileRows = kQueryUnits * kUnitRows;
-inline constexpr int kDrawsAhead = 2;  // draws that the K producer may be ahead of the V producer
+inline constexpr int kDrawsAhead = 2;  // draws by which the K producer may lead
 
 #ifdef PAT_USES_WGMMA
 inline constexpr bool kHasWgmma = true;
 #else
 inline constexpr bool kHasWgmma = false;
 #endif
-// True if separate warps convert one-byte values for wgmma (converter.cuh). They do if a thread has room for the terms
-// of its queries and the accumulators.
+// True if separate warps convert one-byte values for wgmma (converter.cuh). This needs registers for the terms of a
+// thread's queries and for its accumulators.
 template <typename Dims>
 inline constexpr bool kHasConverters =
     kHasWgmma && Dims::kIsFp8 && !Dims::kIsLatent && Dims::kKey % 32 == 0 &&
     ValueConversion<Dims::kValue>::kFits && Dims::kKey / 8 * Dims::kTerms + Dims::kValue / 2 <= 192;
-// The first tile, by the number of its rows, that is multiplied by wgmma. In small tiles, consumers convert in
-// registers, each its own tokens.
+// Index of the smallest tile that runs on wgmma. For smaller tiles, each consumer warp converts its own tokens, in
+// registers.
 template <typename Dims>
 inline constexpr int kFirstWgmmaTile = !kHasWgmma             ? kNumTiles
                                        : !Dims::kIsFp8        ? 0
                                        : kHasConverters<Dims> ? 1
                                                               : kNumTiles;
 template <typename Dims>
-inline constexpr bool kUsesWgmma = kFirstWgmmaTile<Dims> == 0;  // in all tiles
+inline constexpr bool kUsesWgmma = kFirstWgmmaTile<Dims> == 0;  // for all tiles
 
 template <typename Dims>
 inline constexpr int kConsumerGroups = Dims::kIsWide ? 2 : 1;
 template <typename Dims>
 inline constexpr int kAllConsumerWarps = kConsumerGroups<Dims> * kConsumerWarps;
 inline constexpr int kConverterWarps = ValueConversion<16>::kWarps;
-// Warps over latent attention.
+// Consumer warps in latent attention, and warps that load queries for its wgmma body.
 inline constexpr int kLatentConsumerWarps = 8, kLatentQueryWarps = 2;
-// True for latent attention on mma.sync. It takes an item's rows in passes of 32, each over all of the item's KV, and
-// stages of 32 tokens. On wgmma, stages have 64 tokens.
+// True for latent attention on mma.sync. It executes an item in passes of 32 rows, each of which reads all of the
+// item's KV.
 template <typename Dims>
 inline constexpr bool kHasPasses = Dims::kIsLatent && Dims::kTokens == kStageTokens;
 template <typename Dims>
 inline constexpr bool kHasLatentWgmma = Dims::kIsLatent && !kHasPasses<Dims>;
 inline constexpr int kPassRows = 32;
-// Tokens of a stage of latent attention. Only mma.sync multiplies one-byte KV there.
+// Tokens of a stage in latent attention: 64 on wgmma, 32 on mma.sync. One-byte latent KV always runs on mma.sync.
 template <KvType kKv>
 inline constexpr int kLatentTokens =
     kHasWgmma && kKv == KvType::kAsQueries ? 2 * kStageTokens : kStageTokens;
-// True if a kernel of latent attention has the body on wgmma, beside that on mma.sync.
+// True if a latent attention kernel is compiled with both bodies, one on wgmma and one on mma.sync.
 template <typename Dims>
 inline constexpr bool kHasBothLatentBodies = kHasWgmma && Dims::kIsLatent && !Dims::kIsFp8;
 template <typename Dims>
@@ -79,24 +80,23 @@ inline constexpr int kDecodeThreads =
                                 (kHasBothLatentBodies<Dims> ? kLatentQueryWarps : 0)
                           : kAllConsumerWarps<Dims> + (Dims::kIsWide ? 4 : kProducerWarps) +
                                 (kHasConverters<Dims> ? kConverterWarps : 0));
-// Registers of a thread if two CTAs with converters share an SM: 128 on average.
+// Registers per thread if two CTAs with converters share an SM. The average over all threads is 128.
 inline constexpr int kConsumerRegisters = 184, kOtherRegisters = 72;
-// Registers of a thread over wide rows, and over latent attention on Hopper: 168 on average. With more, some threads
-// would wait for ever.
+// Registers per thread for wide rows and for latent attention on wgmma. The average over all threads must be at most
+// 168, or setmaxnreg would never return.
 inline constexpr int kLatentConsumerRegisters = 216, kLatentProducerRegisters = 72;
 
-// The arrivals with which a consumer warp hands back a stage: that of the lane that waited for wgmma, or those of all
-// lanes that read the stage.
+// Arrivals by which a consumer warp releases a stage: one lane arrives if wgmma has read the stage, else every lane.
 template <typename Dims>
 inline constexpr int kStageArrivals = kUsesWgmma<Dims> ? 1 : 32;
 
-// A stage holds keys, then values. Values that are converted in place land at the end of the room for them.
+// A stage holds keys, then values. If values are converted in place, the copies write them to the end of their room.
 template <typename Dims>
 inline constexpr int kValueRoom =
     kHasConverters<Dims> ? Dims::Converted::kValueBytes : Dims::kValueBytes;
 template <typename Dims>
 inline constexpr int kLandingOffset = Dims::kKeyBytes + kValueRoom<Dims> - Dims::kValueBytes;
-// If items are executed in passes, a stage may also hold the queries of a pass.
+// Bytes of a stage. With passes, a stage may hold the queries of a pass instead of KV.
 template <typename Dims>
 inline constexpr int kStageBytes =
     std::max(Dims::kKeyBytes + kValueRoom<Dims>,
@@ -105,18 +105,19 @@ inline constexpr int kStageBytes =
 inline constexpr bool kHas228Kb = PAT_TARGET_ARCH == 90 || PAT_TARGET_ARCH == 100 ||
                                   PAT_TARGET_ARCH == 103 || PAT_TARGET_ARCH == 110;
 inline constexpr bool kHas164Kb = PAT_TARGET_ARCH == 80 || PAT_TARGET_ARCH == 87;
-// Shared memory that one CTA can have: 1 KB less than an SM has. Other GPUs have 100 KB per SM.
+// The most shared memory that one CTA can have: 1 KB less than an SM has. SMs without 228 or 164 KB have 100 KB.
 inline constexpr int kMaxSharedBytes = (kHas228Kb ? 227 : kHas164Kb ? 163 : 99) * 1024;
 // Bytes of the KV ring if two CTAs share an SM.
 inline constexpr int kRingBytes = (kHas228Kb ? 80 : 48) * 1024;
 
-// Columns of a warp's accumulators. wgmma multiplies whole panels, because its swizzles cannot describe a part of one.
+// Output columns that a warp accumulates. wgmma multiplies whole panels, because a descriptor cannot address part of
+// one.
 template <typename Dims>
 inline constexpr int kOutColumns =
     (kUsesWgmma<Dims> ? panels(Dims::kValue * 2) * kPanelColumns : Dims::kValue) /
     kConsumerGroups<Dims>;
 
-// True if the tensor memory accelerator copies slots that follow one another, for rows of whole panels.
+// True if TMA copies consecutive slots. It can do so for rows that are whole panels.
 inline constexpr bool kHasTma = PAT_TARGET_ARCH == 90;
 
 __device__ __forceinline__ int request_of_row(const QueryRows& rows, int row) {
@@ -128,10 +129,10 @@ __device__ __forceinline__ int head_of_row(const QueryRows& rows, int row) {
   return row - request_of_row(rows, row) * rows.group_size;
 }
 
-// Destination of a query row's result: a row of partial_out and partial_lse, or the complement of a row of out and
-// out_lse (the request's only partial), or nowhere.
+// Where a query row's result is stored: row r of partial_out and partial_lse, or row ~r of out and out_lse if r is
+// negative.
 using RowTarget = int32_t;
-inline constexpr RowTarget kNoTarget = INT32_MIN;  // padding
+inline constexpr RowTarget kNoTarget = INT32_MIN;  // padding rows are not stored
 
 __device__ __forceinline__ RowTarget row_target(const ItemRequest& request, int num_q_heads,
                                                 int head) {
@@ -142,18 +143,18 @@ __device__ __forceinline__ RowTarget row_target(const ItemRequest& request, int 
 inline constexpr int32_t kNoMoreItems = -1;
 inline constexpr int32_t kNotMixed = -1;
 
-// Written with the queries of an item, read by all consumer warps.
+// What the consumers must know of an item. Written with the item's queries.
 struct ItemRecord {
-  int32_t tile;      // or kNoMoreItems
+  int32_t tile;      // index in the tile table, or kNoMoreItems
   int32_t num_rows;  // query rows in use
   int32_t
-      mixed_item;  // the item's index if some of its KV counts for some of its rows only, else kNotMixed
+      mixed_item;  // the item's index if some rows do not attend to all of its KV, else kNotMixed
   RowTarget targets[kMaxTileRows];
 };
 
-// The K producer's message to the consumers about a stage. Each unit of 16 rows has two bits. They tell the unit's warp
-// whether the stage counts for any of the unit's rows, and whether the stage is full and counts for all of these rows.
-// An item without KV has one stage, which is empty.
+// What the consumers must know of a stage. Written by the K producer. Each unit of 16 rows has two bits: kAny is set if
+// any of the unit's rows attends to the stage, and kWhole if the stage is full and all of the unit's rows attend to it.
+// An item without KV has one empty stage.
 struct StageRecord {
   // The first bit of each field.
   static constexpr int kEndRow = 6, kTokens = 13, kLast = 20, kWgmma = 21, kEnd = 22,
@@ -161,21 +162,22 @@ struct StageRecord {
 
   uint32_t packed;
 
-  // The record of stages that have all of their num_tokens tokens, and count for rows [first_row, end_row) of num_rows.
+  // The record of a full stage of num_tokens tokens to which rows [first_row, end_row) of the item's num_rows rows
+  // attend.
   __device__ __forceinline__ static StageRecord of_rows(int first_row, int end_row, int num_rows,
                                                         int num_tokens) {
     const uint32_t any = (1u << units(end_row)) - 1 & -(1u << first_row / kUnitRows);
-    // If the last row counts, rows that the item does not have count too, so that nothing is masked for them.
+    // If the item's last row attends, so do the padding rows after it. Then no masking is needed for them.
     if (end_row == num_rows) end_row = kMaxTileRows;
     const uint32_t whole = (1u << end_row / kUnitRows) - 1 & -(1u << units(first_row));
     return {static_cast<uint32_t>(first_row | end_row << kEndRow | num_tokens << kTokens) |
             any << kAny | whole << kWhole};
   }
   __device__ __forceinline__ static StageRecord empty() { return {1u << kLast}; }
-  // The record after the last stage.
+  // The record that marks the end after the last stage.
   __device__ __forceinline__ static StageRecord end() { return {1u << kEnd}; }
 
-  // The record of a whole stage, with another number of tokens.
+  // This record, which is of a full stage, with another number of tokens.
   __device__ __forceinline__ StageRecord with_tokens(int num_tokens) const {
     if (num_tokens == this->num_tokens()) return *this;
     constexpr uint32_t kOthers = (1u << kTokens) - 1 | 1u << kWgmma | 15u << kAny;
@@ -185,12 +187,12 @@ struct StageRecord {
     return {packed | uint32_t{is_last} << kLast};
   }
 
-  // For the producers: see KvSegment::kReadOnce.
+  // Sets the bit for KV that no other item reads (KvSegment::kReadOnce). Only producers use it.
   __device__ __forceinline__ StageRecord as_read_once(bool is_read_once) const {
     return {packed | uint32_t{is_read_once} << kReadOnce};
   }
 
-  // Notes whether the item's tile is multiplied by wgmma.
+  // Sets the bit for stages that wgmma reads. Only converters use it.
   template <typename Dims>
   __device__ __forceinline__ StageRecord of_tile(int tile) const {
     if constexpr (!kHasConverters<Dims>) return *this;
@@ -203,7 +205,7 @@ struct StageRecord {
     return first_row() == 0 && end_row() == kMaxTileRows;
   }
   __device__ __forceinline__ int num_tokens() const { return packed >> kTokens & 0x7f; }
-  __device__ __forceinline__ bool is_last() const { return packed >> kLast & 1; }  // of its item
+  __device__ __forceinline__ bool is_last() const { return packed >> kLast & 1; }  // in its item
   __device__ __forceinline__ bool is_for_wgmma() const { return packed >> kWgmma & 1; }
   __device__ __forceinline__ bool is_end() const { return packed >> kEnd & 1; }
   __device__ __forceinline__ bool is_read_once() const { return packed >> kReadOnce & 1; }
@@ -219,72 +221,72 @@ struct StageRecord {
 // The swizzle depends on the address, and its pattern repeats after this many bytes.
 inline constexpr int kSharedAlignment = 1024;
 
-// Columns, in tiles of 8, that each of `warps` warps gathers when they combine their parts of a row. The last warp
-// may have fewer.
+// Tiles of 8 columns that each of `warps` warps combines and stores when they have split the KV of a row. The last warp
+// may have fewer tiles.
 template <typename Dims>
 __host__ __device__ constexpr int own_tiles(int warps) {
-  constexpr int kTogether = Dims::kIsFp8 ? 2 : 1;  // tiles that a lane's neighbouring columns span
+  constexpr int kTogether = Dims::kIsFp8 ? 2 : 1;  // tiles with a lane's neighbouring columns
   return (Dims::kValue / 8 / kTogether + warps - 1) / warps * kTogether;
 }
 
 inline constexpr int kMaxStages = 12;
-// The most stages of a ring that also holds queries of passes. Hopper with PAT_FORCE_MMA_SYNC takes two, as the
-// smallest GPUs do.
+// The most stages of a ring that also holds the queries of passes. With PAT_FORCE_MMA_SYNC, Hopper has two stages, like
+// the GPUs with the least shared memory.
 inline constexpr int kMaxPassStages = PAT_TARGET_ARCH == 90 && !kHasWgmma ? 2 : 4;
 
-// The shared memory without the KV ring.
+// The shared memory of a CTA, except the KV ring.
 template <typename Dims>
 struct SharedState {
   alignas(kSharedAlignment) uint8_t queries[kQueryUnits][Dims::kUnitBytes];
-  // What the consumer warps of a tile exchange when they combine their parts (mma_body.cuh), 8 rows at a time. Every
-  // warp passes on the columns that are not its own.
+  // Output sums that the consumer warps exchange at the end of an item whose KV they have split, 8 rows at a time. Each
+  // warp sends the columns that another warp combines (combine_and_store_item()).
   float2 exchange[kUsesWgmma<Dims> ? 1
                                    : kConsumerWarps * (kConsumerWarps - 1) *
                                          own_tiles<Dims>(kConsumerWarps) * 32];
-  float2 row_states[kConsumerWarps][kUnitRows];                       // maximum and sum
-  float query_factors[Dims::kIsFp8 ? kConsumerWarps : 1][kUnitRows];  // WarpAttention
-  RowTarget row_targets[kAllConsumerWarps<Dims>][kUnitRows];          // of the warp's present item
-  int32_t mixed_items[kAllConsumerWarps<Dims>];  // ItemRecord::mixed_item of that item
+  float2 row_states[kConsumerWarps][kUnitRows];                       // maximum and sum of weights
+  float query_factors[Dims::kIsFp8 ? kConsumerWarps : 1][kUnitRows];  // see narrow_queries()
+  RowTarget row_targets[kAllConsumerWarps<Dims>][kUnitRows];          // of the warp's current item
+  int32_t mixed_items[kAllConsumerWarps<Dims>];  // mixed_item of the warp's current item
   ItemRecord records[kQueryUnits];
   StageRecord stage_records[kMaxStages];
-  int32_t drawn[kDrawsAhead];  // tickets drawn by the K producer, for the V producer
+  int32_t drawn[kDrawsAhead];  // draws that the K producer passes to the V producer
   alignas(8) uint64_t kv_full[kMaxStages];
-  uint64_t kv_ready[kHasConverters<Dims> ? kMaxStages : 1];  // converted
+  uint64_t kv_ready[kHasConverters<Dims> ? kMaxStages : 1];  // the stage's values are converted
   uint64_t kv_empty[kMaxStages];
-  // Values that arrive and are handed back by themselves have these barriers. kv_full and kv_empty are then those of
-  // the keys.
+  // Barriers for the values of wide rows, which arrive and are released independently of the keys. kv_full and kv_empty
+  // are then for the keys only.
   uint64_t values_full[Dims::kIsWide ? kMaxStages : 1];
   uint64_t values_empty[Dims::kIsWide ? kMaxStages : 1];
-  uint64_t queries_full[kQueryUnits];   // per item, modulo kQueryUnits
-  uint64_t queries_empty[kQueryUnits];  // per unit
+  uint64_t queries_full[kQueryUnits];   // for item i: entry i % kQueryUnits
+  uint64_t queries_empty[kQueryUnits];  // for each query unit
   uint64_t drawn_full[kDrawsAhead];
   uint64_t drawn_empty[kDrawsAhead];
 };
 
-// Shared memory of a CTA if two share an SM.
+// Bytes of shared memory of a CTA if two CTAs share an SM.
 template <typename Dims>
 inline constexpr int kHalfBytes =
     kHasConverters<Dims> ? kMaxSharedBytes / 2 - 1024
                          : static_cast<int>(sizeof(SharedState<Dims>)) +
                                kRingBytes / kStageBytes<Dims> * kStageBytes<Dims>;
 
-// An SM has two CTAs if the queries and the accumulators leave each thread with 168 registers, and both rings fit. The
-// bodies on mma.sync need more registers. An SM has 1 KB more than one CTA can have, and each CTA takes 1 KB itself.
+// Two CTAs share an SM if the columns are few enough for the registers of a thread, of which the mma.sync bodies need
+// more, and if both rings fit. An SM has 1 KB more than one CTA can have, and the hardware reserves 1 KB per CTA.
 template <typename Dims>
 inline constexpr int kCtasPerSm = Dims::kKey + Dims::kValue <= (kUsesWgmma<Dims> ? 320 : 256) &&
                                           2 * (kHalfBytes<Dims> + 1024) <= kMaxSharedBytes + 1024
                                       ? 2
                                       : 1;
 
-// True if some warpgroups give registers to others. Elsewhere, if an SM has one CTA, each thread already has as many
-// registers as a thread can have.
+// True if some warpgroups give registers to others (setmaxnreg). Not needed with one CTA per SM, where each thread
+// already has the largest number of registers, except for wide rows, which have more threads.
 template <typename Dims>
 inline constexpr bool kMovesRegisters =
     Dims::kIsWide || kHasConverters<Dims> && kCtasPerSm<Dims> == 2;
 
 template <typename Dims>
 inline constexpr int kRoom = kMaxSharedBytes - static_cast<int>(sizeof(SharedState<Dims>));
-// Room for KV. If an SM has one CTA, its ring is as long as fits.
+// Bytes for the KV ring. If an SM has one CTA, its ring is as long as fits.
 template <typename Dims>
 inline constexpr int kKvRoom =
     kCtasPerSm<Dims> == 1 ? kRoom<Dims>
@@ -301,8 +303,8 @@ struct SharedStorage : SharedState<Dims> {
   alignas(kSharedAlignment) uint8_t kv[kStages][kStageBytes<Dims>];
 };
 
-// Rows of the matrix in which a tile's queries lie. Wide rows always lie in a matrix of all units, so that wgmma, which
-// reads them there, finds the panels at one distance.
+// Rows of the shared matrix that holds a tile's queries. wgmma reads wide queries from shared memory and needs a
+// constant distance between panels, so their matrix always has the rows of all units.
 template <typename Dims>
 __device__ __forceinline__ int query_rows(int units) {
   return Dims::kIsWide ? kMaxTileRows : units * kUnitRows;
@@ -313,7 +315,7 @@ __device__ __forceinline__ uint32_t query_tile(SharedStorage<Dims>& storage, int
   return ptx::shared_address(storage.queries[0]) + first_unit % kQueryUnits * kUnitBytes;
 }
 
-// A stage of the KV ring and how often the ring has been passed through.
+// A position in the KV ring: the stage, and the parity of the number of completed laps.
 template <int kStages>
 struct RingPosition {
   int stage = 0;
@@ -327,16 +329,16 @@ struct RingPosition {
   }
 };
 
-// Items and query units since the kernel began. Producer and consumers step through the same sequence, so they
-// agree on units and parities without talking.
+// Counts the items and query units of a CTA. Producer and consumers count the same sequence, so they agree on units and
+// parities without communication.
 struct QueryPosition {
   int item = 0;
   int next_unit = 0;
 
   __device__ __forceinline__ int record() const { return item % kQueryUnits; }
   __device__ __forceinline__ uint32_t item_parity() const { return (item / kQueryUnits) & 1; }
-  // The first unit of an item of `units` (1, 2 or 4) units. The consumers skip the units between next_unit and that
-  // unit.
+  // The first unit of an item that takes `units` (1, 2 or 4) units, aligned to that number. Units in between stay
+  // unused.
   __device__ __forceinline__ int first_unit(int units) const {
     return (next_unit + units - 1) & -units;
   }
@@ -346,7 +348,7 @@ struct QueryPosition {
   }
 };
 
-// Query units of a tile of the table.
+// Number of query units that a tile of the tile table takes.
 template <int kTile = 0>
 __device__ __forceinline__ int tile_units(int tile) {
   constexpr int kUnits = kTileTable[kTile].block_q / kUnitRows;

@@ -17,17 +17,17 @@ __device__ __forceinline__ uint32_t permuted(uint32_t bytes) {
   return result;
 }
 
-// Bytes 2 * kPair and 2 * kPair + 1 of a word as the upper bytes of two halves, the lower ones 0.
+// Puts bytes 2 * kPair and 2 * kPair + 1 of a word into the upper bytes of the two halves. The lower bytes are 0.
 template <int kPair>
 __device__ __forceinline__ uint32_t upper_bytes(uint32_t bytes) {
   return permuted < kPair == 0 ? 0x1404 : 0x3424 > (bytes);
 }
 
-// Pair kPair of the four numbers of a word, in fp16.
+// Converts pair kPair of a word's four numbers to fp16.
 template <KvType kType, int kPair>
 __device__ __forceinline__ uint32_t to_half(uint32_t bytes) {
   if constexpr (kType == KvType::kE5m2) {
-    return upper_bytes<kPair>(bytes);  // fp16 has the same exponent
+    return upper_bytes<kPair>(bytes);  // e5m2 has the exponent of fp16
   } else {
     static_assert(kType == KvType::kE4m3);
     uint32_t halves;
@@ -36,11 +36,12 @@ __device__ __forceinline__ uint32_t to_half(uint32_t bytes) {
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
 #else
     const uint32_t upper = upper_bytes<kPair>(bytes);
-    // The mantissa and the lower four bits of the exponent, in their places. The exponent is then biased by 7, not by
-    // 15. The multiplication corrects this, for subnormal numbers too.
+    // Shifts exponent and mantissa to their places in fp16. The exponent bias is still e4m3's 7 instead of fp16's 15,
+    // so the next instruction multiplies by 2^8. This is correct for subnormal numbers too.
     const uint32_t placed = (upper & 0x80008000) | (upper >> 1 & 0x3f803f80);
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(halves) : "r"(placed), "r"(0x5c005c00));  // 2^8
-    // NaN has become 480. Only NaN carries in 0x7f + 1, and what the carry reaches is set to all ones.
+    // The multiplication has turned NaN into 480. Restores it: of all magnitudes, only NaN (0x7f) carries into the top
+    // bit when 1 is added, and a carry sets all exponent and mantissa bits.
     const uint32_t carries = (bytes & 0x7f7f7f7f) + 0x01010101;
     halves |= permuted < kPair == 0 ? 0x9988 : 0xbbaa > (carries);
 #endif
@@ -48,17 +49,17 @@ __device__ __forceinline__ uint32_t to_half(uint32_t bytes) {
   }
 }
 
-// The four numbers of a word, in fp16.
+// Converts the four numbers of a word to fp16.
 template <KvType kType>
 __device__ __forceinline__ uint2 convert(uint32_t bytes) {
   return make_uint2(to_half<kType, 0>(bytes), to_half<kType, 1>(bytes));
 }
 
 #if __CUDA_ARCH__ >= 890
-// Two numbers as bytes, `low` in the lower one, rounded to nearest. Correct only for magnitudes up to
-// kLargestRounded: the instruction turns greater ones into the largest number, and loses the sign of NaN.
+// Rounds two numbers to nearest, `low` into the lower byte. Correct only for magnitudes up to kLargestRounded: the
+// instruction turns greater ones into the type's largest number, and loses the sign of NaN.
 template <KvType kType>
-inline constexpr uint32_t kLargestRounded =  // 464, and the last float below 61440
+inline constexpr uint32_t kLargestRounded =  // 464, and the largest float below 61440
     kType == KvType::kE4m3 ? 0x43e80000 : 0x476fffff;
 
 template <KvType kType>
@@ -74,7 +75,8 @@ __device__ __forceinline__ uint32_t round_pair(float low, float high) {
 }
 #endif
 
-// A word of two columns (bytes) of two rows (halves), as two rows of two columns.
+// Swaps the two middle bytes: columns of rows, as ldmatrix with transposition loads pairs of bytes, become rows of
+// columns.
 __device__ __forceinline__ uint32_t transposed(uint32_t bytes) { return permuted<0x3120>(bytes); }
 
 }  // namespace pat::fp8

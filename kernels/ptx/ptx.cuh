@@ -1,5 +1,5 @@
-// Inline PTX, which only this file, fp8.cuh and wgmma.cuh have: asynchronous copies, mbarriers, matrix instructions,
-// fast math. Each function is one instruction, or one instruction with what it requires.
+// Inline PTX for asynchronous copies, mbarriers, matrix instructions and fast math. Only this file, fp8.cuh and
+// wgmma.cuh contain inline PTX. Each function wraps one instruction and the operands that the instruction needs.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,8 +13,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// volatile: the compiler computes what derives from the lane id where it is needed, and does not hoist it out of loops
-// into registers.
+// volatile keeps the compiler from hoisting values that derive from the lane id out of loops, where they would occupy
+// registers.
 __device__ __forceinline__ uint32_t lane_id() {
   uint32_t lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -23,12 +23,12 @@ __device__ __forceinline__ uint32_t lane_id() {
 
 // --- asynchronous copies ---
 
-// Copies 16 bytes past L1, because a CTA uses KV once.
+// Copies 16 bytes and bypasses L1, because a CTA reads each KV byte once.
 __device__ __forceinline__ void copy_async_16(uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
-// The L2 policy for copies of data that should be evicted first.
+// The L2 cache policy evict_first, for data that is read once.
 __device__ __forceinline__ uint64_t evict_first() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -65,8 +65,8 @@ __device__ __forceinline__ void store_shared_16(uint32_t address, const uint4& v
                : "memory");
 }
 
-// Makes shared memory visible to matrix instructions that read it there: what this thread has stored, and copies whose
-// end it has waited for.
+// Makes shared memory visible to matrix instructions: both what this thread has stored, and the copies for whose end it
+// has waited.
 __device__ __forceinline__ void fence_shared_memory() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -86,7 +86,7 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes the barriers that this thread has initialised visible to copies by tensor maps. From compute capability 9.0 on.
+// Makes the barriers that this thread has initialised visible to TMA copies. Needs compute capability 9.0.
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -100,7 +100,7 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
       : "memory");
 }
 
-// Arrives kArrivals times at once. From compute capability 9.0 on.
+// Arrives kArrivals times at once. Needs compute capability 9.0.
 template <int kArrivals>
 __device__ __forceinline__ void barrier_arrive_for(uint32_t barrier) {
   asm volatile(
@@ -112,7 +112,8 @@ __device__ __forceinline__ void barrier_arrive_for(uint32_t barrier) {
       : "memory");
 }
 
-// Stores a word to shared memory, then arrives, in the one thread for which `acts` is true, without a branch.
+// In the thread for which `acts` is true, stores a word to shared memory and then arrives. Uses predicates, not a
+// branch.
 __device__ __forceinline__ void store_and_arrive(uint32_t shared, uint32_t word, uint32_t barrier,
                                                  bool acts) {
   asm volatile(
@@ -132,8 +133,8 @@ __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Waits until the phase with this parity has completed, then converges the warp. On a fresh barrier, parity 1 counts
-// as completed.
+// Waits until the phase with this parity has completed, then converges the warp. On a new barrier, the phase with
+// parity 1 counts as completed.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -164,13 +165,13 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
   __syncwarp();
 }
 
-// Barrier of a subset of the CTA's warps. Id 0 is __syncthreads.
+// Synchronises some of the CTA's warps. Id 0 is __syncthreads.
 template <int kId, int kThreads>
 __device__ __forceinline__ void named_barrier_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
 }
 
-// Barrier arrival of threads that do not wait for the others.
+// Arrives at a named barrier without waiting for the other threads.
 template <int kId, int kThreads>
 __device__ __forceinline__ void named_barrier_arrive() {
   asm volatile("bar.arrive %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
@@ -178,13 +179,13 @@ __device__ __forceinline__ void named_barrier_arrive() {
 
 // --- tensor maps ---
 
-// Lets the present phase of a barrier wait for copies of this many bytes.
+// Makes the barrier's current phase wait for copies of this many bytes.
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
-// Copies the box at (column, row) of what a tensor map describes.
+// Copies the box at (column, row) of a tensor map, by TMA.
 __device__ __forceinline__ void copy_box(uint32_t shared, const void* map, int column, int row,
                                          uint32_t barrier) {
   asm volatile(
@@ -204,7 +205,7 @@ __device__ __forceinline__ void copy_box(uint32_t shared, const void* map, int c
 
 // --- registers ---
 
-// From here on, each thread of this warpgroup has kRegisters registers. All of its warps must call it.
+// Raises or lowers the registers of each thread to kRegisters. All warps of the warpgroup must call it.
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -223,8 +224,8 @@ __device__ __forceinline__ void wait_for_dependencies() {
 #endif
 }
 
-// Lets kernels that depend on this one start before it ends. They call wait_for_dependencies() before they read what it
-// writes.
+// Lets dependent kernels start before this kernel ends. They must call wait_for_dependencies() before they read its
+// results.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -249,7 +250,7 @@ __device__ __forceinline__ void load_matrices_transposed(Fragment& dst, uint32_t
                : "memory");
 }
 
-// From compute capability 9.0 on.
+// Needs compute capability 9.0.
 __device__ __forceinline__ void store_matrices(uint32_t address, const Fragment& src) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                "r"(src[0]), "r"(src[1]), "r"(src[2]), "r"(src[3])
@@ -279,7 +280,7 @@ __device__ __forceinline__ void multiply_add<__half>(float (&acc)[4], const Frag
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two floats as one register of T, `low` in the lower half.
+// Rounds two floats to T and packs them into one register, `low` in the lower half.
 template <typename T>
 __device__ __forceinline__ uint32_t pack(float low, float high);
 
@@ -297,7 +298,7 @@ __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
   return packed;
 }
 
-// The floats of a register of two T, the lower half first.
+// Unpacks a register of two T into floats, the lower half first.
 template <typename T>
 __device__ __forceinline__ float2 unpack(uint32_t packed);
 

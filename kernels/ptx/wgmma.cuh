@@ -1,8 +1,8 @@
-// Warpgroup matrix instructions of Hopper (sm_90a): 64 rows at once, the right-hand side straight from shared
-// memory, read once for all four warps. Only this file, ptx.cuh and fp8.cuh have inline PTX.
+// Warpgroup matrix instructions of Hopper (sm_90a). They multiply 64 rows at once, and read the right-hand side from
+// shared memory once for all four warps.
 //
-// The left-hand side comes from registers, in the layout of ptx::Fragment; accumulators have the layout of
-// mma.m16n8k16, warp w of the warpgroup holding rows 16 w to 16 w + 15.
+// A left-hand side in registers has the layout of ptx::Fragment. Accumulators have the layout of mma.m16n8k16; warp w
+// of the warpgroup holds rows 16 w to 16 w + 15.
 #pragma once
 
 #include <cstdint>
@@ -13,9 +13,10 @@
 
 namespace pat::wgmma {
 
-// A right-hand side in the 128-byte swizzle, from which the descriptors of its parts follow by one addition. Keys (k
-// contiguous): stride is the distance of 8-row groups along n, leading is unused. Values (n contiguous): stride is the
-// distance of 8-row groups along k, leading that of 64-column panels along n.
+// A matrix in the 128-byte swizzle. The descriptor of each of its parts is the first descriptor plus an offset. Keys (k
+// contiguous): kStrideBytes is the distance of 8-row groups along n, and kLeadingBytes is unused. Values (n
+// contiguous): kStrideBytes is the distance of 8-row groups along k, and kLeadingBytes that of 64-column panels along
+// n.
 template <uint32_t kLeadingBytes, uint32_t kStrideBytes>
 struct Operand {
   uint32_t low;
@@ -30,21 +31,21 @@ struct Operand {
   }
 };
 
-// Makes registers that were written before visible to the multiplications after this.
+// Orders earlier register writes before the multiplications that follow.
 __device__ __forceinline__ void begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// Ends a group, which has the multiplications issued since the last group ended.
+// Closes a group of all multiplications issued since the previous commit().
 __device__ __forceinline__ void commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits for all groups but the latest kGroups.
+// Waits until at most the latest kGroups groups are still running.
 template <int kGroups>
 __device__ __forceinline__ void wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
 }
 
-// Ties an accumulator to begin() or wait(): no access to it moves across. Costs nothing.
+// Keeps the compiler from moving accesses to an accumulator across this point. Emits no instruction.
 template <int kTiles>
 __device__ __forceinline__ void tie(float (&acc)[kTiles][4]) {
 #pragma unroll
@@ -54,14 +55,14 @@ __device__ __forceinline__ void tie(float (&acc)[kTiles][4]) {
   }
 }
 
-// Hides an address from the compiler, so that values derived from it are computed again and do not occupy registers.
+// Returns the same address, but hides this from the compiler. It then computes derived addresses again instead of
+// keeping them in registers.
 __device__ __forceinline__ uint32_t computed_again(uint32_t address) {
   asm volatile("" : "+r"(address));
   return address;
 }
 
-// The registers of an accumulator as an asm operand list, and their placeholders, which begin with %0: 16, 32, 64 or
-// 128 of them.
+// An accumulator's 16, 32, 64 or 128 registers as asm operands, and the placeholders of these operands, from %0 on.
 #define PAT_TILE(acc, i) "+f"(acc[i][0]), "+f"(acc[i][1]), "+f"(acc[i][2]), "+f"(acc[i][3])
 #define PAT_TILES_4(acc, i) \
   PAT_TILE(acc, i), PAT_TILE(acc, (i) + 1), PAT_TILE(acc, (i) + 2), PAT_TILE(acc, (i) + 3)
@@ -87,7 +88,8 @@ __device__ __forceinline__ uint32_t computed_again(uint32_t address) {
   ", %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123" \
   ", %124, %125, %126, %127"
 
-// acc[64x32] (+)= a * b, b being 32 keys of as many columns as the instruction takes. `flags`: its last operands.
+// acc[64x32] (+)= a * b, where b is 32 keys by the columns of one instruction. `flags`: the instruction's last
+// operands.
 #define PAT_MULTIPLY_KEYS(instruction, flags)                       \
   asm volatile(                                                     \
       "{\n"                                                         \
@@ -100,7 +102,7 @@ __device__ __forceinline__ uint32_t computed_again(uint32_t address) {
       : PAT_ACCUMULATOR_4(acc)                                      \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)))
 
-// a[64x16] and b[16x32] of T.
+// acc[64x32] (+)= a[64x16] * b[16x32], both of type T.
 template <typename T>
 __device__ __forceinline__ void multiply_keys(float (&acc)[4][4], const ptx::Fragment& a,
                                               uint64_t b, bool accumulate) {
@@ -112,8 +114,8 @@ __device__ __forceinline__ void multiply_keys(float (&acc)[4][4], const ptx::Fra
   }
 }
 
-// acc[64 x keys] (+)= a[64x16] * b[16 x keys] of T, both from shared memory. `a`, `b` and `predicate`: their
-// placeholders.
+// acc[64 x keys] (+)= a[64x16] * b[16 x keys], both of type T and from shared memory. `left`, `right`, `predicate`: asm
+// placeholders of the operands.
 #define PAT_MULTIPLY_SHARED_KEYS(type, keys, tiles, left, right, predicate)                     \
   asm volatile(                                                                                 \
       "{\n"                                                                                     \
@@ -153,7 +155,8 @@ __device__ __forceinline__ void multiply_shared_keys(float (&acc)[8][4], uint64_
   }
 }
 
-// a[64x32] in e4m3, and b[32x32] in e4m3 or e5m2. Sums keep 13 bits of mantissa from one instruction to the next.
+// acc[64x32] (+)= a[64x32] in e4m3 * b[32x32] in e4m3 or e5m2. The hardware keeps only 13 mantissa bits of the sums
+// from one instruction to the next.
 template <KvType kType>
 __device__ __forceinline__ void multiply_byte_keys(float (&acc)[4][4], const ptx::Fragment& a,
                                                    uint64_t b, bool accumulate) {
@@ -165,7 +168,8 @@ __device__ __forceinline__ void multiply_byte_keys(float (&acc)[4][4], const ptx
   }
 }
 
-// acc[64 x columns] += a[64x16] * b[16 x columns], b being 16 values. `a` and `b`: their placeholders.
+// acc[64 x columns] += a[64x16] * b[16 x columns], where b is the values of 16 tokens. `left`, `right`: asm
+// placeholders of the operands.
 #define PAT_MULTIPLY_VALUES(type, columns, tiles, left, right)                                     \
   asm volatile(                                                                                    \
       "{\n"                                                                                        \
@@ -214,7 +218,7 @@ __device__ __forceinline__ void multiply_values(float (&acc)[32][4], const ptx::
   }
 }
 
-// a[64x16] and b[16x256] of T, both from shared memory.
+// acc[64x256] += a[64x16] * b[16x256], both of type T and from shared memory.
 #define PAT_MULTIPLY_SHARED_VALUES(type)                                              \
   asm volatile(                                                                       \
       "{\n"                                                                           \

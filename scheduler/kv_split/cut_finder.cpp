@@ -10,13 +10,13 @@ namespace pat {
 
 namespace {
 
-// Price of the partials that a cut makes, relative to their cost in packing. It is higher, because nothing overlaps
-// with the merge of these partials.
+// Price of the partials that a cut makes, relative to PackingCosts::partial_row. It is above 1, because no other work
+// overlaps with the merge.
 constexpr double kPriceOfMerging = 1.5;
 // A cut between two segments may leave up to 1 / kEmptyPart of the ticket empty.
 constexpr int64_t kEmptyPart = 8;
-// Reading again instead of making partials keeps a worker busy. A worker may read again at most 1 / kAgainPart of a
-// ticket, or kLittleAgain tokens if that is more.
+// To avoid partials, the item after a cut may read KV again: at most 1 / kAgainPart of a ticket, or kLittleAgain tokens
+// if that is more.
 constexpr int64_t kAgainPart = 3;
 constexpr int64_t kLittleAgain = 160;
 
@@ -36,7 +36,7 @@ void CutFinder::cut_at(const Tile& tile, const Position& at, int32_t segment, in
   cut.both_requests = both_requests;
   cut.is_end = false;
   if (offset == 0 && segments[segment - 1].first < first && first > at.first) {
-    // Between two requests: the next item may read again what the requests on both sides share.
+    // The cut is between two requests. The next item may read again what the requests on both sides share.
     int64_t reread_load = 0;
     int32_t num_segments = 0;
     for (int32_t s = at.base; s < segment && num_segments <= kMaxSegmentsPerCut; ++s) {
@@ -75,7 +75,7 @@ bool CutFinder::find(const Tile& tile, const Position& at, int64_t budget_left, 
   const int64_t fit = for_tokens < 0 ? -1 : for_tokens / item.token;
   const int64_t left = tile.kv_load - at.assigned + at.reread_load;
   int64_t taken = at.reread_load;
-  int32_t border = -1;  // the last segment before which a cut fits the budget
+  int32_t border = -1;  // a cut before this segment fits the budget
   int64_t border_taken = 0;
   for (int32_t s = at.segment; s < tile.segment_end; ++s) {
     const int32_t begin = s == at.segment ? at.offset : 0;
@@ -85,7 +85,7 @@ bool CutFinder::find(const Tile& tile, const Position& at, int64_t budget_left, 
       if (taken <= fit) {
         border = s;
         border_taken = taken;
-      } else {  // only if a cut is forced: no earlier cut fits
+      } else {  // reached only if is_forced, when no cut fits
         cut_at(tile, at, s, 0, taken, most_reread, cut);
         return true;
       }

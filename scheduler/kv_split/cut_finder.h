@@ -1,4 +1,4 @@
-// Finds the cuts of a tile: between two segments, or within one.
+// Finds where a tile is cut: between two segments, or within a segment.
 #pragma once
 
 #include <cstdint>
@@ -9,16 +9,16 @@
 
 namespace pat {
 
-// How far the items of a tile have been assigned to tickets.
+// How much of a tile has been assigned to tickets.
 struct Position {
-  int32_t segment;  // into Packing::segments
-  int32_t offset;   // tokens of the segment that are assigned
-  int32_t first;    // all requests before this one are done
-  // Segment and offset at which the next item begins to read again. It reads only segments of requests from `first` on.
+  int32_t segment;  // first segment that is not assigned fully
+  int32_t offset;   // tokens of that segment that are assigned
+  int32_t first;    // first request that is not done
+  // Segment and offset from which the next item reads KV again, for the requests from `first` on.
   int32_t base;
   int32_t base_offset;
-  int64_t assigned;     // load that is assigned, without what is read again
-  int64_t reread_load;  // load that the next item reads again
+  int64_t assigned;     // assigned load, except what is read again
+  int64_t reread_load;  // load of what the next item reads again
 
   static Position begin_of(const Tile& tile) {
     return {.segment = tile.segment_begin,
@@ -33,10 +33,10 @@ struct Position {
 
 struct Cut {
   Position next;
-  int64_t cost;           // of the item before the cut
-  int32_t last;           // end of that item's requests
+  int64_t cost;           // cost of the item before the cut
+  int32_t last;           // end of the requests of that item
   int32_t both_requests;  // requests that have KV on both sides of the cut
-  bool is_end;            // nothing of the tile is left after it
+  bool is_end;            // the item ends the tile
 };
 
 struct TilePart {  // a part of a tile, up to a cut
@@ -44,10 +44,10 @@ struct TilePart {  // a part of a tile, up to a cut
   Cut cut;
 };
 
-// Writes cuts in place, because a plan tries hundreds of them.
+// Finds cuts. Results are written in place, because a plan tries hundreds of cuts.
 class CutFinder {
  public:
-  // aligned: tiles that read one range are cut at the same places of the range, whatever their numbers of requests.
+  // aligned: all tiles that read the same range are cut at the same positions, whatever their number of requests.
   CutFinder(const Packing& packing, const SplitContext& context, bool aligned = false)
       : packing_(packing), context_(context), aligned_(aligned) {}
 
@@ -61,17 +61,17 @@ class CutFinder {
     cut.both_requests = 0;
     cut.is_end = true;
   }
-  // Finds the best cut with which the item from `at` on costs at most `budget_left`, the rest of a ticket's `budget`.
-  // False if there is none.
+  // Finds the best cut for which the item from `at` to the cut costs at most `budget_left`, the rest of a ticket's
+  // `budget`. Returns false if there is none.
   bool find(const Tile& tile, const Position& at, int64_t budget_left, int64_t budget,
             Cut& cut) const {
     return find(tile, at, budget_left, budget, false, cut);
   }
-  // The same for a ticket's first item, which may cost more than `budget` if no cut makes it shorter.
+  // Finds the best cut for a ticket's first item. The item may cost more than `budget` if no cut makes it cheap enough.
   void force(const Tile& tile, const Position& at, int64_t budget, Cut& cut) const {
     find(tile, at, budget, budget, true, cut);
   }
-  // A cut within the tile's first segment.
+  // Makes the cut at token `offset` of the tile's first segment.
   void cut_range(const Tile& tile, const Position& at, int32_t offset, Cut& cut) const {
     cut_at(tile, at, tile.segment_begin, offset, offset - at.offset, 0, cut);
   }
@@ -79,7 +79,8 @@ class CutFinder {
  private:
   bool find(const Tile& tile, const Position& at, int64_t budget_left, int64_t budget,
             bool is_forced, Cut& cut) const;
-  // most_reread: the next item may read at most this many tokens again instead of making partials.
+  // Makes the cut at token `offset` of a segment. most_reread: upper bound for the load that the next item may read
+  // again to avoid partials.
   void cut_at(const Tile& tile, const Position& at, int32_t segment, int32_t offset, int64_t taken,
               int64_t most_reread, Cut& cut) const;
 

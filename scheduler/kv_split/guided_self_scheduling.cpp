@@ -9,18 +9,19 @@ namespace pat {
 
 namespace {
 
-// An item that a cut makes costs at least this many times as much as the partials that the cut makes.
+// A cut must leave items that cost at least this many times as much as the cut's partials.
 constexpr int64_t kItemPerCut = 32;
-// Workers may end this far apart if no tile is cut. Cuts would even this out, but would make partials.
+// Tiles stay uncut if the slowest worker then costs at most this many times the mean. Cuts would balance the workers,
+// but would make partials.
 constexpr double kWorstUncutImbalance = 1.05;
-constexpr int64_t kMostUncutTiles = 8;  // per worker; more tiles need no cuts to be balanced
-// CTAs with equal work end up to 12% apart, and shrinking tickets even that out. If the costs of workers are further
-// apart than that, an even share for each worker is better.
+constexpr int64_t kMostUncutTiles = 8;  // per worker; more tiles are balanced without cuts
+// Shrinking tickets even out that CTAs with equal work end up to 12% apart. If the tickets' costs are less balanced
+// than that, StreamKSplit is better.
 constexpr double kWorstGuidedImbalance = 1.12;
-// A chunk has at most this many tokens, so that tiles which start it at different times still meet in the L2.
+// A chunk has at most this many tokens, so that it is still in the L2 when the last tile starts to read it.
 constexpr int64_t kLongestChunk = 4096;
 
-// A run of the list of tiles, and how far it has been assigned.
+// Assigns a run of the tile list to tickets.
 class Stream {
  public:
   Stream(const SplitContext& context, const Packing& packing, const TileList& list, size_t begin,
@@ -38,7 +39,8 @@ class Stream {
   }
 
   bool is_empty() const { return tile_ == end_; }
-  // Assigns the next work to a ticket, and returns the ticket's cost. cuts_left: how many cuts chunks may still make.
+  // Assigns the next tiles, or parts of them, to a ticket, and returns the ticket's cost. cuts_left: how many more cuts
+  // chunks may make.
   int64_t assign(int64_t budget, int64_t cuts_left, int32_t ticket) {
     return tiles_[tile_].is_chunked ? assign_chunk(budget, cuts_left, ticket)
                                     : assign_ticket(budget, ticket);
@@ -46,13 +48,13 @@ class Stream {
 
   TicketProgress progress;
   int64_t cuts = 0;
-  int64_t cut_requests = 0;  // requests that the cuts concern, once per cut
+  int64_t cut_requests = 0;  // sum over the cuts of the requests that have KV on both sides
 
  private:
   void begin_tile() {
     if (!is_empty()) part_.begin = Position::begin_of(tiles_[tile_]);
   }
-  // The tokens that a cut should leave on both sides.
+  // The number of tokens that a cut should leave on both sides.
   int64_t shortest_item(int32_t num_requests) const {
     const int64_t rows = int64_t{num_requests} * context_.tiles.group_size();
     const int64_t partials = rows * context_.costs->packing.partial_row / kCostUnit;
@@ -73,8 +75,9 @@ class Stream {
   Assignment& assignment_;
   size_t tile_;
   size_t end_;
-  TilePart part_;  // the next part; its cut is not found yet
-  // The tiles that read the present chunk, a part of their first segment. chunk_end_ is 0 if there is none.
+  TilePart part_;  // next part of tile_; its cut is not known yet
+  // Tiles [readers_begin_, readers_end_) read the current chunk: positions [chunk_begin_, chunk_end_) of their first
+  // segment. chunk_end_ is 0 if there is no current chunk.
   size_t readers_begin_ = 0;
   size_t readers_end_ = 0;
   int32_t chunk_begin_ = 0;
@@ -98,7 +101,7 @@ int64_t Stream::assign_chunk(int64_t budget, int64_t cuts_left, int32_t ticket) 
     int64_t chunk = std::min((budget - item.fixed) / item.token, kLongestChunk);
     chunk = std::max({chunk, shortest_item(tile.num_requests), left / (cuts_left / readers + 1)});
     const int64_t chunks =
-        std::max<int64_t>(left / chunk, 1);  // equal chunks, unless the budget shrinks
+        std::max<int64_t>(left / chunk, 1);  // equally long, unless the budget shrinks
     chunk = chunks == 1 ? left : left / chunks / kCutGranularity * kCutGranularity;
     chunk_end_ = chunk_begin_ + static_cast<int32_t>(chunk);
   }
@@ -128,19 +131,20 @@ int64_t Stream::assign_ticket(int64_t budget, int32_t ticket) {
   int64_t budget_left = budget;
   while (!is_empty()) {
     const Tile& tile = tiles_[tile_];
-    if (tile.is_chunked) break;  // this tile begins the next ticket: see assign()
+    if (tile.is_chunked) break;  // assign() begins the next ticket with it
     const Position& at = part_.begin;
     Cut& cut = part_.cut;
     cut_finder_.take_rest(tile, at, cut);
     if (cut.cost > budget_left) {
-      if (budget_left < budget) break;       // not the first item: the next ticket has more budget
-      if (cut.cost > budget + budget / 2) {  // an item of 1.5 times the budget is worth a cut
+      if (budget_left < budget) break;       // the next ticket has more budget
+      if (cut.cost > budget + budget / 2) {  // smaller excess is not worth a cut
         const int32_t num_requests = tile.num_requests - at.first;
         const int64_t shortest = shortest_item(num_requests);
         cut_finder_.force(tile, at, std::max(budget, context_.cost(num_requests, shortest)), cut);
       }
     }
-    // A rest may lack some of the tile's requests, so it is written as a part.
+    // A tile that was not cut is added as a whole. An is_rest tile may have requests without KV, so it is added as a
+    // part, which leaves them out.
     if (cut.is_end && at.assigned == 0 && !tile.is_rest) {
       assignment_.add(tile_, ticket);
     } else {
@@ -181,7 +185,7 @@ bool GuidedSelfScheduling::choose(const SplitContext& context, const Packing& pa
   Stream shared_work(context, packing, list, 0, list.num_shared(), shared_work_);
   Stream private_work(context, packing, list, list.num_shared(), list.tiles().size(),
                       private_work_);
-  // The tile list made cuts when it parted tiles. These count, too.
+  // Counts the cuts that TileList has made between long ranges and the rest of their tiles.
   private_work.cuts = list.num_parted();
   private_work.cut_requests = list.parted_requests();
   const int64_t most_cuts = max_cut_requests(context.num_workers, context.tiles);
@@ -192,7 +196,7 @@ bool GuidedSelfScheduling::choose(const SplitContext& context, const Packing& pa
     const bool is_shared =
         private_work.is_empty() ||
         (!shared_work.is_empty() && shared_is_next(shared_work.progress, private_work.progress));
-    // A quarter of the cuts is kept for the work after the chunks.
+    // Chunks may use three quarters of the cuts that are left.
     const int64_t cuts_left =
         std::max<int64_t>(
             std::min(most_cuts - shared_work.cuts - private_work.cuts,

@@ -1,4 +1,4 @@
-// The split of much work: tickets that shrink with the work that is left.
+// The split for steps with much work: tickets that shrink with the remaining work.
 #pragma once
 
 #include <cstdint>
@@ -13,20 +13,21 @@
 
 namespace pat {
 
-// Guided self-scheduling: the first tickets are large, and the last are small enough to even out what costs cannot
-// foresee. Tickets of shared packs read mostly from the L2, and tickets of private packs from device memory, so tickets
-// of both kinds are drawn alternately. A range that several tiles read and that is too long for the L2 is assigned
-// chunk by chunk to all of these tiles. They read each chunk together, and from device memory once.
+// Guided self-scheduling: the first tickets are large. The last are small, to even out differences that the cost model
+// does not predict. Tickets of shared packs read mostly from the L2, and tickets of private packs from device memory,
+// so both kinds alternate. A range that several tiles read and that is too long for the L2 is cut into chunks. Each
+// chunk is assigned to all of these tiles before the next, so that they read it at about the same time, and from device
+// memory once.
 class GuidedSelfScheduling {
  public:
-  // Makes each tile a ticket. False if workers would then end too far apart; the assignment is then undefined.
+  // Makes each tile a ticket. Returns false, with an undefined assignment, if workers would then end too far apart.
   bool choose_whole_tiles(const SplitContext& context, const TileList& list);
-  // False if workers would end too far apart, or if this takes more cuts than a stream-K split may have; the assignment
-  // is then undefined. The limit on cuts bounds the partials of a batch. A few tiles of many requests with very long KV
-  // exceed it.
+  // Makes shrinking tickets. Returns false, with an undefined assignment, if workers would then end too far apart, or
+  // if this takes more cuts than max_cut_requests() allows. That limit bounds the partials of a batch. A few tiles of
+  // many requests with very long KV would exceed it.
   bool choose(const SplitContext& context, const Packing& packing, const TileList& list);
 
-  // The assignments of the last choice. Their tickets share one numbering.
+  // The assignments of the last choice. Tickets are numbered across both.
   const Assignment& shared_work() const { return shared_work_; }
   const Assignment& private_work() const { return private_work_; }
   int32_t num_tickets() const { return static_cast<int32_t>(ticket_costs_.size()); }

@@ -8,16 +8,17 @@ namespace pat {
 
 namespace {
 
-// These constants are fitted to the trees of benchmarks/kernel/workloads.py on an H100. Costs are in tokens.
+// These constants are fitted to runs of the trees of benchmarks/kernel/workloads.py on an H100. Costs are in tokens.
 
-// Up to this cost per worker, a second ticket for each worker costs more time than the better balance saves.
+// Up to this cost per worker, each worker gets one ticket: a second ticket would take more time than its balance saves.
 constexpr int64_t kOneTicketEach = 1300;
-// The same limit if nothing is shared. All tickets then wait for device memory only, and end at about the same time
-// even if they cost more.
+// The same limit if nothing is shared. It is higher, because all tickets then wait for device memory, which evens out
+// their times.
 constexpr int64_t kOneTicketEachUnshared = 5000;
-// Tiles that read one long range are cut at the same places, if workers then end at most this far apart.
+// Tiles that read the same long range are cut at the same positions if the slowest worker then costs at most this many
+// times the mean.
 constexpr double kWorstAlignedImbalance = 1.08;
-// Workers with less work than this many items of the usual length may get shorter items.
+// If the workers have fewer items of the usual length than this on average, items may be shorter.
 constexpr int64_t kItemsEach = 4;
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Stage 3: packs -> work items. Packs are cut into tiles by requests, and tiles into work items by KV. CTAs draw
-// tickets, which are runs of work items, so that all CTAs finish together.
+// Stage 3 of the scheduler turns packs into work items. It cuts packs into tiles by requests, and tiles into work items
+// by KV. It groups work items into tickets, which CTAs draw, so that all CTAs finish at about the same time.
 #pragma once
 
 #include <cstdint>
@@ -20,9 +20,8 @@ namespace pat {
 
 struct SplitConfig {
   int32_t num_workers;  // CTAs per KV head
-  // A cut leaves at least this many tokens on both sides, both of the item and of the segment that it lies in. If
-  // workers would then have less than four items each, a quarter of this number is enough. The number is a multiple of
-  // kCutGranularity.
+  // A cut leaves at least this many tokens of the item, and of the segment in which it lies, on both sides. A quarter
+  // of it is enough if workers would otherwise have less than four items each. Must be a multiple of kCutGranularity.
   int32_t min_item_tokens;
 };
 inline constexpr int32_t kMaxWorkers = 1 << 16;
@@ -33,16 +32,16 @@ class KvSplitter {
   // multiple of kCutGranularity.
   KvSplitter(const SplitConfig& config, const CostModel& cost, const TileSelection& tiles);
 
-  // StreamKSplit splits a little work evenly, and more work if it can cut tiles that read one long range at the same
-  // places and workers then end close enough together. Otherwise each tile becomes a ticket, again if workers then end
-  // close enough together. If they do not, GuidedSelfScheduling makes tickets that shrink with the work that is left.
+  // Tries these in turn. StreamKSplit, for a little work, or if tiles that read the same long range can be cut at the
+  // same positions and the workers are balanced. Else one ticket per tile, if the workers are balanced. Else shrinking
+  // tickets by GuidedSelfScheduling.
   //
-  // A cut lies between two segments if the ticket is then nearly full, else within one. A request on both sides of a
-  // cut gets a partial from each. Where the cut lies between two requests, the item after the cut may instead read
-  // again what the requests of both sides share, if that costs less.
+  // A cut is between two segments if the ticket is then nearly full, else within a segment. A request with KV on both
+  // sides of a cut gets a partial from each side. At a cut between two requests, the item after the cut may instead
+  // read again what the requests of both sides share, if that costs less.
   void split(const Packing& packing, SplitTask task, Split& out);
 
-  // A lower bound of Split::time for any split whose items read `num_tokens` tokens and share none.
+  // A lower bound for Split::time of any split whose items read `num_tokens` tokens and share none of them.
   int64_t least_time(SplitTask task, int64_t num_tokens) const {
     task.num_read = num_tokens;
     task.shares_nothing = true;

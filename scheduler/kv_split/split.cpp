@@ -28,7 +28,7 @@ int64_t Split::balanced_growth(int32_t num_workers) const {
   if (static_cast<int64_t>(tickets.size()) > num_workers) return kUnlimited;
   struct Load {
     int64_t tokens = 0;
-    int64_t num_open = 0;  // segments that grow; those of padding are empty
+    int64_t num_open = 0;  // segments that grow; padding has none
   };
   std::vector<Load> loads;
   Load total;
@@ -52,7 +52,7 @@ int64_t Split::balanced_growth(int32_t num_workers) const {
   for (const Load& load : loads) {
     if (load.num_open == 0) continue;
     int64_t most = (longest + slack - load.tokens) / load.num_open;
-    // Compare with the mean of the workers. Both sides are multiplied by num_workers.
+    // By how many tokens the ticket may exceed the mean of the workers, multiplied by num_workers.
     const int64_t room = total.tokens + (slack - load.tokens) * num_workers;
     const int64_t faster = load.num_open * num_workers - total.num_open;
     if (room >= 0) most = std::max(most, faster > 0 ? room / faster : kUnlimited);
@@ -62,7 +62,7 @@ int64_t Split::balanced_growth(int32_t num_workers) const {
 }
 
 double imbalance(std::span<const int64_t> ticket_costs, int32_t num_workers) {
-  // Ascending: the next ticket goes to the worker that is done first.
+  // The smallest load is on top, because the worker that finishes first draws the next ticket.
   std::priority_queue<int64_t, std::vector<int64_t>, std::greater<>> loads(
       {}, std::vector<int64_t>(num_workers, 0));
   int64_t total = 0;

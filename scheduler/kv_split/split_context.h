@@ -1,4 +1,4 @@
-// Context of a split: the costs of work items, and how short items may be.
+// What the functions of a split have in common: the costs of work items, and how short items may be.
 #pragma once
 
 #include <algorithm>
@@ -19,10 +19,10 @@ struct ItemCost {
 // The cost of an item, indexed by its number of requests: 0 to TileSelection::requests_per_tile().
 std::vector<ItemCost> item_costs_of(const CostModel& cost, const TileSelection& tiles);
 
-// What assigning tiles to tickets depends on. A load is the time that a CTA takes for KV, in tokens. A cost is the time
-// of a work item, in 1 / kCostUnit tokens.
+// What the assignment of tiles to tickets depends on. A load is the time that a CTA needs to load KV, in tokens. A cost
+// is the time of a whole work item, in 1 / kCostUnit tokens.
 struct SplitContext {
-  // A CTA loads whole stages of a segment. To start a segment takes as long as kSegment tokens.
+  // A CTA loads a segment in stages of this many tokens. Starting a segment takes as long as loading kSegment tokens.
   static constexpr int64_t kStageTokens = 32;
   static constexpr int64_t kSegment = 4;
 
@@ -30,12 +30,12 @@ struct SplitContext {
   TileSelection tiles;
   const CostModel* costs;
   const ItemCost* item_costs;
-  // Loads count whole stages and the starts of segments. False if there is much work, and nothing is shared or some
-  // shared range is long: counting them then makes no difference.
+  // True if loads count whole stages and the starts of segments. False if these make no difference: with much work, if
+  // nothing is shared or some shared range is long.
   bool counts_stages;
-  int64_t min_item_tokens;  // no cut makes a shorter item
+  int64_t min_item_tokens;  // a cut must leave items of at least this length
   bool may_merge =
-      true;  // false: a cut between requests makes no partials, whatever reading again costs
+      true;  // false: at a cut between requests, the next item reads again, whatever that costs
 
   int64_t kv_load_of(int64_t num_tokens) const {
     if (!counts_stages || num_tokens <= 0) return num_tokens;
@@ -48,8 +48,8 @@ struct SplitContext {
   }
 };
 
-// An upper bound of the cuts of a split, and of the requests that the cuts concern, counted once per cut: each such
-// request adds a partial. There may be more such requests than the bound, by up to Packing::packing_slack.
+// Upper bound for the number of cuts of a split. Plus Packing::packing_slack, it is also the upper bound for the sum,
+// over the cuts, of the requests with KV on both sides, each of which gets one more partial.
 inline int64_t max_cut_requests(int32_t num_workers, const TileSelection& tiles) {
   return int64_t{num_workers} * tiles.requests_per_tile();
 }

@@ -1,4 +1,4 @@
-// The expected time of a stream-K split, in hundredths of tokens.
+// Estimates the time of a stream-K split, in hundredths of tokens.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@
 
 namespace pat {
 
-// The time of a split without its merge. A chain is the work that one CTA does in sequence, in tokens. `slowest` is the
-// longest chain, `total` the sum of all chains.
+// The time of a split without the merge. A chain is the work of one CTA, in tokens. `slowest` is the longest chain,
+// `total` the sum of all chains.
 int64_t time_of_chains(const SplitTask& task, int32_t num_workers, int64_t slowest, int64_t total);
 
 class SplitTimeModel {
@@ -21,21 +21,21 @@ class SplitTimeModel {
   struct Expected {
     int64_t time;
     int64_t slowest;  // the longest chain
-    int64_t total;    // of all chains
+    int64_t total;    // sum of all chains
     bool has_partials;
   };
   Expected expect(const SplitContext& context, const SplitTask& task, const Split& split);
 
-  // The longest chain of a single request. Without merges, no split has a shorter longest chain.
+  // The longest chain that any single request needs. No split without partials has a shorter slowest chain.
   int64_t longest_request(const SplitContext& context, const Packing& packing,
                           std::span<const Tile> tiles);
-  // True if every split of the tiles takes at least SplitTask::time_to_beat.
+  // True if no split of the tiles can take less than SplitTask::time_to_beat.
   bool takes_too_long(const SplitContext& context, const SplitTask& task, const Packing& packing,
                       std::span<const Tile> tiles);
 
  private:
   std::vector<int64_t> chains_;
-  std::vector<int32_t> num_partials_;  // per request
+  std::vector<int32_t> num_partials_;  // per request of the batch
 };
 
 }  // namespace pat

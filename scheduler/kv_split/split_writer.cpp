@@ -6,7 +6,7 @@ namespace pat {
 
 namespace {
 
-// Every request of a tile has a segment, so the item has all requests of the tile.
+// Adds a whole tile as a work item. The item has all requests of the tile, because each of them has a segment.
 void add_whole(const Packing& packing, const Tile& tile, Split& out) {
   out.work_items.push_back({.tile = tile.tile,
                             .request_begin = static_cast<int32_t>(out.requests.size()),
@@ -19,7 +19,7 @@ void add_whole(const Packing& packing, const Tile& tile, Split& out) {
   out.requests.insert(out.requests.end(), requests, requests + tile.num_requests);
   for (int32_t s = tile.segment_begin; s < tile.segment_end; ++s) {
     Segment& segment = out.segments.emplace_back(packing.segments[s]);
-    segment.end = std::min(segment.end, tile.num_requests);  // a pack may have several tiles
+    segment.end = std::min(segment.end, tile.num_requests);  // tiles of a pack share its segments
   }
 }
 
@@ -35,7 +35,7 @@ void SplitWriter::add_part(const Packing& packing, const SplitContext& context, 
   const auto add_segment = [&](int32_t s, int32_t from, int32_t to) {
     Segment segment = packing.segments[s];
     segment.is_open &= to == segment.num_tokens();
-    // If some requests of the segment are outside the item, another item reads the segment for them.
+    // A segment with requests outside the item is read by another item too.
     segment.is_read_once &= at.first <= segment.first && segment.end <= cut.last;
     segment.kv_end = segment.kv_begin + to;
     segment.kv_begin += from;
@@ -57,7 +57,7 @@ void SplitWriter::add_part(const Packing& packing, const SplitContext& context, 
     add_segment(s, s == at.segment ? at.offset : 0, cut.next.offset);
   }
 
-  // Leave out requests that no segment is for.
+  // Leaves out the requests to which no segment belongs.
   const int32_t num_places = cut.last - at.first;
   place_.assign(num_places + 1, 0);
   for (size_t s = segment_begin; s < out.segments.size(); ++s) {

@@ -1,4 +1,4 @@
-// Which tiles, and which parts of tiles, each ticket has, and how these become the work items of a Split.
+// The tiles and parts of tiles of each ticket (Assignment), and how they become the work items of a Split.
 #pragma once
 
 #include <cstdint>
@@ -13,14 +13,14 @@
 
 namespace pat {
 
-// A tile, or a part of one, that belongs to a ticket.
+// A tile, or a part of a tile, that is assigned to a ticket.
 struct AssignedPart {
   int32_t tile;
   int32_t ticket;
-  int32_t part;  // into Assignment::parts; -1: the whole tile
+  int32_t part;  // index in Assignment::parts; -1: the whole tile
 };
 
-// All parts of all tickets: a split that is not written yet.
+// The tiles and parts of all tickets, in order. SplitWriter turns it into a Split.
 struct Assignment {
   std::vector<AssignedPart> assigned_parts;
   std::vector<TilePart> parts;
@@ -42,7 +42,7 @@ struct Assignment {
 
 class SplitWriter {
  public:
-  // Appends the assignment's work items to `out`, which has the tickets already.
+  // Appends the assignment's work items to `out`, which must already have the tickets.
   void add(const Packing& packing, const SplitContext& context, std::span<const Tile> tiles,
            const Assignment& assignment, Split& out);
 
@@ -50,7 +50,7 @@ class SplitWriter {
   void add_part(const Packing& packing, const SplitContext& context, const Tile& tile,
                 const TilePart& part, Split& out);
 
-  std::vector<int32_t> place_;  // per request of a tile: its place in the item
+  std::vector<int32_t> place_;  // per request of a tile: its index in the item
 };
 
 }  // namespace pat

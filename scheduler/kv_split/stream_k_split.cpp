@@ -12,14 +12,13 @@ namespace pat {
 
 namespace {
 
-// Items of a little work may be as short as a half or a quarter of the usual, so that more workers have one and all end
-// sooner.
+// With a little work, items may have a half or a quarter of the usual shortest length, so that more workers have work.
 constexpr std::array<int64_t, 2> kShorterItems = {2, 4};
-// Shorter items are tried where perfect balance would save at least 1 / kUnevenPart of the time.
+// Still shorter items are tried if perfect balance would save at least 1 / kUnevenPart of the time.
 constexpr int64_t kUnevenPart = 12;
-// Cutting tiles that read one range at the same places may cost up to 1 / kAlignedPart of a ticket.
+// Tiles that read the same range are cut at the same positions if that lengthens tickets by at most 1 / kAlignedPart.
 constexpr int64_t kAlignedPart = 4;
-// Tickets are ordered by cost, in steps of 1 / kOrderPart of the largest cost, and within a step by their tiles.
+// Tickets are ordered by cost, rounded down to a multiple of 1 / kOrderPart of the largest cost. Ties keep their order.
 constexpr int64_t kOrderPart = 8;
 
 }  // namespace
@@ -39,7 +38,7 @@ StreamKSplit::AssignResult StreamKSplit::assign(const SplitContext& context, con
       if (++ticket == context.num_workers) return result;
       budget_left = budget;
     }
-    if (tile.uncut_cost <= budget_left) {  // most tiles; each step of the search runs this loop
+    if (tile.uncut_cost <= budget_left) {  // fast path of most tiles
       assignment.add(i, ticket);
       budget_left -= tile.uncut_cost;
       result.kv_load += tile.kv_load;
@@ -68,7 +67,7 @@ StreamKSplit::AssignResult StreamKSplit::assign(const SplitContext& context, con
         }
         result.kv_load += cut.next.assigned - at.assigned;
         if (cut.is_end) break;
-        part.begin = cut.next;  // for the next ticket: a ticket has at most one cut
+        part.begin = cut.next;  // the next ticket continues here
       }
       result.largest = std::max(result.largest, budget - budget_left);
       if (++ticket == context.num_workers) return result;
@@ -95,8 +94,8 @@ bool StreamKSplit::choose(const SplitContext& context, const Packing& packing,
         low, is_cut ? context.cost(tile.num_requests, context.min_item_tokens) : tile.uncut_cost);
   }
   bool aligned = false;
-  // How close to the smallest budget the search comes. Aligned tickets read from the L2 and seldom keep others waiting,
-  // so the search for their budget is coarser.
+  // The precision of the search for the smallest budget. It is coarser for aligned tickets, which read from the L2 and
+  // seldom keep others waiting.
   const auto step = [&](int64_t budget) {
     return std::max(kCostUnit * int64_t{kCutGranularity} / 4, budget / (aligned ? 32 : 64));
   };
@@ -104,8 +103,8 @@ bool StreamKSplit::choose(const SplitContext& context, const Packing& packing,
   AssignResult result = assign(context, packing, tiles, budget, false, assignment_);
   while (!result.fits) {
     low = budget;
-    // The next budget is enough for the item that no cut can shorten, or for each ticket's share of the load that is
-    // left.
+    // The next budget fits the item that no cut can shorten. If there is none, it also covers a ticket's share of the
+    // load that was not assigned.
     const int64_t missing = (kv_load - result.kv_load) * (total / kv_load) / workers;
     budget = std::max(low + step(low), result.uncut > 0 ? result.uncut : low + missing);
     result = assign(context, packing, tiles, budget, false, assignment_);
@@ -173,7 +172,7 @@ bool StreamKSplit::split(const SplitContext& usual, const SplitTask& task, const
         try_context(context, task, packing, list, out);
       }
     }
-    // Shorter items help only if the chains are uneven.
+    // Stops if the chains are nearly even, because shorter items would not help.
     const int64_t even = time_of(expected.total / usual.num_workers, expected.total);
     const int64_t uneven = time_of(expected.slowest, expected.total) - even;
     if (!is_little || uneven < expected.time / kUnevenPart) break;

@@ -1,4 +1,4 @@
-// The split of a little work: one ticket per worker.
+// The split for steps with little work: one ticket per worker.
 #pragma once
 
 #include <cstdint>
@@ -15,36 +15,34 @@
 namespace pat {
 
 // Stream-K: a contiguous split, balanced by cost, with at most num_workers - 1 cuts. Bisection finds the smallest
-// budget of a ticket, up to a few tokens, with which all tiles fit. Each step is linear in the tiles. Tiles that read
-// one range are cut at the same places if that costs little. Such tiles then read the range at the same time, and from
-// device memory once.
+// ticket budget for which all tiles fit, to within a few tokens. Each step is linear in the tiles. Tiles that read the
+// same range are cut at the same positions if that costs little. They then read the range at the same time, and from
+// device memory once ("aligned").
 //
-// split() makes a few such splits and takes the one that is expected to end first, merge included. The splits differ in
-// how short items may be. In some, the item after a cut between two requests always reads again what both share, so
-// that nothing is merged there.
+// split() makes a few such splits, and chooses the one with the shortest expected time, including the merge. They
+// differ in how short items may be, and in whether cuts between two requests may make partials.
 class StreamKSplit {
  public:
-  // is_little: items may be shorter than the context's, and CTAs draw larger tickets first, because they start one
-  // after the other. Returns true if some tiles read the same range and the split cuts these tiles at the same places.
+  // is_little: items may be shorter than in `context`, and CTAs draw larger tickets first, because CTAs start one after
+  // the other. Returns true if the split is aligned.
   bool split(const SplitContext& context, const SplitTask& task, const Packing& packing,
              const TileList& list, bool is_little, Split& out);
 
  private:
   struct AssignResult {
-    int64_t kv_load;  // that was assigned, without what is read again
-    int64_t uncut;  // cost of an item that exceeds the budget and that no cut can shorten; 0: none
+    int64_t kv_load;  // assigned load, except what is read again
+    int64_t uncut;    // cost of an item that exceeds the budget and cannot be cut; 0: none
     int64_t largest;  // cost of the largest ticket
     bool fits;        // all tiles are assigned
   };
-  // Assigns the tiles to tickets of at most `budget` each, until there is no worker left or an item is too long.
-  // aligned: a tile with a long range that other tiles read as well begins a ticket, unless the tile fits uncut into
-  // the rest of the present ticket.
+  // Assigns the tiles to tickets of at most `budget` each, until no worker is left or an item is too long. aligned: a
+  // tile begins a ticket if other tiles read its first range too, unless it fits uncut into the current ticket.
   static AssignResult assign(const SplitContext& context, const Packing& packing,
                              std::span<const Tile> tiles, int64_t budget, bool aligned,
                              Assignment& assignment);
-  // Fills assignment_ with the best assignment. Returns whether it is aligned.
+  // Fills assignment_ with the best assignment for `context`. Returns whether it is aligned.
   bool choose(const SplitContext& context, const Packing& packing, const TileList& list);
-  // Replaces `out`, and is_aligned_, by the split of this context if that is expected to end earlier.
+  // Makes the split for `context`. Stores it in `out` if its expected time is shorter than that of `out`.
   SplitTimeModel::Expected try_context(const SplitContext& context, const SplitTask& task,
                                        const Packing& packing, const TileList& list, Split& out);
   void order_tickets(Split& split);
@@ -54,9 +52,9 @@ class StreamKSplit {
   Assignment assignment_;
   Assignment trial_;
   Split trial_split_;
-  bool is_aligned_ = false;  // what the last split() returns
+  bool is_aligned_ = false;  // whether the best split so far is aligned
   std::vector<int64_t> ticket_costs_;
-  std::vector<int32_t> order_;  // of tickets
+  std::vector<int32_t> order_;  // indices of tickets
   std::vector<Ticket> ordered_;
 };
 

@@ -6,9 +6,9 @@ namespace pat {
 
 namespace {
 
-// Tiles that read one range are cut at the same places if the range has at least this many tokens. If CTAs read it at
-// different places, each of them reads it from device memory: up to five times the bytes, with 8 tiles of 32,768 tokens
-// on 33 workers.
+// Tiles that read the same range may be cut at the same positions if the range has at least this many tokens. With cuts
+// at different positions, each CTA reads the range from device memory: 5 times the bytes for 8 tiles of 32,768 tokens
+// and 33 workers.
 constexpr int32_t kAlignedRange = 512;
 
 }  // namespace
@@ -44,7 +44,7 @@ void TileList::make(const Packing& packing, const SplitContext& context, bool pa
   }
   mark_common_ranges(packing, parted ? kLongRange : kAlignedRange);
   if (parted) part_long_ranges(packing, context);
-  // This sort is stable, so the packs of a request keep their order.
+  // Moves shared tiles to the front. The sort is stable, so that the packs of a request keep their order.
   const auto is_shared = [](const Tile& tile) { return tile.is_shared; };
   const auto privates = std::is_partitioned(tiles_.begin(), tiles_.end(), is_shared)
                             ? std::partition_point(tiles_.begin(), tiles_.end(), is_shared)

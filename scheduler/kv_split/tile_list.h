@@ -1,4 +1,4 @@
-// The tiles of a packing. A CTA executes a tile in one go, unless it is cut.
+// The tiles of a packing. A tile that is not cut becomes one work item.
 #pragma once
 
 #include <cstdint>
@@ -9,21 +9,21 @@
 
 namespace pat {
 
-// A shared range from this length on, in tokens, is assigned chunk by chunk to all tiles that read it. The KV of such a
-// range, in eight KV heads, is more than stays in the L2.
+// GuidedSelfScheduling assigns shared ranges of at least this many tokens chunk by chunk, because the L2 cannot keep
+// the KV of so long a range for eight KV heads.
 inline constexpr int32_t kLongRange = 6144;
 
 struct Tile {
-  int32_t request_begin;  // into Packing::requests
+  int32_t request_begin;  // index in Packing::requests
   int32_t num_requests;
-  int32_t segment_begin;  // into Packing::segments
+  int32_t segment_begin;  // index in Packing::segments
   int32_t segment_end;
   int32_t tile;
   bool is_shared;
-  bool is_chunked;  // the tile is one range of kLongRange tokens or more, and nothing else
-  bool is_rest;     // what remains of a tile whose long range became a tile
-  // The most requests of any tile that reads the range of the first segment, this tile included. 0 if no other tile
-  // reads it.
+  bool is_chunked;  // the tile is one range of kLongRange tokens or more
+  bool is_rest;     // the rest of a tile whose long range became another tile
+  // The largest number of requests of the tiles that read the first segment's range. 0 if only this tile reads the
+  // range.
   int32_t widest_reader;
   int64_t num_tokens;
   int64_t kv_load;
@@ -32,16 +32,17 @@ struct Tile {
   bool is_read_again() const { return widest_reader > 0; }
 };
 
-// Loads and costs are those of the context of make().
+// The tiles of all packs, with their loads and costs in the context that make() gets.
 class TileList {
  public:
-  // parted: a long range that several tiles read becomes a tile of its own in each of them.
+  // parted: if several tiles read the same long range, each of them is parted into one tile with that range and one
+  // with the rest.
   void make(const Packing& packing, const SplitContext& context, bool parted);
 
   // The tiles of the shared packs, then those of the private packs.
   const std::vector<Tile>& tiles() const { return tiles_; }
   size_t num_shared() const { return num_shared_; }
-  // How many tiles were parted, and how many requests these have.
+  // Number of tiles that were parted, and of their requests.
   int64_t num_parted() const { return num_parted_; }
   int64_t parted_requests() const { return parted_requests_; }
   int64_t total_cost(size_t begin, size_t end) const;
@@ -51,7 +52,7 @@ class TileList {
   static bool is_same_range(const Packing& packing, const Tile& a, const Tile& b);
 
  private:
-  // Marks tiles that begin with a range of at least this length which other tiles read as well.
+  // Sets widest_reader of tiles whose first range has at least `least_tokens` tokens and is read by other tiles too.
   void mark_common_ranges(const Packing& packing, int32_t least_tokens);
   void part_long_ranges(const Packing& packing, const SplitContext& context);
 

@@ -62,7 +62,7 @@ Batch random_batch(Random& random, const BatchShape& shape) {
     }
   };
   const int64_t num_nodes = draw(random, 0, shape.max_nodes);
-  const int64_t chained = draw(random, 0, 10);  // of 10 nodes, how many continue the last one
+  const int64_t chained = draw(random, 0, 10);  // this many of 10 nodes continue the last node
   std::vector<std::pair<int, int32_t>> nodes, requests;
   for (int64_t i = 0; i < num_nodes; ++i) {
     const bool chain = draw(random, 1, 10) <= chained;
@@ -79,7 +79,7 @@ namespace {
 
 Batch balanced_batch(const std::vector<int>& levels, const std::vector<int32_t>& tokens) {
   std::vector<std::pair<int, int32_t>> nodes, requests;
-  int above = -1;  // the first node of the level above
+  int above = -1;  // first node of the level above
   for (size_t level = 0; level < levels.size(); ++level) {
     const int here = static_cast<int>(nodes.size());
     for (int i = 0; i < levels[level]; ++i) {
@@ -127,24 +127,24 @@ Batch extreme_batch(Random& random) {
   const auto some = [&](int64_t most) { return static_cast<int>(draw(random, 1, most)); };
   std::vector<std::pair<int, int32_t>> nodes, requests;
   switch (draw(random, 0, 4)) {
-    case 0:  // a chain that requests leave one by one
+    case 0:  // a chain of nodes that requests leave one by one
       return caterpillar_batch(some(400), some(300), tail);
-    case 1:  // nothing shared, all of one length
+    case 1:  // nothing is shared, and all lengths are equal
       requests.assign(some(600), {-1, prefix});
       break;
-    case 2:  // a star, some of whose tails are as long as its prefix
+    case 2:  // one prefix, and some tails as long as the prefix
       nodes = {{-1, prefix}};
       for (int i = some(600); i > 0; --i) {
         requests.push_back({0, one_in(random, 20) ? prefix : tail});
       }
       break;
-    case 3: {  // a chain below the prefix, at whose end all requests lie
+    case 3: {  // a prefix and a chain of nodes that all requests hold
       nodes = {{-1, prefix}};
       for (int i = some(300); i > 0; --i) nodes.push_back({static_cast<int>(nodes.size()) - 1, 1});
       requests.assign(some(100), {static_cast<int>(nodes.size()) - 1, tail});
       break;
     }
-    default: {  // documents below the prefix, each with as many requests
+    default: {  // documents below the prefix, with equally many requests
       const int documents = some(40), each = some(20);
       nodes = {{-1, prefix}};
       for (int i = 1; i <= documents; ++i) {

@@ -1,4 +1,4 @@
-// Batches for the tests: paths as arrays, and random ones.
+// Makes batches for the tests: from given shapes, and at random.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 namespace pat::testing {
 
 using Random = std::mt19937_64;
-// A number in [low, high].
+// Returns a random number in [low, high].
 int64_t draw(Random& random, int64_t low, int64_t high);
 bool one_in(Random& random, int64_t n);
 
@@ -26,7 +26,7 @@ struct Node {
 };
 using Path = std::vector<Node>;
 
-// Paths, flattened.
+// Paths in flat arrays, as PathsView refers to them.
 struct PathArrays {
   std::vector<int32_t> path_begin = {0};
   std::vector<int64_t> node_id;
@@ -44,7 +44,7 @@ struct Batch {
   PathArrays arrays() const;
 };
 
-// nodes: (parent or -1, tokens). requests: (node or -1, private tokens).
+// nodes: a (parent or -1, tokens) pair each. requests: a (node or -1, private tokens) pair each.
 Batch make_batch(const std::vector<std::pair<int, int32_t>>& nodes,
                  const std::vector<std::pair<int, int32_t>>& requests);
 
@@ -53,18 +53,20 @@ struct BatchShape {
   int64_t max_requests = 40;
   int64_t max_tokens = 2500;
 };
-// Any shape from flat to a chain. Lengths lie around the sizes at which something changes.
+// Makes a random batch, from flat to a chain. Lengths are near the constants at which the scheduler's behaviour
+// changes.
 Batch random_batch(Random& random, const BatchShape& shape);
 
-// Levels of a balanced tree by their number of nodes, as "1,4,8,256", `tokens` each. The last level's nodes are the
-// requests' private ranges.
+// Makes a balanced tree. levels: number of nodes of each level, for example {1, 4, 8, 256}. Each node has `tokens`
+// tokens. The nodes of the last level are the requests' private ranges.
 Batch balanced_batch(const std::vector<int>& levels, int32_t tokens);
-// The same of a name such as "1,4,256_32,256,128": nodes of each level, and tokens of each node.
+// Makes a balanced tree from a name such as "1,4,256_32,256,128": number of nodes of each level, and tokens of a node
+// there.
 Batch tree_batch(const std::string& name);
-// Shapes that random_batch() seldom makes: deep chains, wide stars, one long document, equal requests, one-token tails,
-// prefixes of 128k tokens and more.
+// Makes a batch of a shape that random_batch() seldom makes: deep chains, wide stars, one long document, equal
+// requests, one-token tails, prefixes of 128k tokens and more.
 Batch extreme_batch(Random& random);
-// Each request leaves a chain of shared nodes one node later than the one before.
+// Makes a chain of shared nodes, which each request leaves one node later than the previous request.
 Batch caterpillar_batch(int num_requests, int32_t node_tokens, int32_t private_tokens);
 
 SchedulerConfig config(int32_t group_size = 4, int32_t num_workers = 33,
@@ -72,7 +74,7 @@ SchedulerConfig config(int32_t group_size = 4, int32_t num_workers = 33,
 Policy random_policy(Random& random);
 SchedulerConfig random_config(Random& random, bool latent = false);
 
-// The last plan, in a buffer that fits.
+// Returns the last plan, in a buffer of exactly its size.
 std::vector<int32_t> plan_bytes(const PackScheduler& scheduler);
 
 }  // namespace pat::testing

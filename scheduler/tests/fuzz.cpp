@@ -1,4 +1,4 @@
-// Random plans, half of them from damaged input, and random forest operations.
+// Fuzzes the scheduler: random plans, half of them from damaged input, and random operations on forests.
 //
 //   scheduler_fuzz [--plans N] [--operations N] [--seed N]
 #include <array>
@@ -15,7 +15,7 @@
 namespace pat::testing {
 namespace {
 
-// One entry of one array, or the length of one array, is something else.
+// Changes one entry of one array, or the length of one array.
 void damage(Random& random, PathArrays& arrays, std::vector<int32_t>& seq_lens) {
   const auto change = [&](auto& array) {
     using T = typename std::remove_reference_t<decltype(array)>::value_type;
@@ -44,7 +44,7 @@ void damage(Random& random, PathArrays& arrays, std::vector<int32_t>& seq_lens) 
 struct PlanCounts {
   int64_t right = 0;
   int64_t refused = 0;
-  int64_t harmless = 0;  // damaged, and still a plan
+  int64_t harmless = 0;  // damaged inputs that still gave a plan
 };
 
 PlanCounts fuzz_plans(int64_t num_plans, Random& random) {

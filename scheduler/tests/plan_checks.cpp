@@ -16,7 +16,7 @@ struct Range {
   int32_t end;
 };
 
-// True if [begin, end) of two requests is the same KV: both hold the same nodes there.
+// True if two requests hold the same nodes in this range of positions.
 bool share(const Path& a, const Path& b, Range range) {
   for (size_t i = 0; i < a.size() && a[i].kv_begin < range.end; ++i) {
     if (a[i].kv_end > range.begin && (i >= b.size() || !(a[i] == b[i]))) return false;
@@ -24,14 +24,14 @@ bool share(const Path& a, const Path& b, Range range) {
   return !a.empty() && a.back().kv_end >= range.end;
 }
 
-// What work items read of the KV of nodes, and of that which requests have alone.
+// Records which work items read the KV of each node, and the private KV of each request.
 class Readers {
  public:
   explicit Readers(const Batch& batch) : batch_(batch) {}
 
-  // A range that this request holds.
+  // Records that a work item reads a range of positions of this request.
   void add(int32_t request, Range range, bool is_read_once) {
-    int32_t end = 0;  // of the nodes
+    int32_t end = 0;  // end of the node or of the private range
     for (const Node& node : batch_.paths[request]) {
       add({true, node.id}, range, {node.kv_begin, node.kv_end}, is_read_once);
       end = node.kv_end;
@@ -39,11 +39,11 @@ class Readers {
     add({false, request}, range, {end, INT32_MAX}, is_read_once);
   }
 
-  // No other work item reads what the plan says that one alone reads.
+  // Checks that no other work item reads KV that the plan marks as read once.
   void check_read_once() {
     for (auto& [owner, reads] : reads_) {
       std::ranges::sort(reads, {}, [](const Read& read) { return read.range.begin; });
-      int32_t end = 0, end_of_once = 0;  // of those before
+      int32_t end = 0, end_of_once = 0;  // ends of the earlier ranges
       for (const auto& [range, is_read_once] : reads) {
         CHECK(range.begin >= (is_read_once ? end : end_of_once));
         end = std::max(end, range.end);
@@ -53,7 +53,7 @@ class Readers {
   }
 
  private:
-  using Owner = std::pair<bool, int64_t>;  // a node, or a request
+  using Owner = std::pair<bool, int64_t>;  // a node's id, or a request
   struct Read {
     Range range;
     bool is_read_once;
@@ -68,7 +68,7 @@ class Readers {
   std::map<Owner, std::vector<Read>> reads_;
 };
 
-// Tokens that the requests have: each one's, and those of a node once.
+// Checks the counts of tokens: all tokens of each request, and distinct tokens.
 void check_tokens(const KvTokens& tokens, const Batch& batch) {
   std::map<int64_t, int32_t> nodes;
   int64_t alone = 0;
@@ -105,7 +105,7 @@ void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, c
     CHECK_EQ(begin.kv_segment, plan.work_items[begin.work_item].segment_begin);
   }
 
-  // The slot buffer: spans one after the other.
+  // Checks the slot buffer: spans follow one another without a gap.
   int32_t num_slots = 0;
   for (int32_t s = 0; s < h.num_gather_spans; ++s) {
     CHECK_EQ(plan.gather_spans[s].slot_begin, num_slots);
@@ -114,7 +114,7 @@ void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, c
   }
   CHECK_EQ(num_slots, h.num_shared_slots);
 
-  // Positions that a request reads in one work item. Its segments ascend or, from the tails up, descend.
+  // Positions that a request reads in one work item. The request's segments there ascend or descend.
   struct Read {
     std::vector<Range> ranges;
     int32_t partial_slot;
@@ -192,7 +192,7 @@ void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, c
     check_tokens(scheduler.last_plan().kv_tokens(), batch);
   }
 
-  // Merges: one for each request that has not just one read; its partials are a dense run, by position.
+  // Checks the merges: one for each request without exactly one read. Its partials follow one another, by position.
   int32_t next_partial = 0, next_merge = 0;
   for (size_t request = 0; request < reads.size(); ++request) {
     std::vector<Read>& all = reads[request];
@@ -201,7 +201,7 @@ void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, c
     int32_t position = 0;
     for (const Read& read : all) {
       CHECK_EQ(read.ranges.front().begin, position);
-      if (config.batch_invariant) {  // chunks of the grid, in the same steps whatever is shared
+      if (config.batch_invariant) {  // work items are chunks of the grid
         CHECK_EQ(read.ranges.back().end, ChunkGrid::chunk_end(position, seq_lens[request]));
         for (const Range& range : read.ranges)
           CHECK_EQ((range.begin - position) % ChunkGrid::kStepTokens, 0);

@@ -1,17 +1,18 @@
-// Properties of every plan.
+// Checks properties that every plan must have.
 #pragma once
 
 #include "batches.h"
 
 namespace pat::testing {
 
-// Throws Failure if the scheduler's last plan is not a right plan for the batch: each request reads each of its KV
-// tokens once and no other; what the plan says that one work item reads, no other does; rows fit into tiles; partials
-// are dense and merged in the order of the KV; in the batch-invariant mode, work items are chunks of the grid. grown: lengths of a later step that the plan serves.
+// Throws Failure if the scheduler's last plan is not correct for the batch. Each request must read each of its KV
+// tokens once, and no other token. No two work items may read KV that is marked as read once. Rows must fit into tiles.
+// Partials must be dense and merged in the order of the KV. In the batch-invariant mode, work items must be chunks of
+// the grid. grown: lengths of a later step for which the plan is usable.
 void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, const Batch& batch,
                 std::span<const int32_t> grown = {});
 
-// Throws Failure if the last plan exceeds what is reserved for batches of its size.
+// Throws Failure if the last plan exceeds the bounds for batches of its size.
 void check_bounds(const PackScheduler& scheduler, const SchedulerConfig& config,
                   std::span<const int32_t> seq_lens);
 

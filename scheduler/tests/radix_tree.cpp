@@ -101,7 +101,7 @@ std::vector<RadixTree::PathEntry> RadixTree::path(int32_t node) const {
 }
 
 RadixTree::Tokens Engine::random_tokens() {
-  // Few different tokens in few places: nearly everything shares a prefix with something.
+  // Only a few different tokens, so that nearly every prompt shares a prefix with another.
   RadixTree::Tokens tokens;
   if (!running_.empty() && !one_in(random_, 3)) {
     const RadixTree::Tokens& other = running_[draw(random_, 0, running_.size() - 1)]->tokens;
@@ -116,7 +116,7 @@ RadixTree::Tokens Engine::random_tokens() {
 void Engine::operate() {
   const int64_t what = draw(random_, 0, 99);
   if (what < 30 || running_.empty()) {
-    // Often several at once: what they show of splits adds up.
+    // Often several requests join at once, so that the splits that they show add up.
     for (int64_t i = one_in(random_, 3) ? 6 : 1; i > 0 && running_.size() < 24; --i) {
       auto request = std::make_unique<Running>(random_tokens(), 0);
       request->node = tree_.insert(request->tokens);
@@ -125,7 +125,7 @@ void Engine::operate() {
     }
   } else if (what < 58) {
     const int64_t place = one_in(random_, 50) ? -1 : draw(random_, 0, running_.size() - 1);
-    for (int64_t i = running_.size() - 1; i >= 0; --i) {  // one leaves, or all do
+    for (int64_t i = running_.size() - 1; i >= 0; --i) {  // one request leaves, or all do
       if (place >= 0 && i != place) continue;
       tree_.unlock(running_[i]->node);
       left_.push_back(std::move(running_[i]));

@@ -1,4 +1,5 @@
-// A prefix cache as SGLang's: it splits nodes, the upper part gets a new id, and freed ids are given out again.
+// A prefix cache that behaves like SGLang's: when it splits a node, the upper part gets a new id, and it reuses freed
+// ids.
 #pragma once
 
 #include <cstdint>
@@ -19,11 +20,11 @@ class RadixTree {
   using Tokens = std::vector<int32_t>;
 
   RadixTree();
-  // The node at which `tokens` end. They are inserted as far as they are not there.
+  // Inserts the tokens that are not in the tree yet. Returns the node at which `tokens` ends.
   int32_t insert(const Tokens& tokens);
   void lock(int32_t node);
   void unlock(int32_t node);
-  // Removes a random leaf that nobody has locked, if there is one among a few that are tried.
+  // Tries a few random nodes, and removes the first that is an unlocked leaf.
   void evict(Random& random);
 
   struct PathEntry {
@@ -48,22 +49,22 @@ class RadixTree {
   }
   void split(int32_t node, size_t length);
 
-  std::vector<TreeNode> nodes_;  // 0: the root
+  std::vector<TreeNode> nodes_;  // entry 0 is the root
   std::vector<int32_t> free_;
   std::vector<int64_t> free_ids_;
   int64_t next_id_ = 1;
 };
 
-// Running requests on a tree, and a forest that is taken from batch to batch.
+// Running requests with paths in a tree, and a forest that is updated from batch to batch.
 class Engine : public PathReader {
  public:
   explicit Engine(uint64_t seed) : random_(seed) {}
 
-  // One random operation: something joins, leaves, moves, is inserted or evicted.
+  // Does one random operation: requests join, leave or move, or the tree inserts or evicts tokens.
   void operate();
-  // Brings the forest up to date.
+  // Updates the forest to the current batch.
   std::optional<UpdateCounts> update();
-  // Throws Failure if the plan of the forest is not, byte for byte, that of paths read again.
+  // Throws Failure if the forest's plan differs by a byte from the plan of freshly read paths.
   void compare_with_rebuild();
 
   TreePaths read(std::span<const int32_t> requests) override;
@@ -82,7 +83,8 @@ class Engine : public PathReader {
   std::vector<std::unique_ptr<Running>> running_;
   std::unordered_set<Request> moved_;
   std::vector<Request> before_;
-  std::vector<std::unique_ptr<Running>> left_;  // until the next update: no address comes again
+  std::vector<std::unique_ptr<Running>>
+      left_;  // kept, so that the next update meets no reused address
   PrefixForest forest_;
   PackScheduler kept_{config()};
   PackScheduler anew_{config()};

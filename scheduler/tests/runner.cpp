@@ -21,7 +21,7 @@ bool add_test(const char* name, TestFn function) {
 
 }  // namespace pat::testing
 
-// Runs the tests whose name contains the argument: all without one.
+// Runs the tests whose name contains the argument, or all tests if there is none.
 int main(int argc, char** argv) {
   int num_run = 0, num_failed = 0;
   for (const auto& [name, function] : pat::testing::tests()) {

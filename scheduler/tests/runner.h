@@ -1,4 +1,4 @@
-// A test runner of one page. It needs no package, so the tests build wherever the scheduler does.
+// A small test runner. It needs no package, so the tests build wherever the scheduler builds.
 //
 //   TEST(batches_that_are_alike) { CHECK(a == b); CHECK_EQ(size, 3); CHECK_THROWS(call(), "part of the message"); }
 #pragma once
@@ -13,7 +13,7 @@ namespace pat::testing {
 using TestFn = void (*)();
 bool add_test(const char* name, TestFn function);
 
-// Ends a test, or a fuzzing run.
+// Thrown when a check fails. Ends the test or the fuzzing run.
 struct Failure : std::logic_error {
   using std::logic_error::logic_error;
 };

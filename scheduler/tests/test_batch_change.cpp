@@ -9,7 +9,7 @@
 namespace pat::testing {
 namespace {
 
-// Requests that need only an address.
+// Stand-ins for requests, of which only the addresses matter.
 struct Requests {
   std::vector<char> memory = std::vector<char>(1 << 16);
   Request operator[](int64_t i) const { return &memory[i]; }
@@ -86,7 +86,7 @@ TEST(batch_changes_with_a_request_twice) {
   }
 }
 
-// Quadratic, each would take seconds here.
+// With quadratic time, each of these changes would take seconds.
 TEST(batch_changes_are_linear) {
   const Requests requests;
   std::vector<int64_t> before(30'000);
@@ -98,7 +98,7 @@ TEST(batch_changes_are_linear) {
   Random random(3);
   std::vector<int64_t> shuffled(before);
   std::shuffle(shuffled.begin(), shuffled.end(), random);
-  const std::clock_t begin = std::clock();  // of this process: others may run at the same time
+  const std::clock_t begin = std::clock();  // CPU time, because other processes may run
   for (const auto& now : {reversed, others, shuffled}) {
     const BatchChange change(requests.of(before), requests.of(now), {});
     CHECK_EQ(change.num_joined, now == others ? 30'000 : 0);

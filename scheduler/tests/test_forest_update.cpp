@@ -12,11 +12,11 @@ namespace {
 
 struct FakeRequest {
   Path path;
-  bool goes_on = false;              // the tree has children of the last node
-  std::vector<int64_t> beside = {};  // nodes with children beside the path
+  bool goes_on = false;              // the path's last node has children
+  std::vector<int64_t> beside = {};  // nodes with children that are not on the path
 };
 
-// Answers from the requests, and notes who was asked for.
+// Returns the paths that the requests hold, and records which requests were read.
 class FakeReader : public PathReader {
  public:
   explicit FakeReader(std::vector<FakeRequest*> batch) : batch_(std::move(batch)) {}
@@ -105,7 +105,7 @@ TEST(forest_split_that_a_newcomer_only_suggests) {
   a.path = b.path = {kSystem, kUpper, kLower};
   FakeRequest newcomer{{kSystem, kUpper, {9, 180, 200}}, false, {kUpper.id}};
   batches.go_to({&a, &b, &other, &newcomer});
-  CHECK((batches.reads == Reads{{3}, {0}, {1}}));  // the shorter sibling is not asked
+  CHECK((batches.reads == Reads{{3}, {0}, {1}}));  // the shorter sibling is not read
 }
 
 TEST(forest_split_below_a_node_without_other_children) {
@@ -131,7 +131,7 @@ TEST(forest_split_at_the_level_of_the_roots) {
   CHECK((batches.reads == Reads{{3}}));
 }
 
-// Two newcomers below one parent, each at the split of another sibling: the smaller end counts, in any order.
+// Two requests join below the same parent, where two siblings were split. The smaller end counts, in either order.
 TEST(forest_splits_that_two_newcomers_suggest) {
   for (const bool shallow_first : {true, false}) {
     FakeRequest a{{kSystem, {2, 100, 200}}}, b{{kSystem, {3, 100, 300}}};
@@ -170,7 +170,7 @@ TEST(forest_false_alarms_cost_one_request_per_longer_sibling) {
   for (FakeRequest& reader : readers) batch.push_back(&reader);
   Batches batches;
   batches.go_to(batch);
-  FakeRequest alone{{kSystem, {98, 100, 203}, {97, 203, 204}}};  // nothing beside it
+  FakeRequest alone{{kSystem, {98, 100, 203}, {97, 203, 204}}};  // no node has other children
   batch.push_back(&alone);
   batches.go_to(batch);
   CHECK((batches.reads == Reads{{128}}));
@@ -220,7 +220,7 @@ TEST(forest_places_and_ids_are_used_again) {
     for (FakeRequest& request : requests) batch.push_back(&request);
     if (wave % 3 == 0) batches.before.clear();
     batches.go_to(batch);
-    // Some leave: what lay behind them in the table of ids must still be found.
+    // Some requests leave. Searches in the table of ids must still find the entries after theirs.
     std::erase_if(batch, [&](FakeRequest*) { return one_in(random, 2); });
     batches.go_to(batch);
     FakeRequest again = requests.empty() ? FakeRequest{} : requests.back();

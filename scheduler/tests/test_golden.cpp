@@ -1,4 +1,4 @@
-// Plans stay as they are, byte for byte, until somebody means to change them: then the new hashes go here.
+// Checks that plans do not change by a byte. Whoever changes plans on purpose puts the new hashes here.
 #include <array>
 #include <string>
 
@@ -8,7 +8,7 @@
 namespace pat::testing {
 namespace {
 
-// PAT_TREES of benchmarks/kernel/pat_trees.py: nodes of each level, and tokens of each node.
+// PAT_TREES of benchmarks/kernel/pat_trees.py: number of nodes of each level, and tokens of a node there.
 const std::array<std::string, 20> kTrees = {
     "1,10_4096,416",
     "1,256_256,32",

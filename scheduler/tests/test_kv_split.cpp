@@ -38,7 +38,7 @@ Made split(const Batch& batch, const SchedulerConfig& config) {
   return made;
 }
 
-// True if an item has a segment of the packing as it is: no cut has shortened it.
+// True if a segment of an item is a whole segment of the packing, which no cut has shortened.
 bool is_whole(const Packing& packing, const Segment& segment) {
   return std::ranges::any_of(packing.segments, [&](const Segment& other) {
     return other.span == segment.span && other.kv_begin == segment.kv_begin &&
@@ -46,7 +46,7 @@ bool is_whole(const Packing& packing, const Segment& segment) {
   });
 }
 
-// A pack of more requests than a tile holds is several tiles.
+// Counts a pack's segments once per tile, because a pack with more requests than a tile holds has several tiles.
 int64_t num_uncut_segments(const Packing& packing, const TileSelection& tiles) {
   int64_t num_segments = 0;
   for (const Pack& pack : packing.packs) {
@@ -59,7 +59,7 @@ void check_split(const Made& made, const SchedulerConfig& config) {
   const TileSelection tiles(tiles_of(config.latent), config.group_size, config.max_block_q);
   const Packing& packing = made.packing;
   const Split& split = made.split;
-  // No item is shorter than the usual length, or than a quarter of it if a worker has fewer than four.
+  // No item may be shorter than the usual length or, if workers have fewer than four items, than a quarter of it.
   int64_t packed_tokens = 0;
   for (const Pack& pack : packing.packs) {
     for (const Segment& segment : packing.segments_of(pack)) {
@@ -81,7 +81,7 @@ void check_split(const Made& made, const SchedulerConfig& config) {
       CHECK(segment.first >= 0 && segment.first < segment.end && segment.end <= item.num_requests);
       std::fill(touched.begin() + segment.first, touched.begin() + segment.end, 1);
       tokens += segment.num_tokens();
-      // A part of a segment is not short.
+      // No cut leaves a short part of a segment.
       CHECK(segment.num_tokens() >= shortest || is_whole(packing, segment));
     }
     CHECK_EQ(tokens, item.num_tokens);
@@ -112,7 +112,7 @@ TEST(kv_split_cuts_no_item_short_and_not_too_often) {
   }
 }
 
-// Shorter items than usual, as long as no row of many has more partials than a warp merges at once.
+// Items may be shorter than usual, but a batch of many rows must not get more partials per row than a warp merges.
 TEST(kv_split_gives_idle_workers_something_to_do) {
   const auto longest_item = [](const Batch& batch, int32_t num_workers) {
     int64_t longest = 0;
@@ -149,7 +149,7 @@ TEST(kv_split_of_one_long_tile) {
       const Made result = split(batch, made);
       check_split(result, made);
       const bool many_tickets = result.split.tickets.size() > static_cast<size_t>(made.num_workers);
-      CHECK(!many_tickets || num_requests < 16);  // of these each cut costs too much
+      CHECK(!many_tickets || num_requests < 16);  // each cut of so many requests costs too much
       guided |= many_tickets;
     }
   }
@@ -164,8 +164,8 @@ TEST(kv_split_deals_out_a_long_shared_range_chunk_by_chunk) {
         make_batch({{-1, tokens}}, std::vector<std::pair<int, int32_t>>(200, {0, 256}));
     const Made result = split(batch, made);
     check_split(result, made);
-    // Begin of the shared KV of each ticket. All 25 tiles take a chunk before any takes the next: one ticket of each
-    // would leave workers idle, and two are more tickets than workers.
+    // Where the shared KV of each ticket begins. All 25 tiles get a chunk before any gets the next one. One ticket per
+    // tile would leave workers idle, and two per tile are more tickets than workers.
     std::vector<int32_t> begins;
     for (const Ticket& ticket : result.split.tickets) {
       const Split::WorkItem& item = result.split.work_items[ticket.item_begin];
@@ -177,7 +177,7 @@ TEST(kv_split_deals_out_a_long_shared_range_chunk_by_chunk) {
     CHECK(std::ranges::is_sorted(begins));
     CHECK(begins.size() >= 50 && begins.size() % 25 == 0);
     for (size_t i = 0; i < begins.size(); ++i) CHECK_EQ(begins[i], begins[i / 25 * 25]);
-    // Tails are drawn among them.
+    // Tickets of tails are among the tickets of chunks.
     const auto is_tail = [&](const Ticket& ticket) {
       const Split::WorkItem& item = result.split.work_items[ticket.item_begin];
       return result.split.segments[item.segment_begin].is_private();
@@ -186,10 +186,10 @@ TEST(kv_split_deals_out_a_long_shared_range_chunk_by_chunk) {
   }
 }
 
-// Parting a tile into its long range and the rest makes a partial of each of its requests, as a cut does.
+// Parting a tile into its long range and the rest makes a partial for each of its requests, like a cut.
 TEST(kv_split_counts_what_parting_tiles_costs) {
   const auto num_tickets = [](int num_requests, int32_t num_tokens, int32_t num_workers) {
-    SchedulerConfig made = config(16, num_workers);  // four requests in a tile
+    SchedulerConfig made = config(16, num_workers);  // a tile has four requests
     made.max_block_q = 64;
     const Made result = split(make_batch({{-1, num_tokens}}, std::vector<std::pair<int, int32_t>>(
                                                                  num_requests, {0, 256})),
@@ -197,16 +197,16 @@ TEST(kv_split_counts_what_parting_tiles_costs) {
     check_split(result, made);
     return static_cast<int32_t>(result.split.tickets.size());
   };
-  // Nine tiles are parted: too many for two workers, which get an even share each. Seven are not.
+  // Nine parted tiles have too many cuts for two workers, so each worker gets an even share. Seven do not.
   CHECK_EQ(num_tickets(36, 8'192, 2), 2);
   CHECK(num_tickets(28, 8'192, 2) > 2);
-  CHECK(num_tickets(7, 32'768, 7) <= 7);   // two tiles: no partials are left for more tickets
-  CHECK(num_tickets(24, 131'072, 8) > 8);  // with chunks as long as its partials demand
+  CHECK(num_tickets(7, 32'768, 7) <= 7);   // two tiles use up the partials
+  CHECK(num_tickets(24, 131'072, 8) > 8);  // longer chunks, because each makes many partials
 }
 
 TEST(kv_split_cuts_tiles_of_a_long_shared_range_at_the_same_places) {
-  // Eight tiles for 33 workers, two, and three: an even share of a tile is no whole number of workers. Where 16 of 24
-  // requests share more, the tiles are unequal, and a work item of more rows takes longer beside its KV.
+  // Eight, two and three tiles for 33 workers: the number of workers per tile is not an integer. If 16 of 24 requests
+  // share more, the tiles are unequal, and items with more rows have higher fixed costs.
   using Requests = std::vector<std::pair<int, int32_t>>;
   struct Case {
     int32_t num_tokens;
@@ -224,7 +224,7 @@ TEST(kv_split_cuts_tiles_of_a_long_shared_range_at_the_same_places) {
     const Made result = split(make_batch({{-1, num_tokens}, {0, 2'000}}, requests), made);
     check_split(result, made);
     CHECK(result.split.tickets.size() <= 33);
-    // By tile: where its items begin in the shared range. Near the end, one tile may have one item less than another.
+    // Per tile: where its items begin in the shared range. Towards the end, a tile may have one item less than others.
     std::vector<std::vector<int32_t>> begins;
     for (const Split::WorkItem& item : result.split.work_items) {
       const Segment& segment = result.split.segments[item.segment_begin];
@@ -246,7 +246,7 @@ TEST(kv_split_cuts_tiles_of_a_long_shared_range_at_the_same_places) {
   }
 }
 
-// Shorter items are worth their partials only where what CTAs do is uneven without them.
+// Shorter items are worth their partials only if the work of the CTAs is uneven without them.
 TEST(kv_split_takes_the_items_that_are_expected_to_end_first) {
   const auto shortest_cut = [](const Batch& batch) {
     SchedulerConfig made = config(4, 264);
@@ -293,7 +293,7 @@ TEST(kv_split_gives_up_where_another_split_is_as_good) {
 }
 
 TEST(kv_split_counts_whole_stages_and_segments) {
-  // Both halves of the batch have as many tokens. But 33 tokens take two stages of 32.
+  // Both halves of the batch have equally many tokens, but 33 tokens take two stages of 32 tokens.
   std::vector<std::pair<int, int32_t>> requests(128, {0, 33});
   requests.insert(requests.end(), 66, {1, 64});
   SchedulerConfig made = config(1, 10);
@@ -317,7 +317,7 @@ TEST(kv_split_counts_whole_stages_and_segments) {
   CHECK(10 * most <= 11 * least);
 }
 
-// To an eighth of the largest; of about as large ones, in the order of the tiles.
+// Tickets are ordered by cost in steps of an eighth of the largest, and within a step in the order of the tiles.
 TEST(kv_split_draws_large_tickets_of_a_small_step_first) {
   Random random(23);
   int num_uneven = 0;
@@ -351,7 +351,7 @@ TEST(kv_split_draws_large_tickets_of_a_small_step_first) {
 }
 
 TEST(kv_split_begins_tiles_that_share_kv_at_the_same_time) {
-  // Five tiles, each more than a worker's share: each begins a ticket.
+  // Each of the five tiles is more than a worker's share, so each begins a ticket.
   SchedulerConfig made = config();
   made.max_block_q = 64;
   const Batch batch = make_batch({{-1, 1'000}}, std::vector<std::pair<int, int32_t>>(80, {0, 300}));
@@ -370,7 +370,7 @@ TEST(kv_split_begins_tiles_that_share_kv_at_the_same_time) {
 }
 
 TEST(kv_split_reads_little_again_where_tickets_are_short) {
-  // A worker's share is 386 tokens. Partials of 7 requests would cost as much as reading 590 again.
+  // A worker's share is 386 tokens. Partials of 7 requests would cost as much as reading 590 tokens again.
   SchedulerConfig made = config(8, 264);
   made.max_block_q = 64;
   made.min_item_tokens = 256;
@@ -385,7 +385,7 @@ TEST(kv_split_reads_little_again_where_tickets_are_short) {
 }
 
 TEST(kv_split_reads_more_again_where_nothing_is_merged_then) {
-  // With little read again, 33 workers make 96 partials; without any, each has 124 tokens more.
+  // If little is read again, the 33 workers make 96 partials. Without partials, each reads 124 more tokens.
   SchedulerConfig made = config(4, 33);
   made.max_block_q = 64;
   made.min_item_tokens = 256;
@@ -396,7 +396,8 @@ TEST(kv_split_reads_more_again_where_nothing_is_merged_then) {
 }
 
 TEST(kv_split_reads_few_segments_again) {
-  // 15 levels of one token, each left by one request: reading them again costs less than partials by its tokens.
+  // 15 levels of one token, each of which one request leaves. By tokens alone, reading them again is cheaper than
+  // partials.
   std::vector<std::pair<int32_t, int32_t>> nodes;
   std::vector<std::pair<int, int32_t>> requests;
   for (int i = 0; i < 15; ++i) nodes.emplace_back(i - 1, 1);
@@ -435,7 +436,7 @@ TEST(kv_split_takes_the_longest_and_largest_input) {
           make_batch({{-1, 1'000'000'000}, {0, 1'000'000'000}, {-1, 70}},
                      {{1, 1'000}, {1, 147'483'647}, {0, 3}, {2, 5}, {2, 0}, {-1, 0}});
       check_split(split(batch, made), made);
-      // So little that it is one ticket for each worker.
+      // So little work that each worker gets one ticket.
       made.cost = {};
       check_split(split(make_batch({{-1, 700}}, {{0, 5}, {0, 3}}), made), made);
     }

@@ -24,10 +24,9 @@ Packed pack(const Batch& batch, Policy policy, int32_t group_size = 4, int32_t m
   return result;
 }
 
-using Ranges =
-    std::vector<std::array<int32_t, 3>>;  // first position, tokens, requests that read them
+using Ranges = std::vector<std::array<int32_t, 3>>;  // first position, tokens, number of readers
 
-// The ranges of shared KV, in order.
+// Returns the shared KV ranges that the packs read, in order.
 Ranges shared_ranges(const Batch& batch, Policy policy) {
   const auto [forest, packing] = pack(batch, policy);
   std::map<int32_t, std::array<int32_t, 3>> found;  // by span
@@ -46,7 +45,7 @@ Ranges shared_ranges(const Batch& batch, Policy policy) {
 
 using Requests = std::vector<std::vector<int32_t>>;
 
-// The requests of every pack of `memory`, in tree order.
+// Returns the requests of every pack of Policy::kMemory, in tree order.
 Requests packs_of(const Batch& batch, int32_t group_size = 4) {
   const auto [forest, packing] = pack(batch, Policy::kMemory, group_size);
   Requests packs;
@@ -63,7 +62,7 @@ std::vector<size_t> sizes_of(const Requests& packs) {
   return sizes;
 }
 
-// A root with two children of three requests each, which have long tails.
+// A root with two children. Each child has three requests with long tails.
 Batch siblings(int32_t root, int32_t child) {
   std::vector<std::pair<int, int32_t>> requests;
   for (int i = 0; i < 6; ++i) requests.push_back({1 + i % 2, 5000});
@@ -78,14 +77,15 @@ TEST(packing_of_a_pack_per_node_or_of_none) {
   CHECK((shared_ranges(one_holder, Policy::kPerNode) == Ranges{{0, 100, 2}}));
 }
 
-// Algorithm 1 splits where 4 * c.size < root.len: three requests are merged up to 12 tokens.
+// Algorithm 1 splits off a child if 4 * c.size < root.len. So children of three requests are merged up to 12 tokens.
 TEST(packing_of_the_paper_merges_at_four_requests_per_token) {
   CHECK((shared_ranges(siblings(12, 400), Policy::kPaper) == Ranges{{0, 412, 3}, {0, 412, 3}}));
   CHECK((shared_ranges(siblings(13, 400), Policy::kPaper)[0] == std::array{0, 13, 6}));
 }
 
-// A child merges if that pads tiles of 64 rows no more: 16 requests of one child leave a root of 19 with 3 of a pack
-// of 16 rows. Apart, the root's 76 rows need two tiles, 52 rows of them padding.
+// A child merges if padding does not grow. The root has 19 requests and the child 16 of them. Unmerged, the root's 76
+// rows need two tiles of 64 rows, with 52 rows of padding. Merged, the root's pack keeps 3 requests, which fit into 16
+// rows.
 TEST(packing_by_compute_merges_where_tiles_are_padded_no_more) {
   const auto tree = [](int of_child, int of_root) {
     std::vector<std::pair<int, int32_t>> requests(of_child, {1, 1000});
@@ -94,7 +94,7 @@ TEST(packing_by_compute_merges_where_tiles_are_padded_no_more) {
   };
   CHECK((shared_ranges(tree(16, 3), Policy::kCompute) == Ranges{{0, 500, 3}, {0, 700, 16}}));
   CHECK((shared_ranges(tree(16, 3), Policy::kPerNode) == Ranges{{0, 500, 19}, {500, 200, 16}}));
-  // 6 of the root and 10 of the child fill one tile: nothing is gained.
+  // The root's 6 other requests and the child's 10 fill one tile, so merging saves nothing.
   CHECK((shared_ranges(tree(10, 6), Policy::kCompute) == Ranges{{0, 500, 16}, {500, 200, 10}}));
 }
 
@@ -105,7 +105,7 @@ TEST(packing_by_memory_fills_as_few_tiles_of_equal_size_as_it_can) {
   CHECK((sizes_of(packs_of(one_node, 16)) == std::vector<size_t>(10, 4)));
 }
 
-// A tile of 16 requests holds parts of two children of 10 only if they are short.
+// A tile of 16 requests has parts of two children of 10 requests only if the children are short.
 TEST(packing_by_memory_cuts_where_neighbours_share_least) {
   const auto children = [](int32_t tokens) {
     std::vector<std::pair<int, int32_t>> requests;
@@ -113,7 +113,7 @@ TEST(packing_by_memory_cuts_where_neighbours_share_least) {
     return make_batch({{-1, 100}, {0, tokens}, {0, tokens}, {0, tokens}}, requests);
   };
   CHECK((sizes_of(packs_of(children(500))) == std::vector<size_t>{10, 10, 10}));
-  // Two tiles read the root once less: worth more than a short child.
+  // With two tiles the root is read once less, which saves more than reading a short child again costs.
   CHECK((sizes_of(packs_of(children(20))) == std::vector<size_t>{14, 16}));
 }
 
@@ -150,7 +150,7 @@ TEST(packing_keeps_tree_order) {
     std::vector<int32_t> rank(batch.seq_lens.size());
     for (size_t i = 0; i < rank.size(); ++i)
       rank[forest.requests_in_tree_order()[i]] = static_cast<int32_t>(i);
-    std::vector<int32_t> end(batch.seq_lens.size(), 0);  // of the segments of each request so far
+    std::vector<int32_t> end(batch.seq_lens.size(), 0);  // end of each request's segments so far
     int32_t next = 0, next_segment = 0;
     for (const Pack& pack : packing.packs) {
       CHECK_EQ(pack.request_begin, next);
@@ -202,7 +202,7 @@ TEST(packing_of_deep_trees_stays_within_its_budget) {
         const auto [forest, packing] = pack(batch, policy);
         CHECK(packing.requests.size() <= size_t{kMaxPacksPerRequest} * num_requests);
         CHECK(packing.segments.size() <= size_t{kMaxSegmentsPerRequest} * num_requests);
-        // And sharing goes on: unshared, a chain of n nodes is read n(n + 1) / 2 times in all.
+        // Deep packs still share: without sharing, a chain of n nodes is read n(n + 1) / 2 times in total.
         const bool merges_little = policy == Policy::kMemory || policy == Policy::kPerNode;
         if (num_requests < 256 || node_tokens < 300 || !merges_little) continue;
         const int64_t unshared = int64_t{node_tokens} * num_requests * (num_requests + 1) / 2;
@@ -212,7 +212,7 @@ TEST(packing_of_deep_trees_stays_within_its_budget) {
   }
 }
 
-// All packs have the segments at the top in common, whose slots are gathered once.
+// All packs have the uppermost segments in common, so the slots of these segments are gathered once.
 TEST(packing_of_deep_trees_fuses_levels_from_the_root_on) {
   const Batch batch = caterpillar_batch(1000, 300, 20);
   const auto [forest, packing] = pack(batch, Policy::kMemory);
@@ -224,14 +224,14 @@ TEST(packing_of_deep_trees_fuses_levels_from_the_root_on) {
 }
 
 TEST(packing_within_the_budget_is_left_alone) {
-  // Up to 11 shared packs and a private one for each request.
+  // Each request has up to 11 shared packs and a private pack.
   for (int depth = 1; depth <= 13; ++depth) {
     std::vector<std::pair<int, int32_t>> nodes, requests;
     for (int i = 0; i < depth; ++i) {
       nodes.push_back({i - 1, 300});
-      requests.push_back({i, 50});  // one ends here
+      requests.push_back({i, 50});  // one request ends at this node
     }
-    // So many more at the end that the mean is nearly the depth.
+    // So many requests end at the last node that the mean of the packs per request is nearly the depth.
     for (int i = 0; i < 2000; ++i) requests.push_back({depth - 1, 50});
     const auto [forest, packing] = pack(make_batch(nodes, requests), Policy::kPerNode);
     const int64_t shared = std::ranges::count(packing.segments, false, &Segment::is_private);

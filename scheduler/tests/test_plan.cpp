@@ -47,7 +47,7 @@ TEST(plans_serve_requests_that_grow) {
       ++num_served;
       CHECK(growth <= 256 || !grows);
       check_plan(scheduler, made, batch, grown);
-    } else if (growth <= 32) {  // refused only where nothing of the plan reads the new tokens
+    } else if (growth <= 32) {  // refused only if no work item reads the new tokens
       bool is_read = true;
       for (size_t i = 0; i < grown.size(); ++i) {
         const Path& path = batch.paths[i];
@@ -93,7 +93,7 @@ TEST(plans_fit_what_is_reserved_for_their_requests) {
   }
 }
 
-// A tile holds the rows of 64 / heads requests, so that is how often what all share is read less.
+// A tile has the rows of 64 / heads requests. Shared KV is read that many times less often.
 TEST(latent_layers_pack_as_many_requests_as_a_tile_has_room_for) {
   const Batch batch = balanced_batch({1, 128}, 8192);
   for (const int32_t heads : {1, 5, 8, 12, 16, 20, 32, 33, 64}) {
@@ -126,7 +126,7 @@ TEST(plan_bounds_grow_with_the_requests) {
   CHECK_THROWS(plan_bounds(INT32_MAX, 33, tiles), "max_requests 2147483647 is too large");
 }
 
-// Tiles of 32 query rows instead of 64 read more of what is shared. They pay where more workers have work then.
+// With tiles of 32 instead of 64 query rows, shared KV is read more often. They pay if more workers get work.
 TEST(plans_of_small_steps_may_have_narrow_tiles) {
   const auto largest_tile = [](SchedulerConfig made, const std::vector<int>& levels,
                                int32_t tokens) {
@@ -142,11 +142,12 @@ TEST(plans_of_small_steps_may_have_narrow_tiles) {
   made.max_block_q = 64;
   CHECK_EQ(largest_tile(made, {1, 16, 64}, 200), 1);
   CHECK_EQ(largest_tile(made, {1, 16, 64}, 20'000), 2);
-  // A wide tile is no wider.
+  // The device has no wider tile here.
   CHECK_EQ(largest_tile(made, {1, 4}, 20'000), 1);
-  // In the smallest steps nothing is shared.
+  // The smallest steps share nothing.
   CHECK_EQ(largest_tile(made, {1, 4}, 200), 0);
-  // Neither where a tile is too narrow for a request, nor with another policy or the batch-invariant mode.
+  // Narrow tiles are not tried if they are too narrow for a request, with another policy, or in the batch-invariant
+  // mode.
   made.group_size = made.max_block_q = 16;
   CHECK_EQ(largest_tile(made, {1, 16, 64}, 200), 0);
   made.group_size = 8;
@@ -163,7 +164,7 @@ TEST(plans_of_small_steps_may_have_narrow_tiles) {
   CHECK_EQ(largest_tile(made, {1, 16, 64}, 200), 2);
 }
 
-// By the splitter's own estimate, cuts and merges included. Work so large that it has none is left out.
+// Compares by the splitter's own estimate, which includes cuts and merges. Skips large work, which has no estimate.
 void check_no_dearer_than_unshared(bool latent, int num_rounds) {
   Random random(31);
   int num_compared = 0, num_small = 0, num_shared = 0;
@@ -199,7 +200,7 @@ TEST(latent_plans_are_expected_to_take_no_longer_than_without_sharing) {
   check_no_dearer_than_unshared(true, 5'000);
 }
 
-// A tile of 64 rows holds one such request: to read what it shares with another one saves nothing.
+// A tile of 64 rows has room for one such request, so no KV can be read once for two requests.
 TEST(latent_requests_that_fill_a_tile_are_never_packed) {
   Random random(5);
   for (int round = 0; round < 1'000; ++round) {
@@ -221,7 +222,7 @@ struct Chains {
   std::vector<int32_t> seq_lens;
 };
 
-// One request leaves each level.
+// Makes chains of nodes. One request leaves the chain at each level.
 Chains make_chains(int num_chains, int num_levels, int32_t node_tokens) {
   Chains made;
   PathArrays arrays;
@@ -247,7 +248,7 @@ TEST(plan_takes_as_long_for_one_chain_as_for_as_many_levels_of_shorter_ones) {
       scheduler.plan(chains.forest, chains.seq_lens);
       return std::clock() - begin;
     };
-    // The least of a few, in turns: others use the machine too.
+    // The smallest of a few times, measured alternately, because other processes use the machine too.
     std::clock_t deep_time = cpu_time(deep), flat_time = cpu_time(flat);
     for (int round = 0; round < 12; ++round) {
       deep_time = std::min(deep_time, cpu_time(deep));
@@ -288,7 +289,7 @@ TEST(plan_costs_are_checked) {
 
 TEST(plan_serves_no_token_that_it_does_not_read) {
   PackScheduler scheduler(config());
-  // The first request has no KV of its own, which could grow.
+  // The first request has no private range, which could grow.
   plan(scheduler, make_batch({{-1, 100}}, {{0, 0}, {0, 50}}));
   const auto serves = [&](int32_t a, int32_t b) {
     return scheduler.check_lengths(std::array{a, b}).served;

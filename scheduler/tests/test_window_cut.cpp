@@ -20,7 +20,7 @@ WindowCut cut_batch(const Batch& batch, const WindowRule& rule, int32_t rows_per
   return cut;
 }
 
-// The batch that is left, for the checks of plans.
+// Returns the rows of a WindowCut as a batch, for the checks of plans.
 Batch rows_of(WindowCut& cut) {
   Batch rows;
   for (size_t i = 0; i < cut.row_lens().size(); ++i) {
@@ -33,7 +33,7 @@ Batch rows_of(WindowCut& cut) {
   return rows;
 }
 
-// The node of a path at a position.
+// Returns the id of the node of a path at a position.
 int64_t node_at(const Path& path, int32_t position) {
   const auto found =
       std::ranges::find_if(path, [&](const Node& node) { return position < node.kv_end; });
@@ -41,7 +41,7 @@ int64_t node_at(const Path& path, int32_t position) {
   return found->id;
 }
 
-// The lengths after `tokens` more; padding stays.
+// Returns the lengths after each request but padding has grown by `tokens`.
 std::vector<int32_t> grown(std::vector<int32_t> lens, int32_t tokens) {
   for (int32_t& length : lens) length += length > 0 ? tokens : 0;
   return lens;
@@ -62,8 +62,7 @@ TEST(rows_share_only_what_their_windows_share) {
     const auto [window, slack, ahead, chunked] = made.window;
     WindowCut cut = cut_batch(batch, made.window, made.max_block_q / made.group_size);
     const Batch rows = rows_of(cut);
-    std::map<int64_t, std::pair<int32_t, int64_t>>
-        seen;  // node -> its cut, and a node of the batch
+    std::map<int64_t, std::pair<int32_t, int64_t>> seen;  // (cut, node of the batch)
     for (size_t i = 0; i < rows.paths.size(); ++i) {
       const Path& path = rows.paths[i];
       const int32_t length = batch.seq_lens[i];

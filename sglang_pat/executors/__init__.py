@@ -1,1 +1,1 @@
-"""Executors of plans: torch (`reference.py`) and CUDA (`cuda.py`, compiled by `jit.py`)."""
+"""Executors of plans: one in plain torch (`reference.py`), one with CUDA kernels (`cuda.py`)."""

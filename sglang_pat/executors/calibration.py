@@ -1,8 +1,8 @@
 """The cost model of a GPU: the file that `sglang-pat calibrate` writes and schedulers read.
 
-One file per GPU, driver, kernels and kind of layer, in the folder of compiled kernels. All ranks of
-a server read the same file, so they come to the same plans. Without a file, the costs that come
-with the package apply.
+There is one file per GPU, driver, kernels and kind of layer, in the folder of compiled kernels. All
+ranks of a server read the same file, so they make the same plans. Without a file, the costs that
+are shipped with the package apply.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang_pat.output_file import replace_file
 from sglang_pat.plan import shipped_latent_costs
 
 FOLDER = "calibration"
-# Kinds of layers with separate costs. Latent attention has two, by the dtype of its KV cache.
+# Kinds of layers with separate costs. Latent attention has two kinds, by the dtype of the KV cache.
 PLAIN, LATENT, ONE_BYTE_LATENT = KINDS = ("plain", "latent", "latent-fp8")
 _FORMAT = 1
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -30,7 +30,7 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """GPU, driver and kernels that a calibration holds for."""
+    """GPU, driver and kernels for which a calibration is valid."""
 
     gpu: str
     driver: str
@@ -41,7 +41,7 @@ class Machine:
         return cls(torch.cuda.get_device_name(device), driver_version(), jit.source_hash())
 
     def file_name(self, kind: str = PLAIN) -> str:
-        """The name of the file about a kind of layer."""
+        """Return the name of the calibration file of a kind of layer."""
         words = f"{self.gpu} {self.driver} {self.kernels}"
         if kind != PLAIN:
             words += f" {kind}"
@@ -61,7 +61,7 @@ class Calibration:
     microseconds
         The fitted times, by name.
     error, worst
-        Root mean square and largest of the fit's relative errors.
+        Root mean square, and maximum, of the fit's relative errors.
     num_plans
         How many plans were measured.
     kind
@@ -81,20 +81,20 @@ class Calibration:
         return CostModel(**self.costs)
 
     def save(self, cache: Path | None = None) -> Path:
-        """Write the file, all at once. OSError if it cannot be written."""
+        """Write the file atomically. Raise OSError if it cannot be written."""
         path = _folder(cache) / self.machine.file_name(self.kind)
         path.parent.mkdir(parents=True, exist_ok=True)
         data = {"format": _FORMAT, **asdict(self)}
         if self.kind == PLAIN:
-            del data["kind"]  # earlier versions, which have the same kernels, do not know it
+            del data["kind"]  # earlier versions, with the same kernels, refuse it
         replace_file(path, json.dumps(data, indent=1))
         return path
 
 
 def load(machine: Machine, cache: Path | None = None, *, kind: str = PLAIN) -> Calibration | None:
-    """The calibration of a machine for a kind of layer, or None if there is none.
+    """Return the calibration of a machine for a kind of layer, or None if there is none.
 
-    KernelCacheError names a file that cannot be used, and what to do.
+    Raises KernelCacheError, which says what to do, for a file that cannot be used.
     """
     path = _folder(cache) / machine.file_name(kind)
     try:
@@ -112,8 +112,8 @@ def load(machine: Machine, cache: Path | None = None, *, kind: str = PLAIN) -> C
 def costs_of(device: torch.device, *, latent: bool = False, one_byte: bool = False) -> CostModel:
     """Return the costs that were measured on this machine, or else those shipped for its GPU.
 
-    Raises KernelCacheError as `load` does. latent: costs of latent attention. one_byte: over an fp8
-    cache, which only latent attention measures separately.
+    latent: costs of latent attention. one_byte: costs with an fp8 KV cache, which are measured
+    separately for latent attention only. Raises KernelCacheError like `load`.
     """
     machine = _machine(device)
     found = load(machine, kind=kind_of(latent=latent, one_byte=one_byte))
@@ -123,14 +123,14 @@ def costs_of(device: torch.device, *, latent: bool = False, one_byte: bool = Fal
 
 
 def kind_of(*, latent: bool, one_byte: bool) -> str:
-    """The kind of a layer."""
+    """Return the kind of a layer."""
     if not latent:
         return PLAIN
     return ONE_BYTE_LATENT if one_byte else LATENT
 
 
 def shipped_costs(gpu: str) -> tuple[CostModel, str]:
-    """Costs that come with the package for a GPU, and their origin."""
+    """Return the costs that the package ships for a GPU, and where they come from."""
     for name, is_measured, costs in SHIPPED_COSTS:
         if name in gpu:
             return costs, f"measured on the {name}" if is_measured else f"estimates for the {name}"
@@ -138,7 +138,7 @@ def shipped_costs(gpu: str) -> tuple[CostModel, str]:
 
 
 def driver_version() -> str:
-    """Version of the driver's kernel module; where that is hidden, its CUDA version."""
+    """Return the version of the driver's kernel module or, if that is hidden, its CUDA version."""
     try:
         words = _DRIVER_FILE.read_text().split()
     except OSError:

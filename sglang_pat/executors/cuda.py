@@ -1,10 +1,11 @@
 """CudaExecutor: executes plans with the CUDA kernels, on torch's current stream.
 
-A plan is written into pinned memory and copied to the device on the current stream. It takes effect
-in order with the kernels of the last plan, and the host never waits for them.
+A plan is written into pinned memory and copied to the device on the current stream. Stream order
+lets it take effect after the kernels that use the last plan, and the host never waits for those
+kernels.
 
 The caller (`PackAttention`) checks types, shapes and devices. This module checks what only the
-kernels require: strides, alignment, and that the plan on the device is of the same batch.
+kernels require: strides, alignment, and that the plan on the device belongs to the same batch.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from sglang_pat.executors.loaded_kernels import LoadedKernels, capture_id, kv_ma
 from sglang_pat.executors.window_rows import Window, WindowRows
 from sglang_pat.plan import BufferSizes, DecodePlan, PlanHeader, write_plan
 
-# Counters of one buffer. Two are reserved, and each graph gets one of the others; a server captures
-# some 50 graphs. Graphs that share a counter must not run at the same time.
+# Counters of one buffer. Two are reserved, and each graph gets one of the others. Graphs that share
+# a counter must not run at the same time; a server captures only about 50 graphs.
 _COUNTERS = 256
 
-# Plans that may be under way to the device at once. Two would do for SGLang, which plans step N + 1
-# while step N runs; one more absorbs jitter.
+# Plans that may be on their way to the device at the same time. SGLang plans step N + 1 while step
+# N runs, so two would be enough. One more absorbs jitter.
 _RING = 3
 
 _ALIGNMENT = 16  # bytes of an asynchronous copy
-_GATHER_CHUNKS = 8  # CTAs that share a span
-_FILL_COLUMNS = 512  # of a row, written by one CTA
+_GATHER_CHUNKS = 8  # CTAs that copy one span together
+_FILL_COLUMNS = 512  # row columns that one CTA writes
 _SINK_TYPES = {
     torch.float32: SinkType.FLOAT32,
     torch.bfloat16: SinkType.BFLOAT16,
@@ -47,36 +48,36 @@ _NO_PLAN = PlanHeader(*[-1] * len(PlanHeader._fields))
 
 
 class PlanOverflowError(ValueError):
-    """A plan needs more than the buffers that were reserved. Nothing was launched."""
+    """A plan does not fit into the buffers that were reserved. Nothing was launched."""
 
 
 class StagingBuffer:
-    """Pinned memory in which a plan waits until it has been copied to the device.
+    """Pinned memory from which a plan is copied to the device.
 
     tensor: int32 `[size]`. array: the same memory.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        with torch.cuda.device(device):  # else it would be pinned in a context on another device
+        with torch.cuda.device(device):  # else the context of another device would pin it
             self.tensor = torch.zeros(size, dtype=torch.int32, pin_memory=True)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.array: IntArray = self.tensor.numpy()
 
     def wait(self) -> None:
-        """Block until the memory is reusable (normally at once)."""
-        # Ask first: synchronize() would let go of the GIL even if there is nothing to wait for.
+        """Block until the last copy has read the memory, which it normally already has."""
+        # Asks first, because synchronize() releases the GIL even if the copy has ended.
         if not self._copied.query():  # type: ignore[no-untyped-call]
             self._copied.synchronize()
 
     def copy_to(self, plan: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        """Send the memory to the device, without waiting."""
-        # copy_() keeps the pinned memory from being handed out again before it has been read.
+        """Start to copy the memory to the device. Does not wait."""
+        # copy_() keeps torch from reusing the pinned memory before the copy has read it.
         plan.copy_(self.tensor, non_blocking=True)
         self._copied.record(stream)
 
     @property
     def header(self) -> PlanHeader:
-        """Return the header of the plan in the memory."""
+        """Return the header of the plan that is in the memory."""
         return PlanHeader(*self.array[: len(PlanHeader._fields)].tolist())
 
 
@@ -85,16 +86,16 @@ class PlanBuffers:
 
     Executors that share buffers share this object.
 
-    Graphs capture the addresses of these tensors, and of the tensors of a step. All graphs share
-    the partials: if two graphs run at the same time, they stop with an error.
+    Graphs capture the addresses of these tensors and of a step's tensors. All graphs share the
+    partials, so two graphs that run at the same time stop with an error.
 
     Attributes
     ----------
     sizes : BufferSizes
     plan : torch.Tensor
-        int32, laid out for `sizes.plan` (plan_format.h). The cuts of windows follow.
+        int32, laid out for `sizes.plan` (plan_format.h). If layers have a window, the cuts follow.
     rows : WindowRows or None
-        What the layers read in place of `req_to_token`, if they have a window.
+        The rows that layers with a window read in place of `req_to_token`.
     shared_slots : torch.Tensor
         int32, the KV slots of all shared ranges.
     partial_out : torch.Tensor
@@ -102,12 +103,13 @@ class PlanBuffers:
     partial_lse : torch.Tensor
         float32 `[num_partials, num_qo_heads]`.
     counters : torch.Tensor
-        int32 `[num_counters, 2]`. The first entry says whose partials are in the buffer. The others
-        count the tickets that CTAs have drawn, one counter per graph; they are 0 between steps.
+        int32 `[num_counters, 2]`. The first entry identifies the launch that wrote the partials
+        last. The others count the tickets that CTAs have drawn, one per graph. They are 0 between
+        steps.
     staging : StagingBuffer or None
-        The buffer that was last copied to `plan`. It identifies the executor whose plan is there.
+        The memory that was last copied to `plan`. It identifies the executor whose plan is there.
     loaded : PlanHeader
-        The header of that plan. All fields are -1 if there is none.
+        The header of the plan in `plan`. All fields are -1 if there is no plan.
     stream : torch.cuda.Stream or None
         The last stream that used the tensors; at first the stream that fills them with zeros.
     """
@@ -142,10 +144,10 @@ class PlanBuffers:
             self.partial_out.data_ptr(),
             self.partial_lse.data_ptr(),
         )
-        self._step: Step | None = None  # to which the arguments were last set
+        self._step: Step | None = None  # the step to which the arguments are set
 
     def bind(self, step: Step) -> None:
-        """Set the arguments to a step. ValueError if the kernels cannot read it."""
+        """Set the kernels' arguments to a step. Raise ValueError if the kernels cannot read it."""
         if step is self._step:
             return
         table, rows, lens = step.req_to_token, step.req_pool_indices, step.seq_lens
@@ -197,12 +199,12 @@ class PlanBuffers:
         )
 
     def take_over(self, stream: torch.cuda.Stream) -> None:
-        """Let `stream` wait for what the last stream has done with the buffers so far."""
+        """Make `stream` wait for the work that the last stream does on the buffers."""
         if self.stream == stream:
             return
         if self.stream is not None:
             stream.wait_stream(self.stream)
-            # Should the memory be freed, it is handed out again only when this stream is done.
+            # If these tensors are freed, torch reuses their memory only after this stream's work.
             tensors = [self.plan, self.shared_slots, self.partial_out, self.partial_lse]
             tensors.append(self.counters)
             if self.rows is not None:
@@ -218,9 +220,9 @@ class CudaExecutor:
     Without a reservation, buffers grow as needed. With one, their addresses never change, run() can
     be captured in a CUDA graph, and a plan that does not fit raises PlanOverflowError.
 
-    Outside of a graph, a launch on another stream waits for the stream that was used last. A graph
-    must be replayed on the stream on which plans are loaded; otherwise the caller must order the
-    two streams.
+    Outside of graphs, a launch waits for the stream that used the buffers last. If a graph is
+    replayed on another stream than the one on which plans are loaded, the caller must order the
+    two.
     """
 
     name = "cuda"
@@ -239,13 +241,13 @@ class CudaExecutor:
         self._device = device
         self._reserved = reservation is not None
         self.step: Step | None = None
-        self._sent: StagingBuffer | None = None  # where the last plan lies on the host
+        self._sent: StagingBuffer | None = None  # host memory of the last plan
         self._allocate(reservation or BufferSizes())
 
     def load_plan(self, scheduler: PackScheduler, step: Step) -> DecodePlan:
         """Send the scheduler's last plan to the device and gather its shared slots there.
 
-        The following run()s, and replays of graphs that captured them, read the tensors of the
+        Later calls of run(), and replays of graphs that captured them, read the tensors of the
         step.
         """
         staging, plan = self._write(scheduler)
@@ -257,9 +259,9 @@ class CudaExecutor:
         return plan
 
     def reuse_plan(self, step: Step, *, gather: bool = False) -> None:
-        """Let the last plan serve this step too. From now on, the step's tensors are read.
+        """Use the last plan for this step too. From now on, run() reads the tensors of this step.
 
-        gather: read the slots of shared ranges again, too.
+        gather: also read the slots of shared ranges again.
         """
         assert self._sent is not None
         gather = gather and self._sent.header.num_gather_spans > 0
@@ -276,11 +278,11 @@ class CudaExecutor:
 
     @property
     def rows(self) -> WindowRows | None:
-        """Layers with a window read these rows in place of `req_to_token`."""
+        """The rows that layers with a window read in place of `req_to_token`."""
         return self.buffers.rows
 
     def refill(self) -> None:
-        """Write the rows of windows again. In a capture, the graph will do so in each replay."""
+        """Write the window rows of the current step. If captured, each replay writes them."""
         assert self.step is not None
         self.buffers.bind(self.step)
         with torch.cuda.device(self._device):
@@ -293,7 +295,7 @@ class CudaExecutor:
             self.kernels.fill_rows(self.buffers.fill.address, stream.cuda_stream, grid)
 
     def sharing_buffers(self) -> CudaExecutor:
-        """Return an executor of other plans in these buffers. ValueError without a reservation."""
+        """Return an executor whose plans use the same buffers. ValueError without a reservation."""
         if not self._reserved:
             raise ValueError("only buffers that never move can be shared: pass max_requests")
         sibling = copy.copy(self)
@@ -304,22 +306,22 @@ class CudaExecutor:
     def run(self, layer: LayerInputs) -> None:
         """Compute attention of one layer: pack_decode, then merge_partials.
 
-        Outside of a graph, merge_partials is skipped if the plan has no merges, and the plan is
-        sent again if another executor's plan is in the buffers. Writes `out` of the layer, and
-        `lse` if given.
+        Writes the layer's `out`, and its `lse` if given. Outside of graphs, skips merge_partials if
+        the plan has no merges, and sends the plan again if another executor's plan is in the
+        buffers.
 
         Raises
         ------
         ValueError
-            The kernels cannot read the layout of a tensor, or the plan in the buffers is of another
-            batch. Nothing is launched.
+            The kernels cannot read the layout of a tensor, or the plan in the buffers belongs to
+            another batch. Nothing is launched.
         """
         buffers, kernels = self.buffers, self.kernels
         assert self.step is not None
         assert self._sent is not None
         with torch.cuda.device(self._device):
             capturing = torch.cuda.is_current_stream_capturing()
-            there = buffers.staging  # None: sending a plan has failed
+            there = buffers.staging  # None if sending a plan has failed
             if not capturing and there is not None and there is not self._sent:
                 self._send(self._sent, self.step)
             buffers.bind(self.step)
@@ -328,12 +330,13 @@ class CudaExecutor:
                 buffers.decode.set_maps(_map_of(layer.k_cache), _map_of(layer.v_cache))
             stream = torch.cuda.current_stream()
             if capturing:
-                # Each graph has its own counter: it may be replayed while another one runs.
+                # Each graph has its own counter, because graphs may run at the same time.
                 counter = 2 + capture_id(stream.cuda_stream) % (_COUNTERS - 2)
-                # Replays have other plans, of the same number of requests.
+                # A replay may have another plan, but it has the same number of requests.
                 max_merges = min(buffers.sizes.plan.entries()["num_merges"], len(layer.q))
             else:
-                # Outside of captures only: at a capture, the streams of its replays are unknown.
+                # Only outside of captures: during a capture, the stream of later replays is
+                # unknown.
                 buffers.take_over(stream)
                 counter, max_merges = 1, buffers.loaded.num_merges
             argument = buffers.decode
@@ -401,11 +404,11 @@ class CudaExecutor:
             self.buffers.decode.set_queries(q.data_ptr(), *strides, rope.data_ptr(), *rope_strides)
 
     def _send(self, staging: StagingBuffer, step: Step) -> None:
-        """Copy a plan to the device, and gather its shared slots out of the step's rows."""
+        """Copy a plan to the device, and gather its shared slots from the step's `req_to_token`."""
         buffers, kernels = self.buffers, self.kernels
         buffers.bind(step)
         header = staging.header
-        buffers.staging, buffers.loaded = None, _NO_PLAN  # until all is launched
+        buffers.staging, buffers.loaded = None, _NO_PLAN  # valid again when all is launched
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream()
             buffers.take_over(stream)
@@ -433,7 +436,7 @@ class CudaExecutor:
         self.buffers = PlanBuffers(
             sizes, self._num_qo_heads, self.kernels.config, self._device, self._window
         )
-        # Earlier buffers may be dropped while they are being copied: copy_to() keeps their memory.
+        # The old ring may be dropped while it is still being copied: copy_to() keeps their memory.
         self._ring = self._new_ring()
 
     def _new_ring(self) -> Iterator[StagingBuffer]:
@@ -442,12 +445,12 @@ class CudaExecutor:
 
 
 def _number(scale: Scale) -> float:
-    """Return the scale if the host has it, else 1."""
+    """Return the scale if it is a number, else 1."""
     return 1.0 if isinstance(scale, torch.Tensor) else scale
 
 
 def _address(scale: Scale) -> int:
-    """Return the address of a scale on the device, or 0 if the host has it."""
+    """Return the device address of the scale if it is a tensor, else 0."""
     return scale.data_ptr() if isinstance(scale, torch.Tensor) else 0
 
 
@@ -457,10 +460,9 @@ def _map_of(cache: torch.Tensor) -> int:
 
 
 def _query_chunks(q: torch.Tensor, name: str) -> tuple[int, int]:
-    """Return the row stride and the head stride of `[rows, heads, columns]` in 16-byte chunks.
+    """Return the row and head strides of `q`, `[rows, heads, columns]`, in 16-byte chunks.
 
-    ValueError unless the columns are dense, all rows are aligned, and the whole span fits into
-    int32 chunks.
+    Raises ValueError unless columns are dense, rows are aligned, and int32 can count all chunks.
     """
     size = q.element_size()
     row_bytes, head_bytes = q.stride(0) * size, q.stride(1) * size
@@ -478,10 +480,10 @@ def _query_chunks(q: torch.Tensor, name: str) -> tuple[int, int]:
 
 
 def _row_bytes(tensor: torch.Tensor, name: str) -> int:
-    """Return the row stride of `[rows, heads, columns]` in bytes.
+    """Return the row stride of `tensor`, `[rows, heads, columns]`, in bytes.
 
-    ValueError unless the heads of a row are dense and rows are aligned. There may be gaps between
-    rows.
+    Raises ValueError unless the heads of a row are dense and rows are aligned. Gaps between rows
+    are allowed.
     """
     _, num_heads, num_columns = tensor.shape
     row_stride, head_stride, column_stride = tensor.stride()

@@ -1,7 +1,7 @@
-"""Attention to draft tokens on a GPU: one Triton kernel per layer, where torch launches a dozen.
+"""Attention to draft tokens on a GPU, by one Triton kernel per layer.
 
-Rows and keys come in groups. In a small group, each row reads the keys one by one. In a large
-group, all rows are multiplied with all keys, as tiles (`is_tiled`).
+The rows of a group attend to the keys of the same group. In a small group, each row reads the keys
+one by one. In a large group, tiles of rows are multiplied with tiles of keys (`is_tiled`).
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,import-untyped"
@@ -14,24 +14,25 @@ import triton.language as tl
 
 from sglang_pat.executors.layer import Scale
 
-_STEPS_AT_ONCE = 4  # keys whose loads are in flight together
-# Query elements of a warp. Most programs are then one warp, and need no barriers.
+_STEPS_AT_ONCE = 4  # keys that are loaded at the same time
+# Query elements per warp. So large that most programs have one warp, which needs no barriers.
 _NUMBERS_PER_WARP = 1024
-# A group with at least this many weights (rows times keys) is multiplied in tiles of these sizes.
+# A group with at least this many weights (rows times keys) is multiplied in tiles of the sizes
+# below.
 _FIRST_TILED = 64
 _TILE_ROWS, _TILE_KEYS, _LEAST = 64, 64, 16
-_FIRST_WITH_E4M3 = (8, 9)  # compute capability from which Triton converts e4m3
+_FIRST_WITH_E4M3 = (8, 9)  # first compute capability on which Triton converts e4m3
 
 
 def reads(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return True if the kernel reads caches of this type."""
+    """Return True if the kernels can read caches of this dtype on this device."""
     if dtype is torch.float8_e4m3fn:
         return torch.cuda.get_device_capability(device) >= _FIRST_WITH_E4M3
     return True
 
 
 def is_tiled(rows: int, keys: int) -> bool:
-    """Return True if a group of `rows` and `keys` is multiplied as tiles."""
+    """Return True if a group with this many rows and keys is multiplied in tiles."""
     return rows * keys >= _FIRST_TILED
 
 
@@ -44,7 +45,7 @@ def _merge_drafts(
     HAS_CAP: tl.constexpr, STEPS_AT_ONCE: tl.constexpr,
     K_SCALE_ON_DEVICE: tl.constexpr, V_SCALE_ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """Compute, in each program, the query heads of one KV head for one row."""
+    """Attend by reading key after key. A program computes one row's query heads of one KV head."""
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_heads = tl.num_programs(1) * GROUP
     first = row // NUM_ROWS * NUM_KEYS  # first key of the row's group
@@ -62,7 +63,7 @@ def _merge_drafts(
     else:
         scale *= k_scale
     v_factor = tl.load(v_scale) if V_SCALE_ON_DEVICE else v_scale
-    # The plan's result counts as one more key: its logit is the LSE, and its value is the output.
+    # The result of the plan counts as one more key, with its LSE as logit and its output as value.
     most = tl.load(lse + row * num_heads + head, mask=in_group, other=0.0)
     total = tl.full((GROUP_PADDED,), 1.0, tl.float32)
     places = out + (row * num_heads + head[:, None]) * V_DIM + v_dim[None, :]
@@ -80,14 +81,14 @@ def _merge_drafts(
             logit = logit_cap * (1.0 - 2.0 / (tl.exp(2.0 * (logit / logit_cap)) + 1.0))
         logit += bias
         larger = tl.maximum(most, logit)
-        # Both may be -inf: the plan covers nothing, and the row does not read this draft token.
+        # Both are -inf if the plan covers no KV and the row does not attend to this draft token.
         kept = tl.where(most == float("-inf"), 0.0, tl.exp(most - larger))
         weight = tl.where(logit == float("-inf"), 0.0, tl.exp(logit - larger))
         v = value.to(tl.float32) * v_factor
         result = result * kept[:, None] + weight[:, None] * v[None, :]
         total = total * kept + weight
         most = larger
-    total = tl.where(total == 0.0, 1.0, total)  # padding reads nothing
+    total = tl.where(total == 0.0, 1.0, total)  # padding attends to nothing
     tl.store(places, (result / total[:, None]).to(out.dtype.element_ty), mask=in_out)
 
 
@@ -100,10 +101,10 @@ def _merge_tiles(
     HAS_CAP: tl.constexpr, K_SCALE_ON_DEVICE: tl.constexpr, V_SCALE_ON_DEVICE: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Compute, in each program, the query heads of one KV head for some rows of a group."""
+    """Attend in tiles. A program computes some rows of a group for one KV head."""
     of_group, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_heads = tl.num_programs(1) * GROUP
-    line = tl.program_id(2) * TILE_ROWS + tl.arange(0, TILE_ROWS)  # rows, by query head
+    line = tl.program_id(2) * TILE_ROWS + tl.arange(0, TILE_ROWS)  # (row, query head) pairs
     in_rows = line < NUM_ROWS * GROUP
     row = of_group * NUM_ROWS + line // GROUP
     head = kv_head * GROUP + line % GROUP
@@ -119,7 +120,7 @@ def _merge_tiles(
     else:
         scale *= k_scale
     v_factor = tl.load(v_scale) if V_SCALE_ON_DEVICE else v_scale
-    # The first key is the same as in `_merge_drafts`.
+    # As in `_merge_drafts`, the result of the plan counts as the first key.
     most = tl.load(lse + row * num_heads + head, mask=in_rows, other=0.0)
     total = tl.full((TILE_ROWS,), 1.0, tl.float32)
     places = out + (row * num_heads + head)[:, None] * V_DIM + v_dim[None, :]
@@ -156,7 +157,7 @@ def _merge_tiles(
         result = result * kept[:, None] + part
         total = total * kept + tl.sum(weight, 1)
         most = larger
-    total = tl.where(total == 0.0, 1.0, total)  # padding reads nothing
+    total = tl.where(total == 0.0, 1.0, total)  # padding attends to nothing
     tl.store(places, (result / total[:, None]).to(out.dtype.element_ty), mask=in_out)
 
 
@@ -172,10 +173,10 @@ def merge_drafts(
     *,
     tiled: bool | None = None,
 ) -> torch.Tensor:
-    """Attend as the adapter's `merge_drafts` says, and overwrite the output in `before`.
+    """Attend to draft tokens as the adapter's `merge_drafts` does, and overwrite `before`'s output.
 
-    `reads()` must allow the type of the caches, and `before` must be contiguous. A `logit_cap` of 0
-    turns the soft-cap off. tiled: multiply keys as tiles; by default as `is_tiled` says.
+    `reads()` must be True for the caches, and `before` must be contiguous. A `logit_cap` of 0 turns
+    the soft-cap off. tiled: whether to multiply in tiles; None: `is_tiled` decides.
     """
     (k_cache, v_cache), (out, lse) = caches, before
     num_rows, num_heads, dim = q.shape
@@ -212,7 +213,7 @@ def merge_drafts(
     }
     if is_tiled(rows, keys) if tiled is None else tiled:
         lines = rows * group
-        # A row of 256 numbers takes the registers of two rows of 128.
+        # Registers limit the rows of a tile.
         tile = min(
             max(_LEAST, triton.next_power_of_2(lines)), _TILE_ROWS * 128 // max(v_padded, 128)
         )
@@ -220,7 +221,7 @@ def merge_drafts(
             *given,
             **sizes,
             TILE_ROWS=tile,
-            # Limited by shared memory.
+            # Shared memory limits the keys of a tile.
             TILE_KEYS=min(
                 max(_LEAST, triton.next_power_of_2(keys)), _TILE_KEYS * 256 // max(v_padded, 256)
             ),

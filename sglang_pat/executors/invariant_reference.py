@@ -1,8 +1,8 @@
-"""Executes a batch-invariant decode plan in plain torch, bit by bit the same for equal requests.
+"""Executes a batch-invariant decode plan in plain torch. Equal requests get bit-identical results.
 
-`reference.PlanExecution` computes many work items at once. The order in which its products add up
-depends on what they are batched and padded with. Here each chunk of each request is computed by
-itself, by operations whose shapes depend on the request alone.
+`reference.PlanExecution` computes many work items at once, so the order in which a product adds up
+depends on the other requests. Here each chunk of each request is computed separately, by operations
+whose shapes depend on that request alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sglang_pat.plan import DecodePlan, segment_interval
 
 
 class _Chunk(NamedTuple):
-    """A request's part of a work item."""
+    """The part of a work item that belongs to one request."""
 
     request: int
     partial_slot: int
@@ -47,7 +47,7 @@ class InvariantExecution:
                 self._chunks.append(_Chunk(request, partial_slot, torch.cat(parts)))
 
     def run(self, layer: LayerInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of one layer, as `reference.PlanExecution.run` returns it."""
+        """Return the attention of one layer, as `reference.PlanExecution.run` does."""
         q, v_cache = layer.whole_q(), layer.v_cache
         dtype = torch.promote_types(q.dtype, torch.float32)
         num_requests, num_qo_heads, _ = q.shape
@@ -89,12 +89,12 @@ def _slots_of(segment: list[int], shared_slots: torch.Tensor, step: Step) -> tor
 def _attend(
     layer: LayerInputs, q: torch.Tensor, slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and LSE of one request's queries `[heads, head_dim]` over these slots."""
+    """Return the output and LSE of one request's queries, `[heads, head_dim]`, over some slots."""
     keys, values = (
         cache[slots].to(q.dtype).transpose(0, 1).contiguous()
         for cache in (layer.k_cache, layer.v_cache)
     )
-    # clone: the order of a product's sums may depend on the addresses of the operands.
+    # Cloned, because the order in which a product adds up may depend on its operands' addresses.
     rows = q.clone(memory_format=torch.contiguous_format).view(keys.shape[0], -1, q.shape[-1])
     logits = rows @ keys.transpose(1, 2) * (layer.sm_scale * layer.k_scale)
     if layer.logit_cap > 0:
@@ -107,7 +107,7 @@ def _attend(
 def _merge(
     partial_out: torch.Tensor, partial_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The LSE-weighted sum of a request's partials, in their order."""
+    """Return the LSE-weighted sum of a request's partials, added in their order."""
     partial_lse = partial_lse.clone()
     highest = partial_lse.amax(0)
     weights = torch.exp(partial_lse - highest)

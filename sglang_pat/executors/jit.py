@@ -1,7 +1,7 @@
 """Compiles the kernels on first use, from the package's sources into the kernel cache.
 
-NVRTC compiles them, the library that torch brings with it: a machine needs neither nvcc nor a C++
-compiler. Images that come with a wheel or are in the cache are not compiled again.
+NVRTC, which torch installs, compiles them, so the machine needs neither nvcc nor a C++ compiler.
+Images that are shipped with a wheel or are in the cache are not compiled again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sglang_pat import support
 from sglang_pat.executors import kernel_cache
 from sglang_pat.executors.kernel_cache import IMAGE, default_cache
 
-# dtype -> CUDA type, short name
+# dtype of queries -> CUDA type, short name
 _ELEMENTS = {
     torch.float16: ("__half", "fp16"),
     torch.bfloat16: ("__nv_bfloat16", "bf16"),
@@ -36,8 +36,8 @@ _CONVERTED = {
     torch.float8_e4m3fn: ("kE4m3", "e4m3"),
     torch.float8_e5m2: ("kE5m2", "e5m2"),
 }
-_DIGITS = 16  # of a hash
-# Architectures whose own instructions (wgmma, setmaxnreg) need the target with an "a".
+_DIGITS = 16  # hexadecimal digits of a hash
+# Architectures that need a target with the suffix "a", for wgmma and setmaxnreg.
 _SPECIFIC_ARCHS = ((9, 0), (10, 0), (10, 3))
 
 
@@ -58,7 +58,8 @@ class KernelConfig:
     kv_dtype
         dtype of the KV cache: float8_e4m3fn or float8_e5m2. None: the same as `dtype`.
     force_mma_sync
-        Run the bodies of other architectures on Hopper too, to test them.
+        Compile the mma.sync bodies of other architectures for Hopper, so that tests can run them
+        there.
 
     Raises
     ------
@@ -114,7 +115,7 @@ class KernelConfig:
         v_head_dim: int = 0,
         kv_dtype: torch.dtype | None = None,
     ) -> KernelConfig:
-        """The variant that a CUDA device runs."""
+        """Return the variant for a CUDA device."""
         return cls(dtype, head_dim, torch.cuda.get_device_capability(device), v_head_dim, kv_dtype)
 
     @property
@@ -129,15 +130,15 @@ class KernelConfig:
 
     @property
     def partial_dtype(self) -> torch.dtype:
-        """dtype of the partials: over a one-byte cache it is float16, like the arithmetic."""
+        """dtype of the partials: float16 with a one-byte cache, else `dtype`."""
         return self.dtype if self.kv_dtype is None else torch.float16
 
     @property
     def name(self) -> str:
         """Short name, usable in identifiers and file names.
 
-        `bf16_d128_sm90`; `bf16_d192v128_sm90` where values have another head_dim than keys;
-        `bf16_e4m3_d128_sm90` where the KV cache has another type than the queries.
+        For example `bf16_d128_sm90`, `bf16_d192v128_sm90` if the head_dims of keys and values
+        differ, or `bf16_e4m3_d128_sm90` if the KV cache is e4m3.
         """
         dtypes = _ELEMENTS[self.dtype][1]
         if self.kv_dtype is not None:
@@ -148,24 +149,23 @@ class KernelConfig:
 
     @property
     def tiles_agree(self) -> bool:
-        """True if a row's result has the same bits in every tile, because one body executes all.
+        """True if a row's result has the same bits in every tile, because there is one body.
 
-        Over a cache of the queries' type, latent attention has two bodies on Hopper, and one
-        elsewhere. Over a cache of one-byte numbers it has one everywhere. Other layers have one on
-        Hopper, except over a cache of one-byte numbers. Their bodies on mma.sync split KV over
-        their warps in different ways.
+        Latent attention has one body, except on Hopper with a cache of the queries' dtype. Other
+        layers have one body only on Hopper with a cache of the queries' dtype. Elsewhere the tiles
+        of mma.sync split KV among warps in different ways.
         """
         has_wgmma = self.arch == (9, 0) and not self.force_mma_sync and self.kv_dtype is None
         return has_wgmma != self.is_latent
 
     @property
     def has_tensor_maps(self) -> bool:
-        """True if the kernels copy runs of consecutive slots by tensor maps (`kHasTma`)."""
+        """True if the kernels copy consecutive slots by TMA, with tensor maps (`kHasTma`)."""
         return self.arch == (9, 0)
 
     @property
     def build_options(self) -> str:
-        """The options of `sglang-pat build` for this variant."""
+        """Return the options of `sglang-pat build` that build this variant."""
         dtype = str(self.dtype).removeprefix("torch.")
         arch = f"{self.arch[0]}.{self.arch[1]}"
         options = f"--arch {arch} --dtype {dtype} --head-dim {self._head_dim_name}"
@@ -175,7 +175,7 @@ class KernelConfig:
 
     @property
     def options(self) -> list[str]:
-        """The compiler's options, without the folders of headers."""
+        """Return the compiler's options, except the folders of headers."""
         target = f"{self._arch_number}{'a' if self.arch in _SPECIFIC_ARCHS else ''}"
         return [
             f"--gpu-architecture=sm_{target}",
@@ -202,7 +202,7 @@ class KernelConfig:
 _SOURCE = "entry_points.cu"
 _STANDARD_HEADERS = "nvrtc"  # folder of stand-ins for headers that NVRTC lacks
 _INCLUDED = ("cuda_bf16.h", "cuda_bf16.hpp", "cuda_fp16.h", "cuda_fp16.hpp")
-SHIPPED = "cubins"  # folder of the package with the images that come with a wheel
+SHIPPED = "cubins"  # folder of the package with the images of a wheel
 _REPORT = "compiler_report.txt"
 RECORD = "build.json"
 
@@ -214,24 +214,24 @@ class KernelBuildError(RuntimeError):
 def build_all(
     configs: Sequence[KernelConfig], *, cache: Path | None = None, force: bool = False
 ) -> list[Path]:
-    """`build()` all configs, one per CPU at a time."""
+    """Call `build()` for all configs, with as many at a time as there are CPUs."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(lambda config: build(config, cache=cache, force=force), configs))
 
 
 def build(config: KernelConfig, *, cache: Path | None = None, force: bool = False) -> Path:
-    """Return the compiled image of `config`. Compile it if neither wheel nor cache has it.
+    """Return the compiled image of `config`. Compile it if neither the wheel nor the cache has it.
 
-    Any number of processes may call this at once: one compiles, the others wait for it.
+    Any number of processes may call this at the same time. One compiles, and the others wait.
 
     Parameters
     ----------
     config
-        What the kernels are compiled for. No GPU is needed.
+        The variant of the kernels. Its GPU is not needed.
     cache
         The folder of all images. None: `default_cache()`.
     force
-        Compile even if there is an image.
+        Compile even if there already is an image.
 
     Returns
     -------
@@ -258,8 +258,8 @@ def build(config: KernelConfig, *, cache: Path | None = None, force: bool = Fals
 def find_image(config: KernelConfig, cache: Path) -> Path | None:
     """Return an image of `config` without compiling: the cached one, or else the shipped one.
 
-    The cached image must be of this machine's compiler. The newest cached image of any compiler is
-    returned if there is no compiler, or if the cache cannot be written and no other image fits.
+    The cached image must come from this machine's compiler. If there is no compiler, or if nothing
+    else fits and the cache cannot be written, returns the newest cached image of any compiler.
     """
     made = kernel_cache.versions(cache, cache_key(config))
     if made:
@@ -281,15 +281,15 @@ def find_image(config: KernelConfig, cache: Path) -> Path | None:
 
 
 def entry_key(config: KernelConfig, compiler: Compiler) -> str:
-    """Return the name of the cache entry that `compiler` makes of `config`."""
+    """Return the name of the cache entry for `config`, compiled by `compiler`."""
     return f"{cache_key(config)}-{compiler.digest}"
 
 
 def cache_key(config: KernelConfig) -> str:
-    """Return the name of `config` in a wheel, which its cache entry's name begins with.
+    """Return the name of `config` in a wheel, with which the names of its cache entries begin.
 
-    It changes with every source file and option, not with the compiler: a wheel's images are used
-    wherever it is installed.
+    It depends on the source files and options, but not on the compiler, so a wheel's images are
+    used wherever the wheel is installed.
     """
     digest = _hash_of_sources()
     digest.update(json.dumps(config.options).encode())
@@ -312,7 +312,7 @@ def _hash_of_sources() -> hashlib._Hash:
 
 
 def _fill(config: KernelConfig, compiler: Compiler, entry: Path, work: Path) -> None:
-    """Write an image, the compiler's report and a record of the compiler into `work`."""
+    """Write an image, the compiler's report and the compiler's name into `work`."""
     print(
         f"sglang-pat: compiling CUDA kernels for {config.name}, once, into {entry}",
         file=sys.stderr,
@@ -328,24 +328,24 @@ def _fill(config: KernelConfig, compiler: Compiler, entry: Path, work: Path) -> 
 
 
 def _shipped_image(key: str) -> Path | None:
-    """Return the image that came with the wheel, or None."""
+    """Return the image that the wheel has shipped, or None."""
     image = Path(str(importlib.resources.files("sglang_pat"))) / SHIPPED / key / IMAGE
     return image if image.exists() else None
 
 
 def report_of(image: Path) -> str:
-    """Compiler's report on an image: registers and spills of every kernel."""
+    """Return the compiler's report on an image: registers and spills of every kernel."""
     return image.with_name(_REPORT).read_text()
 
 
 def compiler_of(image: Path) -> str:
-    """Compiler that made an image, such as `NVRTC 13.0`."""
+    """Return the name of the compiler of an image, such as `NVRTC 13.0`."""
     record = json.loads(image.with_name(RECORD).read_text())
     return str(record["compiler"])
 
 
 def source_folder() -> Path:
-    """The kernel sources, in an installed package as in an editable one."""
+    """Return the folder of the kernel sources, of a normal or an editable installation."""
     folder = importlib.resources.files("sglang_pat") / "kernels"
     for path in (Path(str(folder)), Path(__file__).parents[2] / "kernels"):
         if (path / _SOURCE).exists():
@@ -355,7 +355,7 @@ def source_folder() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """NVRTC, and CUDA's headers.
+    """NVRTC and the CUDA headers that it compiles with.
 
     Attributes
     ----------
@@ -364,7 +364,7 @@ class Compiler:
     cuda_headers
         The folder with cuda_fp16.h.
     digest
-        A hash of NVRTC's build and of the CUDA headers that kernels include.
+        A hash of NVRTC's build and of the CUDA headers that the kernels include.
     """
 
     name: str
@@ -373,7 +373,7 @@ class Compiler:
 
     @classmethod
     def find(cls, arch: tuple[int, int] | None = None) -> Compiler:
-        """The compiler of this installation.
+        """Return the compiler of this installation.
 
         Parameters
         ----------
@@ -383,7 +383,7 @@ class Compiler:
         Raises
         ------
         KernelBuildError
-            Something is missing or does not fit. The message says what to install.
+            NVRTC or the headers are missing or too old. The message says what to install.
         """
         nvrtc = _nvrtc()
         major, minor = _checked(nvrtc.nvrtcVersion(), "asking for the version")
@@ -399,7 +399,7 @@ class Compiler:
         return cls(name, headers, _digest(nvrtc, headers))
 
     def compile(self, config: KernelConfig) -> tuple[bytes, str]:
-        """Return the cubin of `config`, and the compiler's log: registers and spills per kernel.
+        """Return the cubin of `config`, and the log with each kernel's registers and spills.
 
         Raises
         ------
@@ -431,7 +431,7 @@ class Compiler:
 
 
 def _digest(nvrtc: Any, cuda_headers: Path) -> str:
-    """Hash of the headers and of the compiler's name in PTX, which says more than its version."""
+    """Return a hash of the headers and of the compiler's build, which its PTX names."""
     program = _checked(nvrtc.nvrtcCreateProgram(b"", b"", 0, [], []), "reading nothing")
     try:
         _checked(nvrtc.nvrtcCompileProgram(program, 0, []), "compiling nothing")
@@ -445,12 +445,12 @@ def _digest(nvrtc: Any, cuda_headers: Path) -> str:
 
 
 def _nvrtc() -> Any:
-    """The module of NVRTC's functions."""
+    """Return the Python module with NVRTC's functions."""
     try:
         from cuda.bindings import nvrtc
 
         nvrtc.nvrtcVersion()  # loads the library
-    except Exception as error:  # whatever the loader of libraries raises
+    except Exception as error:  # the loader may raise anything
         raise KernelBuildError(
             f"NVRTC, which compiles the kernels, cannot be loaded ({error}): install a CUDA build "
             "of torch, which brings it along"
@@ -459,7 +459,7 @@ def _nvrtc() -> Any:
 
 
 def _checked(result: tuple[Any, ...], what: str) -> Any:
-    """The results of an NVRTC call without its status: one value, or a tuple of several."""
+    """Return the results of an NVRTC call without its status: a value, or several in a tuple."""
     status, *values = result
     if status.value:
         raise KernelBuildError(f"NVRTC failed ({what}): {status.name}")
@@ -467,7 +467,7 @@ def _checked(result: tuple[Any, ...], what: str) -> Any:
 
 
 def _output(program: Any, size_of: Any, get: Any) -> bytes:
-    """One of a program's outputs."""
+    """Return one of a program's outputs."""
     output = bytearray(_checked(size_of(program), "asking for a size"))
     _checked(get(program, output), "reading the output")
     return bytes(output)

@@ -1,7 +1,7 @@
 """The folder of compiled kernels: its path, its ownership checks, and its locks.
 
-`jit.py` names the entries and fills them. An entry is a folder with a compiled image.
-It appears by one rename, so an entry that exists is complete.
+An entry is a folder with a compiled image. `jit.py` names and fills it. An entry is created by one
+rename, so an entry that exists is complete.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from filelock import FileLock, Timeout
 from platformdirs import user_cache_path
 
 CACHE_VARIABLE = "SGLANG_PAT_KERNEL_CACHE"
-ANOTHER_FOLDER = f"set {CACHE_VARIABLE} to another folder"  # what every refusal advises
+ANOTHER_FOLDER = f"set {CACHE_VARIABLE} to another folder"  # ends every error message
 IMAGE = "kernels.cubin"
 
 LOCK_TIMEOUT_S = 900.0  # several times a build on one slow core
 _SILENT_WAIT_S = 5.0
-_BUILD = ".build-"  # KEY.build-PID@HOST-RANDOM: an entry that is being made
+_BUILD = ".build-"  # KEY.build-PID@HOST-RANDOM: an entry in the making
 
 
 class KernelCacheError(RuntimeError):
@@ -36,20 +36,19 @@ class KernelCacheError(RuntimeError):
 
 
 def default_cache(variables: Mapping[str, str] | None = None) -> Path:
-    """The folder that SGLANG_PAT_KERNEL_CACHE names; else `sglang-pat` in the user's cache folder.
+    """Return SGLANG_PAT_KERNEL_CACHE if it is set, else `sglang-pat` in the user's cache folder.
 
     The user's cache folder is XDG_CACHE_HOME or ~/.cache.
 
     Parameters
     ----------
     variables
-        The environment to read. None: that of this process.
+        The environment variables. None: those of this process.
 
     Raises
     ------
     ValueError
-        The variable holds no absolute path, or this user has no home folder and the variable is not
-        set.
+        The variable is not an absolute path, or it is not set and this user has no home folder.
     """
     given = (os.environ if variables is None else variables).get(CACHE_VARIABLE)
     if given is not None:
@@ -65,7 +64,7 @@ def default_cache(variables: Mapping[str, str] | None = None) -> Path:
 
 
 def versions(cache: Path, key: str) -> list[str]:
-    """Return the names `KEY-DIGITS` of the cache's entries, the newest one first.
+    """Return the names, `KEY-DIGITS`, of the cache's entries of `key`, newest first.
 
     Raises
     ------
@@ -83,7 +82,7 @@ def versions(cache: Path, key: str) -> list[str]:
 
 
 def find(cache: Path, key: str) -> Path | None:
-    """The image of entry `key`, or None if the cache does not hold it. Writes nothing.
+    """Return the image of entry `key`, or None if the cache does not have it. Write nothing.
 
     Raises
     ------
@@ -111,10 +110,10 @@ def add(
     replace: bool = False,
     timeout_s: float = LOCK_TIMEOUT_S,
 ) -> Path:
-    """Make entry `key`, and return its image.
+    """Make entry `key` if it does not exist, and return its image.
 
-    Any number of processes may call this at once: one fills the entry, and the others wait for it.
-    A process that is killed leaves nothing that blocks the next. Every user may read the entry.
+    Any number of processes may call this at the same time. One fills the entry, and the others
+    wait. A process that is killed does not block the next one. Every user may read the entry.
 
     Parameters
     ----------
@@ -123,11 +122,11 @@ def add(
     key
         The entry's name: a file name.
     fill
-        Writes IMAGE and whatever else the entry holds into the folder that it is given.
+        Writes IMAGE, and all other files of the entry, into the folder that it gets.
     replace
         Fill the entry even if it exists.
     timeout_s
-        How long to wait for another process, in seconds.
+        Longest time to wait for another process, in seconds.
 
     Raises
     ------
@@ -155,7 +154,7 @@ def add(
 
 
 def check_owners(*paths: Path) -> None:
-    """Refuse files and folders that another user could have written: they hold code that is run.
+    """Refuse files and folders that another user could have written: their code will be run.
 
     Each path must belong to this user or to root, and nobody else may have write permission. No
     folder above it may be writable by everybody, unless it is sticky, as /tmp is.
@@ -163,7 +162,7 @@ def check_owners(*paths: Path) -> None:
     Raises
     ------
     KernelCacheError
-        Names the first path that is refused, its owner and its mode.
+        A path is refused. The message has its owner and its mode.
     """
     above = set()
     for path in paths:
@@ -185,8 +184,8 @@ def check_owners(*paths: Path) -> None:
 
 
 def problem_with_writing(cache: Path) -> str | None:
-    """Why no kernel can be added to `cache`. None if one can."""
-    # os.path: a folder that may not be looked into does not raise, but counts as missing.
+    """Return why no kernel can be added to `cache`, or None if kernels can be added."""
+    # os.path.exists() does not raise for a folder without read permission; it counts as missing.
     folder = next(path for path in (cache, *cache.parents) if os.path.exists(path))
     if not folder.is_dir():
         return f"{folder} is not a folder"
@@ -197,7 +196,7 @@ def problem_with_writing(cache: Path) -> str | None:
 
 @contextlib.contextmanager
 def _locked(cache: Path, key: str, timeout_s: float) -> Iterator[None]:
-    """Hold the lock of an entry. The system releases it however the process ends."""
+    """Hold the lock of an entry. The system releases the lock however the process ends."""
     path = cache / f"{key}.lock"
     lock = FileLock(path, mode=0o644)  # opens with O_NOFOLLOW
     silent = min(_SILENT_WAIT_S, timeout_s)
@@ -216,7 +215,7 @@ def _locked(cache: Path, key: str, timeout_s: float) -> Iterator[None]:
             f"{path} has been held for {timeout_s:.0f} s by {_builder(cache, key)}: end that "
             f"process, or {ANOTHER_FOLDER}"
         ) from None
-    except OSError as error:  # ELOOP: somebody has put a link there
+    except OSError as error:  # ELOOP: the lock's path is a link
         raise _unwritable(path, error) from error
     try:
         yield
@@ -225,10 +224,10 @@ def _locked(cache: Path, key: str, timeout_s: float) -> Iterator[None]:
 
 
 def _builder(cache: Path, key: str) -> str:
-    """Return who holds the lock of an entry, from the name of the folder being filled."""
+    """Return which process holds an entry's lock, from the name of the folder that it fills."""
     for folder in cache.glob(f"{key}{_BUILD}*"):
         pid, _, rest = folder.name.partition(_BUILD)[2].partition("@")
-        with contextlib.suppress(OSError):  # the other process may be done
+        with contextlib.suppress(OSError):  # the other process may have ended
             minutes = (time.time() - folder.stat().st_mtime) / 60
             host = rest.rpartition("-")[0]
             return f"process {pid} on {host} (its last file is {minutes:.0f} minutes old)"
@@ -236,7 +235,7 @@ def _builder(cache: Path, key: str) -> str:
 
 
 def make_folder(cache: Path) -> None:
-    """Make the folder, unless it exists. KernelCacheError if it cannot be made or written."""
+    """Make the folder if it does not exist. KernelCacheError if it cannot be made or written."""
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -245,7 +244,7 @@ def make_folder(cache: Path) -> None:
             if not cache.is_dir():
                 raise
         else:
-            cache.chmod(0o755)  # whatever the umask is: other users may read
+            cache.chmod(0o755)  # other users may read, whatever the umask is
     except OSError as error:
         raise _unwritable(cache, error) from error
     problem = problem_with_writing(cache)
@@ -254,11 +253,11 @@ def make_folder(cache: Path) -> None:
 
 
 def _publish(work: Path, entry: Path) -> None:
-    """Let every user read the files in `work`, and give the folder its name."""
+    """Make the files in `work` readable by every user, and rename the folder to `entry`."""
     for path in work.iterdir():
         path.chmod(0o644)
     work.chmod(0o755)
-    if entry.exists():  # to be replaced; a process that has loaded it keeps its memory
+    if entry.exists():  # a process that has loaded it keeps it in memory
         entry.rename(work.with_name(f"{work.name}-old"))
     work.rename(entry)
     shutil.rmtree(work.with_name(f"{work.name}-old"), ignore_errors=True)
@@ -291,5 +290,5 @@ def _writable_by_others(path: Path, mode: int) -> KernelCacheError:
 def _user(uid: int) -> str:
     try:
         return f"{pwd.getpwuid(uid).pw_name} ({uid})"
-    except KeyError:  # not known here, as in many containers
+    except KeyError:  # the user has no name, as in many containers
         return str(uid)

@@ -1,8 +1,8 @@
-"""KvWriter: stores new tokens in a KV cache, by one kernel.
+"""KvWriter: stores the keys and values of new tokens in a KV cache, by one kernel.
 
-A cache of the model's dtype gets the numbers unchanged. A cache of one-byte numbers gets the bytes
-that torch would write. Torch needs four more kernels for them: it divides keys and values by their
-scales in place, and converts both.
+A cache of the model's dtype gets the numbers unchanged. A one-byte cache gets the same bytes that
+torch would write with four more kernels, which divide keys and values by their scales in place and
+convert both.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from sglang_pat._launch_params import ScaleUse, WriteArgument
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.loaded_kernels import load_kernels
 
-_COLUMNS = 8  # that a thread writes
+_COLUMNS = 8  # columns that a thread writes
 _ALIGNMENT = 16  # bytes that a thread loads
 
 
 class KvScale(NamedTuple):
-    """Divisor of keys or values before they are rounded, as the kernel reads it."""
+    """The scale by which keys or values are divided before rounding, as the kernel reads it."""
 
     address: int
     use: ScaleUse
@@ -31,22 +31,22 @@ UNSCALED = KvScale(0, ScaleUse.NONE)
 
 
 class KvWriter:
-    """Writes keys and values of new tokens, of one KernelConfig on one device.
+    """Writes keys and values of new tokens on one device, with the kernel of one KernelConfig.
 
     Parameters
     ----------
     config : KernelConfig
-        The kernels that read the cache.
+        The variant of the kernels that will read the cache.
     device : torch.device
-        Where the kernels are loaded. They are compiled if needed (`jit.py`).
+        The device on which the kernels are loaded. They are compiled if needed (`jit.py`).
     """
 
     def __init__(self, config: KernelConfig, device: torch.device) -> None:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.config = config
-        # The columns of k and v in write(). In latent attention, k has the columns of the keys that
-        # are also the values, and v has the other columns.
+        # Number of columns of k and v in write(). In latent attention, k has the columns of the
+        # keys that are also the values, and v has the other columns.
         self.columns = config.head_dim, config.v_head_dim
         if config.is_latent:
             self.columns = config.v_head_dim, config.head_dim - config.v_head_dim
@@ -55,28 +55,28 @@ class KvWriter:
         self._factors: dict[float, torch.Tensor] = {}
         self._overflow = 0
         if config.kv_dtype is not None:
-            # The byte that torch writes for numbers beyond the type's range. It differs between
-            # versions of torch.
+            # The byte that torch writes for numbers that are too large for the cache's dtype, which
+            # depends on torch's version.
             infinity = torch.full((1,), math.inf, dtype=config.dtype, device=device)
             self._overflow = int(infinity.to(config.kv_dtype).view(torch.uint8))
         if device.type == "cuda":
-            with torch.cuda.device(device):  # the first launch may be in a capture
+            with torch.cuda.device(device):  # now, because the first launch may be captured
                 load_kernels(config, torch.cuda.current_device())
 
     def scale(self, divisor: torch.Tensor | float | None) -> KvScale | None:
-        """Return the scale for a divisor that `torch.Tensor.div_` would take.
+        """Return the scale that divides as `torch.Tensor.div_` would divide by `divisor`.
 
-        A tensor is read at each write. Nothing is divided if the dtype stays the same, as in
-        SGLang's pools.
+        Each write reads a tensor again. As in SGLang's pools, nothing is divided if the cache has
+        the model's dtype.
 
-        Returns None if the kernel cannot divide by `divisor`, for example by a new number during a
-        capture.
+        Returns None if the kernel cannot divide by `divisor`, for example if it is a number that is
+        seen first during a capture.
         """
         if divisor is None or self.config.kv_dtype is None:
             return UNSCALED
         if isinstance(divisor, torch.Tensor):
-            # torch rounds a 0-d float32 divisor on the device to the dtype of the dividends, and no
-            # other tensor.
+            # The kernel does what torch does for a 0-d float32 divisor on the device, which torch
+            # rounds to the dividends' dtype. For other tensors, torch does otherwise.
             if (divisor.dim(), divisor.dtype, divisor.device) != (0, torch.float32, self._device):
                 return None
             return KvScale(divisor.data_ptr(), ScaleUse.DIVIDE)
@@ -84,7 +84,8 @@ class KvWriter:
         if factor is None:
             if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return None
-            # Factor by which torch multiplies instead of dividing, as this version computes it.
+            # torch multiplies by this factor instead of dividing. It is computed by this torch
+            # version.
             factor = torch.ones((), dtype=torch.float32, device=self._device).div_(divisor)
             self._factors[divisor] = factor
         return KvScale(factor.data_ptr(), ScaleUse.MULTIPLY)
@@ -99,10 +100,10 @@ class KvWriter:
         k_scale: KvScale = UNSCALED,
         v_scale: KvScale = UNSCALED,
     ) -> bool:
-        """Write `k` and `v` into the caches on the current stream. Both stay unchanged.
+        """Write `k` and `v` into the caches on the current stream. `k` and `v` stay unchanged.
 
-        Slot 0, where SGLang's padding goes, is not written. A slot that the caches do not have
-        stops the kernel with an error.
+        Slot 0, which SGLang gives to padding, is not written. A slot beyond the caches stops the
+        kernel with an error.
 
         Parameters
         ----------
@@ -121,11 +122,11 @@ class KvWriter:
         Returns
         -------
         bool
-            False: the kernel does not take such tensors. Nothing is written.
+            False if the kernel cannot read or write such tensors. Then nothing is written.
         """
         is_scaled = (k_scale.use, v_scale.use) != (ScaleUse.NONE, ScaleUse.NONE)
         if is_scaled and k.data_ptr() == v.data_ptr():
-            return False  # torch would divide the same memory twice
+            return False  # torch would divide the shared memory twice
         if not (
             self._takes(k, k_cache, self.columns[0])
             and self._takes(v, v_cache, self.columns[1])
@@ -172,7 +173,7 @@ class KvWriter:
         slots: torch.Tensor,
         cache: torch.Tensor,
     ) -> bool:
-        """Write the rows of latent attention, as write() does.
+        """Write the rows of latent attention. Returns like write().
 
         Parameters
         ----------
@@ -191,7 +192,7 @@ class KvWriter:
         return self.write(k, k_rope, slots, cache[..., :split], cache[..., split:])
 
     def _takes(self, rows: torch.Tensor, cache: torch.Tensor, head_dim: int) -> bool:
-        """True if the kernel reads such rows, `[tokens, heads, head_dim]`, and writes the cache."""
+        """True if the kernel can read `rows`, `[tokens, heads, head_dim]`, and write `cache`."""
         if rows.dim() != 3 or cache.dim() != 3 or rows.shape[1:] != cache.shape[1:]:
             return False
         strides = rows.stride()
@@ -212,7 +213,7 @@ class KvWriter:
         )
 
     def agrees_with_torch(self) -> bool:
-        """Compare the bytes that kernel and torch write, for all numbers of the model's dtype.
+        """True if kernel and torch write the same bytes for all numbers of the model's dtype.
 
         Waits for the device.
         """
@@ -242,6 +243,6 @@ class KvWriter:
         return True
 
     def _all_numbers(self, num_tokens: int, columns: int) -> torch.Tensor:
-        """Keys or values of one head: each bit pattern at least once."""
+        """Return keys or values of one head with each bit pattern of the dtype at least once."""
         patterns = torch.arange(num_tokens * columns, device=self._device).to(torch.int16)
         return patterns.view(self.config.dtype).view(num_tokens, 1, columns)

@@ -1,4 +1,4 @@
-"""LayerInputs: what an executor is given for one layer."""
+"""LayerInputs: what an executor gets for one layer."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import torch
 
-# A tensor is read in each run, so that a captured graph sees what an update has written to it.
+# Each run reads a tensor again, so that captured graphs see an update of its contents.
 Scale = float | torch.Tensor
 
 
 class LayerInputs(NamedTuple):
-    """One layer of a decode step, besides the plan and the step.
+    """The inputs of one layer of a decode step, in addition to the plan and the step.
 
     Attributes
     ----------

@@ -1,7 +1,6 @@
-"""LoadedKernels: a compiled image on one device, and the launch of its kernels.
+"""LoadedKernels: loads a compiled image on one device and launches its kernels.
 
-This is the only file that calls the CUDA driver. torch makes the device's context and owns its
-streams.
+Only this file calls the CUDA driver. torch makes the device's context and owns the streams.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class LaunchFacts(NamedTuple):
-    """`LaunchFacts` of kernels/contract/launch_facts.h: how the kernels must be launched."""
+    """How the kernels must be launched. The fields are those of kernels/contract/launch_facts.h."""
 
     decode_threads: int
     decode_shared_bytes: int
@@ -35,10 +34,10 @@ class LaunchFacts(NamedTuple):
 
 
 class _LaunchConfig(threading.local):
-    """The driver's record of a launch. Each thread has its own: a launch sets grid and stream."""
+    """The driver's launch configuration, one per thread: a launch sets its grid and stream."""
 
     def __init__(self, num_threads: int, shared_bytes: int, overlap: bool) -> None:
-        """Run by each thread at its first launch."""
+        """Set up the configuration of a thread, at the thread's first launch."""
         config = self.record = driver.CUlaunchConfig()
         config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
         config.gridDimZ = 1
@@ -64,8 +63,8 @@ class Launcher:
     shared_bytes : int
         Dynamic shared memory of a CTA.
     overlap : bool
-        Whether the kernel may start while its predecessor in the stream drains (programmatic
-        dependent launch). It then waits by itself, before it touches what the predecessor wrote.
+        Whether the kernel may start while the previous kernel in the stream ends (programmatic
+        dependent launch). The kernel itself must then wait before it uses what that kernel writes.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class Launcher:
         Raises
         ------
         RuntimeError
-            The driver refuses the launch, or reports an error of an earlier one.
+            The driver refuses the launch, or reports an error of an earlier launch.
         """
         config = self._config.record
         config.gridDimX, config.gridDimY = grid
@@ -98,18 +97,18 @@ class Launcher:
 
 
 class LoadedKernels:
-    """The kernels of a compiled image in the current context. They stay for the process's life.
+    """The kernels of a compiled image in the current context, where they stay loaded.
 
     Attributes
     ----------
     config : KernelConfig
     facts : LaunchFacts
     num_sms : int
-        SMs of the device.
+        Number of SMs of the device.
     num_ctas : int
-        CTAs of pack_decode that the device runs at the same time. A launch has this many.
+        Number of CTAs of pack_decode that the device can run at the same time, which is its grid.
     pack_decode : tuple of Launcher
-        The kernels without and with a soft-cap. Latent attention has only the first.
+        The kernels without and with a soft-cap. Latent attention has only the one without.
     merge_partials : tuple of Launcher
         The kernels without and with sinks.
     gather_slots : Launcher
@@ -137,7 +136,7 @@ class LoadedKernels:
                 ),
                 f"asking for {facts.decode_shared_bytes} bytes of shared memory",
             )
-        # Both functions have the same number of CTAs on an SM.
+        # Both pack_decode kernels run the same number of CTAs per SM.
         ctas_per_sm = check(
             driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
                 functions[0], facts.decode_threads, facts.decode_shared_bytes
@@ -171,10 +170,10 @@ def load_kernels(config: KernelConfig, device_index: int) -> LoadedKernels:
     Raises
     ------
     KernelBuildError
-        They cannot be compiled (`jit.py`), or the driver cannot load them.
+        The kernels cannot be compiled (`jit.py`), or the driver cannot load them.
     """
     path = build(config)
-    torch.cuda.current_stream(device_index).synchronize()  # makes the context, if there is none
+    torch.cuda.current_stream(device_index).synchronize()  # makes the context if there is none
     try:
         return LoadedKernels(path.read_bytes(), config)
     except RuntimeError as error:
@@ -184,14 +183,15 @@ def load_kernels(config: KernelConfig, device_index: int) -> LoadedKernels:
             f"{problem}: it was compiled for another GPU, or is damaged; compile it again: "
             f"sglang-pat build --force {config.build_options}"
         )
-    # The compiler of the wheel's image may be newer than this driver. The one with torch is not.
+    # The wheel's image may come from a compiler that is newer than this driver. torch's compiler is
+    # not newer.
     logger.warning("%s; the kernels are compiled here instead", problem)
     return LoadedKernels(build(config, force=True).read_bytes(), config)
 
 
 @functools.lru_cache(maxsize=1024)
 def _tensor_map(address: int, num_slots: int, row_bytes: int, slot_bytes: int) -> Any:
-    """A cache's tensor map with boxes of 32 slots and 128 bytes, or None if it has none."""
+    """Return a cache's tensor map with boxes of 32 slots by 128 bytes, if possible."""
     if row_bytes % 128 or num_slots < 32:
         return None
     u64, u32 = driver.cuuint64_t, driver.cuuint32_t
@@ -212,7 +212,8 @@ def _tensor_map(address: int, num_slots: int, row_bytes: int, slot_bytes: int) -
     try:
         return check(answer, "describing a KV cache")
     except RuntimeError as error:
-        # The object that cuda-bindings hands to the driver is not aligned as documented.
+        # This version of cuda-bindings passes the driver an object without the documented
+        # alignment.
         _warn_once(f"{error}: slots that follow one another are copied one by one, which is slower")
         return None
 
@@ -223,9 +224,10 @@ def _warn_once(message: str) -> None:
 
 
 def kv_map(address: int, shape: torch.Size, element_bytes: int, slot_bytes: int) -> int:
-    """Address of the tensor map of keys or values `[num_slots, num_kv_heads, head_dim]`.
+    """Return the address of a tensor map of keys or values with this `shape`.
 
-    The map stays at that address for a while. 0 if there is none.
+    shape: `[num_slots, num_kv_heads, head_dim]`. The address is valid while the map is among the
+    last used ones. 0 means that there is no map.
     """
     row_bytes = shape[1] * shape[2] * element_bytes
     found = _tensor_map(address, shape[0], row_bytes, slot_bytes)
@@ -233,18 +235,18 @@ def kv_map(address: int, shape: torch.Size, element_bytes: int, slot_bytes: int)
 
 
 def capture_id(stream: int) -> int:
-    """The number of the capture that a stream is in."""
+    """Return the id of the capture that a stream is in."""
     _, number, *_ = check(driver.cuStreamGetCaptureInfo(driver.CUstream(stream)), "a capture")
     return int(number)
 
 
 def check(result: tuple[Any, ...], what: str) -> Any:
-    """The results of a driver call without its error code: one value, or a tuple of several.
+    """Return the results of a driver call without its error code: one value, or a tuple of several.
 
     Raises
     ------
     RuntimeError
-        The call failed. Names `what`, and the driver's error.
+        The call failed. The message has `what` and the driver's error.
     """
     error, *values = result
     if error != driver.CUresult.CUDA_SUCCESS:
@@ -259,7 +261,8 @@ def _describe(error: Any) -> str:
 
 def _function(library: Any, name: str) -> Any:
     kernel = check(driver.cuLibraryGetKernel(library, name.encode()), f"looking for {name}")
-    # Loads it now: a lazy load would fall into the first launch, which may be in a capture.
+    # Loads the function now, because a lazy load would happen at the first launch, perhaps during a
+    # capture.
     return check(driver.cuKernelGetFunction(kernel), f"loading {name}")
 
 

@@ -1,8 +1,8 @@
 """Executes a decode plan in plain torch, on any device.
 
-This is the oracle of the kernels, and the backend on machines without a GPU. It follows the plan as
-the kernels do: it reads shared ranges through the slot buffer and private ranges through
-`req_to_token`, and merges partials. Its own oracle is `dense_attention`, which uses no plan.
+Tests compare the kernels with it, and machines without a GPU run it. It follows the plan as the
+kernels do: it reads shared ranges through the slot buffer and private ranges through
+`req_to_token`, and merges partials. Tests compare it with `dense_attention`, which uses no plan.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from sglang_pat.executors.layer import LayerInputs, Scale
 from sglang_pat.executors.window_rows import Window, WindowRows
 from sglang_pat.plan import DecodePlan, copy_plan, segment_interval
 
-# KV elements that one batched product gathers at most, so that memory stays bounded for long
-# contexts.
+# The most KV elements that one batched product gathers, which bounds the memory for long contexts.
 _MAX_GATHERED_ELEMENTS = 1 << 25
 
 
 def gather_slots(
     plan: DecodePlan, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor
 ) -> torch.Tensor:
-    """The plan's slot buffer: int64 `[num_shared_slots]`, the slots of all shared ranges.
+    """Return the plan's slot buffer: the slots of all shared ranges, int64 `[num_shared_slots]`.
 
-    Gathered when the plan is made, not when it runs (GatherSpan in plan_format.h).
+    To be called when the plan is made, not when it runs (GatherSpan in plan_format.h).
     """
     slots = torch.empty(plan.header.num_shared_slots, dtype=torch.int64, device=req_to_token.device)
     for request, kv_begin, num_tokens, slot_begin in plan.gather_spans.tolist():
@@ -42,7 +41,7 @@ def gather_slots(
 
 
 class _SegmentRanges(NamedTuple):
-    """Arrays int64 `[segments]`. A segment's requests are a range of the item_requests."""
+    """int64 arrays with an entry per segment. A segment's requests are a range of item_requests."""
 
     tile: npt.NDArray[np.int64]
     kv_request: npt.NDArray[np.int64]
@@ -59,21 +58,21 @@ class _SegmentRanges(NamedTuple):
 class _SegmentGroup:
     """Segments of similar size, executed as one batched product.
 
-    Padding repeats a segment's last slot and its last request. An entry is a pair of a
-    segment and one of its requests.
+    Padding repeats a segment's last slot and its last request. An entry is a pair of a segment and
+    one of its requests.
     """
 
     slots: torch.Tensor  # int64 [segments, tokens]
     token_mask: torch.Tensor  # bool [segments, tokens]: False in the padding
     requests: torch.Tensor  # int64 [segments, requests]
     entries: torch.Tensor  # int64 [n, 2]: (segment, request column) of every entry
-    item_request: torch.Tensor  # int64 [n]: into the plan's item_requests
+    item_request: torch.Tensor  # int64 [n]: index in the plan's item_requests
 
 
 class PlanExecution:
-    """One step's execution of a plan: the index work, done once and shared by all layers.
+    """The execution of a plan for one step. Indices are computed once and shared by all layers.
 
-    It keeps the slots that `req_to_token` has now, so it serves one step only.
+    It copies slots from `req_to_token` when it is made, so it is valid for one step only.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class PlanExecution:
         item_of = np.repeat(np.arange(len(items)), items[:, 4])
         ends = segments[:, 2].copy()
         is_open = ends == OPEN_END
-        # Like the kernels, read lengths on the device: the host may have older ones.
+        # Reads the lengths on the device, as the kernels do, because the host's may be older.
         ends[is_open] = step.seq_lens.cpu().numpy()[segments[is_open, 0]]
         first, end = segment_interval(segments[:, 3])
         ranges = _SegmentRanges(
@@ -109,7 +108,7 @@ class PlanExecution:
             num_requests=end - first,
         )
         ranges = ranges.where(ranges.num_tokens > 0)
-        # Similar sizes go together: the same tile, and lengths within a factor of two.
+        # Segments with the same tile, and with lengths within a factor of two, go into one group.
         length_class = np.ceil(np.log2(np.maximum(ranges.num_tokens, 16))).astype(np.int64)
         group_key = ranges.tile * 64 + length_class
         self._groups = [
@@ -191,7 +190,7 @@ class PlanExecution:
             entry_out[begin:end] = torch.cat([r[0] for r in results])[segment, column]
             entry_lse[begin:end] = torch.cat([r[1] for r in results])[segment, column]
             begin = end
-        # Merge the results of a row of a work item over all segments of the item.
+        # Merges each row's results over the segments of the row's work item.
         row_out, row_lse = merge_partials(
             entry_out, entry_lse, self._entry_owner, len(self._is_direct)
         )
@@ -211,13 +210,13 @@ class PlanExecution:
 
 
 class Execution(Protocol):
-    """One step's execution of a plan."""
+    """The execution of a plan for one step."""
 
     def run(self, layer: LayerInputs) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class ReferenceExecutor:
-    """PackAttention's executor in plain torch. Nothing can be captured."""
+    """PackAttention's executor in plain torch. It cannot be captured in CUDA graphs."""
 
     name = "reference"
 
@@ -227,22 +226,22 @@ class ReferenceExecutor:
         execution: Callable[..., Execution] = PlanExecution,
         window: Window | None = None,
     ) -> None:
-        """execution: makes the execution of a step from its plan, the shared slots and the step."""
+        """execution: makes the execution of a step from the plan, the shared slots and the step."""
         self._device = device
         self._new_execution = execution
         self._window = window
-        self.rows: WindowRows | None = None  # that layers with a window read
+        self.rows: WindowRows | None = None  # rows that layers with a window read
         self._cuts = torch.empty(0, dtype=torch.int32, device=device)
         self._plan: DecodePlan | None = None
         self._shared_slots = torch.empty(0, dtype=torch.int64, device=device)
         self._step: Step | None = None
-        self._row_step: Step | None = None  # `_step` as the layers see it
-        self._execution: Execution | None = None  # of this step, made by its first run()
+        self._row_step: Step | None = None  # `_step`, or its window rows
+        self._execution: Execution | None = None  # made by the first run() of a step
 
     def load_plan(self, scheduler: PackScheduler, step: Step) -> DecodePlan:
-        """Take over the scheduler's last plan and gather its shared slots.
+        """Load the scheduler's last plan and gather its shared slots.
 
-        The following run()s read the tensors of the step.
+        Later calls of run() read the tensors of the step.
         """
         self._plan = copy_plan(scheduler)
         if self._window is not None:
@@ -252,7 +251,7 @@ class ReferenceExecutor:
         return self._plan
 
     def sharing_buffers(self) -> ReferenceExecutor:
-        """Return an executor for other plans. The two share nothing."""
+        """Return another executor. It shares nothing with this one: torch needs no buffers."""
         return ReferenceExecutor(self._device, self._new_execution, self._window)
 
     def reuse_plan(self, step: Step, *, gather: bool = False) -> None:
@@ -272,20 +271,20 @@ class ReferenceExecutor:
         self._execution = None
 
     def refill(self) -> None:
-        """Write the rows of windows again."""
+        """Write the window rows of the current step."""
         assert self.rows is not None
         assert self._step is not None
         self.rows.fill(self._step, self._cuts)
         self._execution = None
 
     def run(self, layer: LayerInputs) -> None:
-        """Compute attention of one layer. Writes its `out`, and `lse` if given."""
+        """Compute attention of one layer. Write the layer's `out`, and its `lse` if given."""
         assert self._plan is not None
         assert self._row_step is not None
         if self._execution is None:
             _check_lengths(self._row_step, self._plan)
             self._execution = self._new_execution(self._plan, self._shared_slots, self._row_step)
-        # Like the kernels, this gives no gradients, and autocast changes no arithmetic.
+        # As in the kernels, there are no gradients, and autocast has no effect.
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             out, lse = self._execution.run(layer)
             layer.out.copy_(out)
@@ -294,18 +293,19 @@ class ReferenceExecutor:
 
 
 def _check_rows(step: Step) -> None:
-    """Raise ValueError for a row that `req_to_token` does not have."""
+    """Raise ValueError for a row index outside of `req_to_token`."""
     rows = step.req_pool_indices[torch.from_numpy(step.host_seq_lens > 0)]
     _check_within("req_pool_indices must be rows of req_to_token", rows, len(step.req_to_token))
 
 
 def _check_lengths(step: Step, plan: DecodePlan) -> None:
-    """Raise ValueError for a length that is below the host's, beyond the table, or not read.
+    """Raise ValueError for a device length that the plan or `req_to_token` does not cover.
 
-    Checked when the step runs, not when it begins: a captured graph fills the lengths in between.
+    Called when the step runs, because captured graphs fill the lengths after the step begins.
 
-    A request whose tail is read live may be one token shorter: that token may not be there yet. A
-    request without a tail must end where its path does. Padding may have any length.
+    A request with a private tail may be one token shorter than on the host, because its new token
+    may be missing. A request without a tail must end where its path ends. Padding may have any
+    length.
     """
     lens, width = step.seq_lens.cpu().numpy(), step.req_to_token.shape[1]
     least, most = step.host_seq_lens.copy(), step.host_seq_lens.copy()
@@ -323,14 +323,14 @@ def _check_lengths(step: Step, plan: DecodePlan) -> None:
 
 
 def check_slots(slots: torch.Tensor, layer: LayerInputs) -> None:
-    """ValueError for a slot that is not in the caches."""
+    """Raise ValueError for a slot outside of the caches."""
     _check_within("req_to_token must hold slots of the caches", slots, len(layer.k_cache))
 
 
 def _check_within(rule: str, indices: torch.Tensor, size: int) -> None:
-    """Raise ValueError, which begins with the rule, for an index outside of 0 to `size` - 1.
+    """Raise ValueError, whose message begins with `rule`, for an index outside of 0 to `size` - 1.
 
-    torch would count a negative one from the end.
+    Without this check, torch would count a negative index from the end.
     """
     if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < size:
         wrong = indices[(indices < 0) | (indices >= size)][0]
@@ -347,7 +347,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     items, requests, num_qo_heads, head_dim = q.shape
     num_kv_heads = k.shape[2]
-    # Query rows: (request, head within the group), per KV head, as in the kernels.
+    # As in the kernels, a query row is a (request, head within the group) pair of a KV head.
     rows = q.view(items, requests, num_kv_heads, -1, head_dim).transpose(1, 2).flatten(2, 3)
     logits = rows @ k.permute(0, 2, 3, 1) * sm_scale
     if logit_cap > 0:
@@ -366,11 +366,11 @@ def _attend(
 def merge_partials(
     partial_out: torch.Tensor, partial_lse: torch.Tensor, owner: torch.Tensor, num_merges: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """LSE-weighted sum of partials (online softmax; flash-decoding's reduction).
+    """Return the LSE-weighted sums of partials, and their LSEs, as in flash-decoding.
 
-    partial_out `[num_partials, heads, v_head_dim]`, partial_lse `[num_partials, heads]`; owner
-    int64 `[num_partials]`: which of the `num_merges` results a partial belongs to. A result without
-    partials, or with only empty ones, is 0 with LSE -inf.
+    partial_out: `[num_partials, heads, v_head_dim]`. partial_lse: `[num_partials, heads]`. owner:
+    int64 `[num_partials]`, the index of the result to which a partial belongs. A result without
+    partials, or with empty partials only, is 0 with LSE -inf.
     """
     heads = partial_lse.shape[1]
     index = owner[:, None].expand(-1, heads)
@@ -388,10 +388,10 @@ def merge_partials(
 def add_sinks(
     out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention with sinks `[heads]`, from complete results without sinks.
+    """Add sinks, `[heads]`, to complete attention results without sinks.
 
     The results are `[requests, heads, v_head_dim]` and `[requests, heads]`. A row without KV stays
-    0; its LSE is the sink.
+    0, and its LSE becomes the sink.
     """
     sinks = sinks.to(lse.dtype)
     weights = torch.where(lse == -math.inf, 0.0, torch.sigmoid(lse - sinks))
@@ -411,14 +411,14 @@ def dense_attention(
     sinks: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode attention request by request, with no plan.
+    """Compute decode attention request by request, without a plan.
 
-    Shapes as in PackAttention.run; computes and returns in `dtype`.
+    Shapes are as in PackAttention.run. Computes and returns in `dtype`.
     """
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     out = q.new_zeros((*q.shape[:2], v_cache.shape[2]), dtype=dtype)
     lse = q.new_full(q.shape[:2], -math.inf, dtype=dtype)
-    # Query heads by KV head: K and V, which may be long, are not repeated.
+    # Groups query heads by KV head, so that K and V, which may be long, are not repeated.
     num_kv_heads = k_cache.shape[1]
     grouped = q.to(dtype).view(len(q), num_kv_heads, -1, q.shape[2])
     for request, seq_len in enumerate(seq_lens.tolist()):

@@ -1,4 +1,4 @@
-"""The rows of layers with a sliding window: which tokens they read, and where their slots lie."""
+"""Rows for layers with a sliding window: which tokens they have, and in which slots."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Window(NamedTuple):
 
     Attributes
     ----------
-    tokens : tokens that a request attends to, its new one included.
-    slack : tokens by which requests may grow under one cut.
+    tokens : number of tokens that a request attends to, including its new token.
+    slack : tokens by which requests may grow before the next cut.
     ahead : tokens by which a request may be longer on the device than on the host.
-    chunked : whether windows are chunks: a request attends from the last multiple of `tokens` on.
-    slot_map : int64 or int32 `[num_slots]`, the slot in the layers' caches, by the slot in
-        `req_to_token`. It is borrowed, and read in each step. None: these slots are the same.
+    chunked : whether the window is a chunk, which begins at the last multiple of `tokens`.
+    slot_map : int64 or int32 `[num_slots]`, the slot in the layers' caches for each slot in
+        `req_to_token`. Borrowed, and read in each step. None: both slots are the same.
     """
 
     tokens: int
@@ -29,25 +29,25 @@ class Window(NamedTuple):
     slot_map: torch.Tensor | None
 
     def rule(self) -> dict[str, Any]:
-        """Return the arguments of the scheduler."""
+        """Return the window as arguments of the scheduler."""
         names = ("slack", "ahead", "chunked")
         return {"window": self.tokens, **{name: getattr(self, name) for name in names}}
 
     def attended(self, lens: Any) -> Any:
-        """Return to how many tokens requests of these lengths attend. lens: an array or tensor."""
+        """Return to how many tokens requests of these lengths attend. lens: array or tensor."""
         if self.chunked:
             return ((lens - 1) % self.tokens + 1) * (lens > 0)
         return lens.clip(max=self.tokens)
 
 
 class WindowRows:
-    """Rows of slots, one per request. Plans of layers with a window read them, not `req_to_token`.
+    """Rows of slots, one per request. Layers with a window read them, not `req_to_token`.
 
     Attributes
     ----------
     slots : int32 `[num_rows, tokens]`. Columns after a row's length are not read.
     seq_lens : int32 `[num_rows]`, the lengths of the rows.
-    indices : int32 `[num_rows]`, the numbers of the rows.
+    indices : int32 `[num_rows]`: 0, 1, 2 and so on.
     """
 
     def __init__(self, num_rows: int, window: Window, device: torch.device) -> None:
@@ -57,7 +57,7 @@ class WindowRows:
         self.indices = torch.arange(num_rows, dtype=torch.int32, device=device)
 
     def step(self, step: Step) -> Step:
-        """Return the step as layers with the window see it. The rows are still to be written."""
+        """Return the step with these rows as `req_to_token`. The rows must still be written."""
         size = len(step.seq_lens)
         lens = self.window.attended(step.host_seq_lens)
         return Step(self.slots, self.indices[:size], self.seq_lens[:size], lens)
@@ -65,8 +65,8 @@ class WindowRows:
     def fill(self, step: Step, cuts: torch.Tensor) -> None:
         """Write the rows of a step in plain torch, as `kernels/fill_rows.cuh` does.
 
-        cuts: the position at which each row begins. A row whose cut lies before its window begins
-        with the window.
+        cuts: position at which each row begins, unless it lies before the window. The row then
+        begins where the window begins.
         """
         size, slot_map = len(step.seq_lens), self.window.slot_map
         lens = step.seq_lens.long()[:, None]

@@ -4,7 +4,8 @@ A decode step:
 
 1. SGLang makes a batch and runs it. Hooks record its requests
    (`tree/request_tracker.py`), because the batch that a backend sees no longer has them.
-2. SGLang asks its backend for metadata. Methods that pat overrides (`backend.py`) pass the step to
+2. SGLang calls its backend once per step. Methods that pat overrides (`backend.py`) pass the step
+to
    the planner (`step/planner.py`).
 3. If the step repeats the last one, the planner counts it and is done (`step/plan_reuse.py`).
 4. Otherwise it reads the step's inputs and the radix-tree paths of requests that joined or moved
@@ -15,8 +16,8 @@ A decode step:
    `PackAttention.run()` attends (`layer/attention.py`).
 7. Counters go to the log, metrics and a stats file (`report/`). Reports do not affect decode.
 
-What happens once, when SGLang starts: `plugin.py` registers the backend, `start/` decides which
-layers pat decodes, and `attach.py` gives a backend of SGLang the methods of `backend.py`.
+When SGLang starts, `plugin.py` registers the backend, `start/` decides which layers pat decodes,
+and `attach.py` gives SGLang's own backend the methods of `backend.py`.
 
 Skip `speculative/` (verify steps and draft models) at first: plain decode steps do not use it.
 

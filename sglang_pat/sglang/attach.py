@@ -1,7 +1,7 @@
 """Gives the default SGLang backend of a served model the decode attention of pat.
 
-When SGLang has built the backend, this module decides which layers pat decodes, who plans the
-steps, and what is reported. The backend stays as it is if pat decodes nothing.
+After SGLang has built the backend, this module decides which layers pat decodes, makes the planner
+of the steps, and reports the decision. If pat decodes no layer, the backend does not change.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> AttentionBackend:
-    """Let the backend `default` decode through pat where pat can, and return it.
+    """Make the backend `default` decode with pat in all layers that pat supports, and return it.
 
-    name: the backend's name in SGLang. Raises ValueError with a reason if strict mode is on and pat
-    does not decode all layers, and RuntimeError if SGLang cannot be hooked.
+    name: the backend's name in SGLang. Raises ValueError, which has the reason, if strict mode is
+    on and pat does not decode all layers. Raises RuntimeError if a hook into SGLang fails.
     """
     environment = Environment.read()
     arguments = model_runner.server_args
@@ -58,7 +58,7 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
         attach(parts, layer_support, is_strict=environment.strict)
         if layer_support.shapes:
             default.needs_cpu_seq_lens = True  # an instance attribute, as in some backends
-        await_draft_model(None, model_runner)  # forget a model that was served before
+        await_draft_model(None, model_runner)  # drops the state of an earlier model
     report_layer_support(layer_support, model_runner)
     if layer_support.shapes and resolved(arguments, "rl_on_policy_target") is not None:
         logger.warning(

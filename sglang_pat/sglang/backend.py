@@ -1,8 +1,8 @@
-"""The mixin that gives a default backend of SGLang the decode attention of pat.
+"""The mixins that give SGLang's default backend the decode attention of pat.
 
-A backend that SGLang has built becomes an instance of a subclass of its own class, with the mixin
-first in the method resolution order. Whatever the mixin does not override, such as prefill, stays
-as it was.
+pat changes the class of a backend that SGLang has built to a subclass of its own class and of a
+mixin, which comes first in the method resolution order. What the mixin does not override, such as
+prefill, does not change.
 """
 
 from __future__ import annotations
@@ -39,27 +39,29 @@ class BackendState:
         self.planner = planner
         self.layers = LayerAttention(model_runner, layer_support)
         self.layer_support = layer_support
-        self.kinds = {kind.mode: kind for kind in kinds}  # the steps that pat plans
-        self.report = report  # called with `layer_support` when a layer falls back
-        self.is_strict = is_strict  # whether a layer that falls back is an error instead
+        self.kinds = {kind.mode: kind for kind in kinds}  # types of the steps that pat plans
+        self.report = report  # called with `layer_support` when a layer falls back late
+        self.is_strict = is_strict  # whether a late fallback raises an error instead
         # The plans and the type of the last step, and whether that step runs in a CUDA graph.
         self.plans: StepPlans | None = None
         self.kind: Any = kinds[0]
         self.is_captured = False
-        # By mode and batch size: whether pat has layers in the captured graph, and whether the
-        # default backend has. A layer that falls back later stays with pat in a captured graph.
+        # Per mode and batch size: whether pat decodes layers in the captured graph, and whether the
+        # default backend does. If a layer falls back after the capture, the graph still runs it by
+        # pat.
         self.graphs: dict[tuple[ForwardMode, int], tuple[bool, bool]] = {}
-        # The entry of `graphs` before the capture in progress. There is one if SGLang captures the
-        # same size twice, with and without LoRA.
+        # The entry of `graphs` that the capture in progress will replace. SGLang may capture a size
+        # twice, with and without LoRA.
         self.earlier = (False, False)
-        # Whether the default backend is preparing an eager step. It may call methods of the mixin.
+        # Whether the default backend is preparing an eager step, in which it may call methods of
+        # the mixin.
         self.in_default = False
-        # Arguments of init_cuda_graph_state() that the default backend has not received yet.
+        # Arguments of init_cuda_graph_state() that were not passed on to the default backend yet.
         self.graph_sizes: tuple[int, int] | None = None
 
 
 class DecodeMixin(AttentionBackend):  # type: ignore[misc]  # SGLang is untyped
-    """Computes decode attention, through pat or through the default backend."""
+    """Computes decode attention with pat, or passes it on to the default backend."""
 
     def forward_decode(
         self,
@@ -73,8 +75,8 @@ class DecodeMixin(AttentionBackend):  # type: ignore[misc]  # SGLang is untyped
     ) -> Any:
         """Attend to the KV of each row.
 
-        pat understands three extra arguments: `sinks`, `q_rope`, `k_rope`. A layer that gets any
-        other one falls back.
+        pat understands three extra arguments: `sinks`, `q_rope`, `k_rope`. A layer that gets
+        another argument falls back.
         """
         if not self._attends(layer, forward_batch, kwargs):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
@@ -83,21 +85,21 @@ class DecodeMixin(AttentionBackend):  # type: ignore[misc]  # SGLang is untyped
     def _attends(
         self, layer: RadixAttention, forward_batch: Any, arguments: dict[str, Any]
     ) -> bool:
-        """Return True if pat decodes this layer. Otherwise the layer falls back."""
+        """Return True if pat decodes this layer. Otherwise make the layer fall back."""
         raise NotImplementedError
 
     def _attend(
         self, q: torch.Tensor, k: Any, v: Any, layer: RadixAttention, *rest: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Attend through pat: see `LayerAttention.attend`."""
+        """Attend with pat. See `LayerAttention.attend`."""
         raise NotImplementedError
 
 
 class PatMixin(DecodeMixin):
     """Plans decode steps and attends in the layers that pat decodes.
 
-    If no layer falls back, the default backend is not prepared for decode steps: it makes neither
-    metadata nor tables for CUDA graphs.
+    If no layer falls back, the default backend makes no metadata for decode steps and no tables for
+    their CUDA graphs.
     """
 
     _pat: BackendState
@@ -142,7 +144,7 @@ class PatMixin(DecodeMixin):
         if in_capture:
             pat.earlier = pat.graphs.get(_graph(forward_batch), (False, False))
             self._note_graph(forward_batch)
-        elif pat.layer_support.fallback:  # a layer may have fallen back after the capture
+        elif pat.layer_support.fallback:  # perhaps only after the capture
             routes = pat.graphs.get(_graph(forward_batch), routes)
         has_pat, has_default = routes
         if has_default:
@@ -151,7 +153,7 @@ class PatMixin(DecodeMixin):
             pat.plans = pat.planner.plan_captured(kind, forward_batch, in_capture)
 
     def _note_graph(self, forward_batch: Any) -> None:
-        """Record which backends have layers in this graph or in an earlier capture of its size."""
+        """Record which backends decode layers in this graph or in another one of its size."""
         pat, (had_pat, had_default) = self._pat, self._pat.earlier
         pat.graphs[_graph(forward_batch)] = (
             had_pat or bool(pat.layer_support.shapes),
@@ -159,7 +161,7 @@ class PatMixin(DecodeMixin):
         )
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Capture the work that a CUDA graph does before its layers. Planning is not part of it."""
+        """Capture what a CUDA graph does before its layers. Planning is not captured."""
         pat = self._pat
         is_pats = forward_batch.forward_mode in pat.kinds and not pat.in_default
         if not is_pats or pat.layer_support.fallback:
@@ -169,10 +171,10 @@ class PatMixin(DecodeMixin):
             pat.layers.begin_step()
 
     def shared_read_ends(self, mode: ForwardMode) -> Any:
-        """Return the point after which the scheduler may overwrite a step's inputs.
+        """Return the point of a step after which the scheduler may overwrite the step's inputs.
 
-        0.5.17 never calls this. If pat reads inputs after that point, it does no harm
-        (docs/design/decisions.md#gathered-shared-slots).
+        pat may read inputs after that point without harm
+        (docs/design/decisions.md#gathered-shared-slots). 0.5.17 never calls this.
         """
         ends = super().shared_read_ends(mode)
         return type(ends).max_of((ends, type(ends).IN_REPLAY)) if mode in self._pat.kinds else ends
@@ -191,10 +193,10 @@ class PatMixin(DecodeMixin):
     # --- once per layer ---
 
     def get_fused_kv_write_buffers(self, layer: RadixAttention, forward_batch: Any) -> Any:
-        """Return the buffers to which a model may write a layer's KV itself. None: it may not.
+        """Return buffers to which a model may write a layer's KV itself, or None.
 
-        The default backend needs its metadata to find the buffers. If no layer falls back, these
-        metadata are not prepared. 0.5.17 never calls this.
+        The default backend finds the buffers by its metadata, which it does not have if no layer
+        falls back. 0.5.17 never calls this.
         """
         if forward_batch.forward_mode in self._pat.kinds and not self._pat.layer_support.fallback:
             return None
@@ -215,19 +217,19 @@ class PatMixin(DecodeMixin):
         return layer_id in layer_support.shapes
 
     def _fall_back(self, layer_id: int, reason: Unsupported, forward_batch: Any) -> None:
-        """Let a layer fall back for a reason that only a step shows, usually a warm-up step."""
+        """Make a layer fall back for a reason that only a step shows, usually a warm-up step."""
         pat = self._pat
         if pat.is_strict:
             raise reason.refusal(f" (layer {layer_id})")
-        if not pat.layer_support.fallback:  # the default backend is not prepared for this step
+        if not pat.layer_support.fallback:  # the default backend has no metadata yet
             self._catch_up(forward_batch)
         pat.layer_support.fall_back(layer_id, reason)
-        if pat.is_captured:  # in the warm-up of this graph
+        if pat.is_captured:  # in the warm-up of a capture
             self._note_graph(forward_batch)
         pat.report(pat.layer_support)
 
     def _catch_up(self, forward_batch: Any) -> None:
-        """Prepare the default backend for a step that was prepared for pat alone."""
+        """Prepare the default backend for a step that only pat has prepared."""
         pat = self._pat
         if pat.graph_sizes is not None:
             super().init_cuda_graph_state(*pat.graph_sizes)
@@ -250,19 +252,19 @@ def attach(
     reason: Unsupported | None = None,
     is_strict: bool = False,
 ) -> None:
-    """Give objects of SGLang the methods of pat, all of them or none.
+    """Give objects of SGLang the methods of pat. Either all objects change, or none.
 
     Parameters
     ----------
     parts
-        Triples: an object, the mixin whose methods it gets, and a function that makes its `_pat`.
-        The function is called only if the object changes.
+        Triples of an object, the mixin whose methods it gets, and a function that makes its `_pat`
+        attribute. The function is called only if the object changes.
     layer_support
-        Which layers pat decodes. If there are none, nothing changes.
+        Which layers pat decodes. If pat decodes no layer, nothing changes.
     reason
-        Why all layers fall back, if that is known.
+        Why all layers fall back, or None.
     is_strict
-        Raise ValueError that names the reason if a layer falls back.
+        Whether to raise ValueError, which has the reason, if a layer falls back.
     """
     kinds = [_class_with(mixin, part) for part, mixin, _ in parts]
     if reason is None and None in kinds:
@@ -279,9 +281,9 @@ def attach(
 
 
 def _class_with(mixin: type, part: Any) -> type | None:
-    """Return a subclass of an object's class in which the mixin's methods come first.
+    """Return a subclass of an object's class and of a mixin, whose methods come first.
 
-    None: Python does not let the object change its class.
+    Returns None if Python does not allow the object to change its class.
     """
     before = type(part)
     kind = type(f"Pat{before.__name__}", (mixin, before), {})

@@ -1,7 +1,7 @@
-"""All differences between the versions of SGLang that pat supports, one per function.
+"""All differences between the supported versions of SGLang, with one function for each difference.
 
-No other module of the adapter tests which features SGLang has. SGLang is imported inside functions,
-because the command line imports this module.
+No other module of the adapter tests which features SGLang has. Functions import SGLang when they
+run, because the command line imports this module and must not import SGLang.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def resolved(arguments: Any, name: str) -> Any:
 
 
 def unset_arguments(arguments: Any, names: Iterable[str], source: str) -> None:
-    """Set arguments to None before they are resolved. 0.5.17 takes plain assignments."""
+    """Set arguments to None before SGLang resolves them. In 0.5.17 they are plain attributes."""
     try:
         from sglang.srt.arg_groups.overrides import declare_resolution
     except ImportError:
@@ -42,17 +42,17 @@ def unset_arguments(arguments: Any, names: Iterable[str], source: str) -> None:
 
 
 def environment_is_set(name: str) -> bool:
-    """Return True if a switch of SGLang's environment is on. Some versions lack some switches."""
+    """Return True if an environment switch of SGLang is on. A version may lack the switch."""
     from sglang.srt.environ import envs
 
     return hasattr(envs, name) and bool(getattr(envs, name).get())
 
 
 def plan_stream_waits(*, has_draft_layers: bool) -> bool:
-    """Return True if SGLang's plan stream waits for the forward stream before each use.
+    """Return True if SGLang's plan stream waits for the forward stream before it is used.
 
-    In 0.5.17 it does not, and pat would write to buffers of graphs that are running. This searches
-    the source text of the modules, because importing them would take seconds.
+    In 0.5.17 it does not wait, so pat would write to buffers of graphs that are running. This
+    function searches SGLang's source text, because importing the modules would take seconds.
     """
     worker = "multi_layer_eagle_worker_v2" if has_draft_layers else "eagle_worker_v2"
     for module in ("eagle_worker_common", worker):
@@ -68,7 +68,7 @@ def plan_stream_waits(*, has_draft_layers: bool) -> bool:
 
 
 def decode_backend(model_runner: Any) -> str:
-    """Return the name of the backend that decodes. 0.5.17 has it only in ServerArgs."""
+    """Return the name of the backend that decodes. In 0.5.17 only ServerArgs has the name."""
     arguments = model_runner.server_args
     if hasattr(arguments, "get_attention_backends"):
         return str(arguments.get_attention_backends()[1])
@@ -76,19 +76,19 @@ def decode_backend(model_runner: Any) -> str:
 
 
 def draft_backend(model_runner: Any) -> str | None:
-    """Return the name of a draft model's own backend. 0.5.17 has it only in ServerArgs."""
+    """Return the name of a draft model's own backend. In 0.5.17 only ServerArgs has the name."""
     name: str | None = getattr(model_runner, "draft_attention_backend", None)
     return name or resolved(model_runner.server_args, "speculative_draft_attention_backend")
 
 
 def translates_slots(model_runner: Any) -> bool:
-    """Return True if slots of the KV pool are virtual. In 0.5.17 they never are."""
+    """Return True if slots must be translated to slots of the KV pool. In 0.5.17 they never are."""
     translator = getattr(model_runner, "kv_index_translator", None)
     return translator is not None and bool(translator.is_translating)
 
 
 def is_qwen_sparse(hf_config: Any) -> bool:
-    """Return True for Qwen's sparse attention. 0.5.17 does not have such models."""
+    """Return True if a model has Qwen's sparse attention. 0.5.17 does not support such models."""
     try:
         from sglang.srt.layers.attention.qsa.config import is_qwen_qsa
     except ImportError:
@@ -97,13 +97,13 @@ def is_qwen_sparse(hf_config: Any) -> bool:
 
 
 def dp_rank(model_runner: Any, parallel: Any) -> int | None:
-    """Return the data-parallel rank of this process. 0.5.17 keeps it on the model runner."""
+    """Return the data-parallel rank of this process. In 0.5.17 the model runner has it."""
     rank: int | None = model_runner.ps.dp_rank if hasattr(model_runner, "ps") else parallel.dp_rank
     return rank
 
 
 def switches_roles(disaggregation: Any) -> bool:
-    """Return True if a prefill server may become a decode server. In 0.5.17 it may not."""
+    """Return True if a prefill server may become a decode server, which 0.5.17 does not support."""
     return bool(getattr(disaggregation, "enable_pd_role_switch", False))
 
 
@@ -111,17 +111,17 @@ def switches_roles(disaggregation: Any) -> bool:
 
 
 def beam_tail(batch: Any) -> Any | None:
-    """Return the rows of beam searches in a batch. 0.5.17 has none."""
+    """Return the description of a batch's beam search rows, or None. 0.5.17 has no beam search."""
     return getattr(batch, "beam_tail", None)
 
 
 def decoding_requests(batch: Any) -> Sequence[Any]:
-    """Return the requests that decode in a mixed batch. Some versions have no such field."""
+    """Return the requests that decode in a mixed batch, if this version of SGLang lists them."""
     return getattr(batch, "decoding_reqs", None) or ()
 
 
 def num_padding(forward_batch: Any) -> int:
-    """Return the number of padding rows of a graph. Only a replay's batch has the field."""
+    """Return the number of padding rows of a batch. Only batches of graph replays have padding."""
     count: int = getattr(forward_batch, "num_padding", 0)
     return count
 
@@ -129,8 +129,9 @@ def num_padding(forward_batch: Any) -> int:
 def is_idle(forward_batch: Any) -> bool:
     """Return True if a batch has no requests and only keeps a rank of data parallelism in step.
 
-    The batch of a replay has the mode of the capture. SGLang may turn a padding batch into a verify
-    step of a hybrid model. Both batches keep their own mode in another field.
+    `forward_mode` does not always tell: in a replay it is the mode of the capture, and SGLang may
+    turn an idle batch into a verify step of a hybrid model. In both cases, another field keeps the
+    mode.
     """
     kinds = ("", "actual_", "_original_")
     modes = (getattr(forward_batch, f"{kind}forward_mode", None) for kind in kinds)
@@ -139,10 +140,10 @@ def is_idle(forward_batch: Any) -> bool:
 
 @cache
 def kv_write_location() -> Callable[..., Any]:
-    """Return a function that returns where a pool writes the new tokens of a batch.
+    """Return a function that tells where a pool must write the new tokens of a batch.
 
     The function takes the batch and `swa_loc`, the slots in the pool of sliding-window layers.
-    After 0.5.17, the pool requires slots that are marked as physical, and the function marks them.
+    After 0.5.17, its result marks the slots as physical, as pools then require.
     """
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
@@ -154,9 +155,9 @@ def kv_write_location() -> Callable[..., Any]:
 
 @cache
 def latent_write_location() -> Callable[[Any], Any]:
-    """Return the function of `kv_write_location()`, but for a pool of latent attention.
+    """Return a function like that of `kv_write_location()`, for a pool of latent attention.
 
-    In 0.5.17 such a pool takes the slots alone.
+    In 0.5.17 such a pool takes plain slots.
     """
     import inspect
 
@@ -172,7 +173,7 @@ def latent_write_location() -> Callable[[Any], Any]:
 
 
 class RequestFields(NamedTuple):
-    """Readers of a Req's fields, which are on the Req in 0.5.17 and on `req.kv` later."""
+    """Readers of fields that are attributes of a Req in 0.5.17, and of `req.kv` later."""
 
     row: attrgetter[int]
     protected_len: attrgetter[int]
@@ -180,7 +181,7 @@ class RequestFields(NamedTuple):
 
     @classmethod
     def on(cls, req: Any) -> RequestFields:
-        """Return the readers for requests like this one."""
+        """Return the readers for requests of this version of SGLang, given one of them."""
         return _request_fields("kv." if hasattr(getattr(req, "kv", None), "req_pool_idx") else "")
 
 
@@ -203,16 +204,16 @@ def qualified_name(value: object) -> str:
 
 
 def unwrapped(tree: Any) -> Any:
-    """Return the prefix cache itself. 0.5.17 wraps it for streaming sessions."""
+    """Return the prefix cache itself, which 0.5.17 wraps for streaming sessions."""
     return tree.inner if qualified_name(tree) in _SESSION_WRAPPERS else tree
 
 
 def path_access(core: Any) -> str | None:
     """Return how the core of a UnifiedRadixCache shows the path to a node.
 
-    "paths": it collects whole paths (0.5.22, 0.5.23). "climbs": a core in Rust describes one node
-    at a time (0.5.21). "objects": ids resolve to Python nodes (0.5.17). None: the earliest
-    Rust cores show no paths.
+    "paths": the core returns whole paths (0.5.22, 0.5.23). "climbs": a Rust core returns one node
+    at a time (0.5.21). "objects": ids resolve to Python nodes (0.5.17). None: the core shows no
+    paths, as the earliest Rust cores.
     """
     if hasattr(core, "collect_path_info"):
         return "paths"
@@ -223,11 +224,11 @@ def path_access(core: Any) -> str | None:
 
 
 def rust_binding(core: Any) -> Any | None:
-    """Return the binding of a core in Rust. None: the core is in Python."""
+    """Return the Python binding of a Rust core, or None if the core is in Python."""
     return getattr(core, "_binding", None)
 
 
 def node_splitter(cache: Any, method: str) -> Any | None:
-    """Return the object that splits nodes: a prefix cache or its core. None: a Rust core does."""
+    """Return the object that splits nodes, a prefix cache or its core, or None for a Rust core."""
     owners = (cache, getattr(cache, "tree_core", None))
     return next((each for each in owners if callable(getattr(each, method, None))), None)

@@ -1,8 +1,8 @@
 """Entry point of the plug-in: makes `pat` one of SGLang's attention backends.
 
-SGLang calls `register()` in each of its processes, whether or not `pat` is chosen. So
-`register()` registers only a name, a hook and wrappers, which do nothing unless `pat` is chosen.
-Everything else is imported, and hooked into SGLang, when SGLang builds a backend.
+SGLang calls `register()` in each of its processes, even if `pat` was not chosen. So `register()`
+only registers a name, a hook and wrappers, which do nothing unless `pat` was chosen. All else is
+imported, and hooked into SGLang, when SGLang builds a backend.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def register() -> None:
         if name != BACKEND and not hasattr(factory, WRAPPED):
             ATTENTION_BACKENDS[name] = _with_pat(name, factory)
     ATTENTION_BACKENDS[BACKEND] = create_backend
-    # `Hook.target` says why there is a colon.
+    # See `Hook.target` for the reason for the colon.
     target = f"sglang.srt.server_args:ServerArgs.{compat.resolution_method(ServerArgs)}"
     HookRegistry.register(target, around_resolution, HookType.AROUND)
 
@@ -51,7 +51,7 @@ def create_backend(model_runner: Any) -> Any:
 
 
 def _with_pat(name: str, factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a factory whose backend decodes through pat if pat was asked for."""
+    """Return a factory whose backend decodes with pat if the user chose pat."""
 
     @wraps(factory)
     def build(model_runner: Any) -> Any:
@@ -67,7 +67,7 @@ def _with_pat(name: str, factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _decodes(model_runner: Any, name: str) -> bool:
-    """Return True if pat was asked for, and the backend of this name decodes the served model."""
+    """Return True if the user chose pat and the backend of this name decodes the served model."""
     from sglang_pat.sglang.start.argument_rewrite import is_asked_for
 
     if not is_asked_for(model_runner.server_args) or model_runner.is_draft_worker:

@@ -3,9 +3,9 @@
 `python -m sglang_pat.sglang.cpu` starts a server there. The demo and the engine tests call
 `enable_cpu_engine()` before they import SGLang.
 
-SGLang imports its `sgl_kernel` wheel everywhere, and that wheel needs `libcuda.so.1`. Stubs replace
-it in this process and in every process that this one starts. They also hide FlashInfer, which is
-slow to import and useless without a driver. With a driver nothing is replaced.
+Many modules of SGLang import its `sgl_kernel` wheel, which needs `libcuda.so.1`. Stubs replace the
+wheel in this process and in every process that this one starts. They also replace FlashInfer, which
+is slow to import and useless without a driver. With a driver, nothing is replaced.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Tokens in the KV pool of a server whose arguments give no size.
+# Tokens in the KV pool of a server whose arguments do not set the size.
 KV_POOL_TOKENS = 32_768
 STUB_DIR = Path(__file__).resolve().parent / "stubs"
 
 
 def cuda_driver_is_present() -> bool:
-    """Return True if the CUDA driver library can be loaded, which the `sgl_kernel` wheel needs.
+    """Return True if the CUDA driver's library, which `sgl_kernel` needs, can be loaded.
 
-    Counting devices would initialise the driver, which a process that forks later must not do.
+    It does not count devices, because that would initialise the driver, and the process may fork
+    later.
     """
     try:
         ctypes.CDLL("libcuda.so.1")
@@ -34,7 +35,7 @@ def cuda_driver_is_present() -> bool:
 
 
 def new_engine(**arguments: Any) -> Any:
-    """Return `sglang.Engine(**arguments)`, which runs on the CPU if there is no CUDA driver."""
+    """Return `sglang.Engine(**arguments)`. It runs on the CPU if there is no CUDA driver."""
     enable_cpu_engine()
     import sglang
 
@@ -42,10 +43,10 @@ def new_engine(**arguments: Any) -> Any:
 
 
 def enable_cpu_engine() -> bool:
-    """Make SGLang run on the CPU if there is no CUDA driver, and return whether it does.
+    """Make SGLang run on the CPU if there is no CUDA driver. Return True if there is none.
 
-    Child processes inherit this through the environment. RuntimeError if SGLang has already been
-    imported and has chosen its platform.
+    Child processes inherit the setting through the environment. RuntimeError if SGLang has already
+    been imported, because it has then chosen its platform.
     """
     if cuda_driver_is_present():
         return False
@@ -58,9 +59,9 @@ def enable_cpu_engine() -> bool:
             "platform; call it first"
         )
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    # SGLang 0.5.17 assumes that a backend it does not know uses Triton, even on the CPU.
+    # SGLang 0.5.17 assumes that an unknown backend uses Triton, even on the CPU.
     os.environ["TRITON_INTERPRET"] = "1"
-    # With more threads than free cores a tiny model takes ten times as long.
+    # With more threads than free cores, a tiny model takes ten times as long.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path.insert(0, str(STUB_DIR))
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -70,11 +71,11 @@ def enable_cpu_engine() -> bool:
 
 
 def bound_kv_pool(arguments: list[str]) -> list[str]:
-    """Return the arguments of a server with a size for its KV pool.
+    """Return the arguments of a server, with a size for its KV pool added.
 
-    SGLang would size the pool by the free memory: most of the machine. A size among `arguments`
-    wins, because it comes later. With `--config` nothing is added: a size here would
-    win over one in the file.
+    Without a size, SGLang would use most of the machine's memory. A size among `arguments`
+    overrides the added one, because it comes later. With `--config` nothing is added, because the
+    added size would override one in the file.
     """
     if "--config" in arguments:
         return arguments

@@ -1,1 +1,1 @@
-"""The work of each layer: KV writes, and attention under the plans of a step."""
+"""The work of each layer: it stores new KV, and attends by the plans of the step."""

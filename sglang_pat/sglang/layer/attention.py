@@ -1,4 +1,4 @@
-"""LayerAttention: the attention of one layer, under the plans of a step (`step/planner.py`)."""
+"""LayerAttention: the attention of one layer, by the plans of a step (`step/planner.py`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_pat.sglang.start.layer_support import LayerSupport, read_scales
 
 
 class ExtraKv(Protocol):
-    """KV that rows read in addition to what the plan covers."""
+    """KV that rows read in addition to the KV in the plan."""
 
     def merge(
         self,
@@ -27,11 +27,11 @@ class ExtraKv(Protocol):
         planned: tuple[torch.Tensor, torch.Tensor],
         scales: tuple[Scale, Scale],
     ) -> torch.Tensor:
-        """Attend to this KV, and merge the result with `planned`: the plan's output and its LSE."""
+        """Attend to this KV, and merge the result with `planned`, the plan's output and LSE."""
 
 
 class LayerAttention:
-    """Stores the KV of a layer's new tokens, and attends."""
+    """Stores the KV of a layer's new tokens, then attends."""
 
     def __init__(self, model_runner: Any, layer_support: LayerSupport) -> None:
         self._pool = model_runner.token_to_kv_pool
@@ -69,13 +69,13 @@ class LayerAttention:
         k, v
             Keys and values of the new tokens. None: they are already in the pool.
         extra_kv
-            KV that rows read in addition to what the plans cover.
+            KV that rows read in addition to the KV in the plans.
         q_rope, k_rope
             The last columns of latent queries and keys, `[rows, heads, columns]` or flat, if the
             model passes them separately. `q` and `k` then have the other columns, and `v` is not
             read.
         unset
-            Arguments that pat does not know. All are None.
+            Arguments that pat does not use. All are None.
 
         Returns
         -------
@@ -85,14 +85,15 @@ class LayerAttention:
         pool = self._pool
         if save_kv_cache and k is not None and v is not None:
             self._kv_writes.store(layer, forward_batch, k, v, k_rope)
-        # Called in every layer: a hierarchical cache waits here until it has loaded the layer.
+        # Every layer must make these calls: in them, a hierarchical cache waits until it has loaded
+        # the layer's KV.
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         q_dim = layer.qk_head_dim if q_rope is None else layer.v_head_dim
         q = q.reshape(-1, layer.tp_q_head_num, q_dim)
         if plans is None:
             return q.new_zeros(len(q), layer.tp_q_head_num * layer.v_head_dim)
         shape = self.layer_support.shapes[layer.layer_id]
-        if not shape.is_latent:  # latent kernels read any stride
+        if not shape.is_latent:  # kernels of latent attention read any stride
             q = _dense(q)
         scales = read_scales(layer) if self.layer_support.are_scaled else (1.0, 1.0)
         run: Callable[..., Any] = partial(
@@ -122,7 +123,7 @@ class LayerAttention:
 
 
 def _dense(q: torch.Tensor) -> torch.Tensor:
-    """Return queries that kernels can read: dense heads, and rows at multiples of 16 bytes."""
+    """Return queries as kernels can read them: dense heads, and rows aligned to 16 bytes."""
     row, head, column = q.stride()
     is_dense = column == 1 and head == q.shape[2]
     return q if is_dense and row * q.itemsize % 16 == 0 else q.contiguous()
@@ -133,16 +134,15 @@ def _run_planned(
 ) -> torch.Tensor:
     """Attend for SGLang's rows, of which there may be more or fewer than planned.
 
-    MLP synchronisation pads the tokens of a step to a multiple of the number of ranks that share
-    its attention, or to as many tokens as the busiest rank has. The padding of a verify step may be
-    planned in part. A step of a draft model is padded after it was planned. Rows that were not
-    planned read nothing, and their output is 0.
+    MLP synchronisation pads a step to a multiple of the ranks that share its attention, or to the
+    tokens of the busiest rank. Of a verify step, part of the padding may be planned. A draft
+    model's step is padded after it was planned. Rows that were not planned get an output of 0.
     """
     count = len(q)
     if count == plans.num_rows:
         return run(q)
     lacking = plans.num_rows - count
-    if lacking > 0 and not plans.last.seq_lens[count:].any():  # otherwise run() refuses
+    if lacking > 0 and not plans.last.seq_lens[count:].any():  # run() refuses other rows
         q = torch.cat((q, q.new_zeros(lacking, *q.shape[1:])))
     out = q.new_zeros(count, layer.tp_q_head_num, layer.v_head_dim)
     planned = run(q[: plans.num_rows])

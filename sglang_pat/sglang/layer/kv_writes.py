@@ -1,7 +1,7 @@
 """KvWrites stores the KV of new tokens, in the layers that pat decodes.
 
-If it knows the pool, one kernel writes the bytes that the pool would write
-(`executors/kv_writer.py`). Otherwise the pool stores the KV itself. This is decided at start.
+For known types of pools, one kernel writes the same bytes as the pool (`executors/kv_writer.py`).
+For others, the pool stores the KV itself. This is decided when SGLang starts.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class KvWrites:
         self._pool = model_runner.token_to_kv_pool
         self._are_scaled = layer_support.are_scaled
         self._window_slots = layer_support.window_slots
-        # The slots of the step's new tokens in the pool of sliding-window layers.
+        # Slots of the step's new tokens in the pool of sliding-window layers, once computed.
         self._new_window_slots: torch.Tensor | None = None
         self._writers: dict[int, KvWriter] = {}  # by layer id
         if model_runner.device != "cuda":
             return
-        # A few default backends store fp8 without scales, and some pools then multiply by 1. With
-        # these backends the pool stores the KV itself.
+        # Some default backends store fp8 without the layer's scales, and some pools then multiply
+        # by 1. With these backends, the pool stores the KV itself.
         if layer_support.is_converted and not layer_support.are_scaled:
             return
         writer_of = cache(partial(_writer, model_runner))
@@ -58,18 +58,18 @@ class KvWrites:
                 reasons[found] = None
         for layer in layer_support.layers:
             known = self._writers.get(layer.layer_id)
-            if known is not None:  # copy the scales now: in a capture it is too late
+            if known is not None:  # copies the scales now, which a capture could not
                 known.scale(layer.k_scale)
                 known.scale(layer.v_scale)
         if reasons and reports.rank_speaks():
             logger.info("SGLang's pool stores new KV itself: %s", "; ".join(reasons))
 
     def begin_step(self) -> None:
-        """Forget the slots of the last step. A captured graph computes its own slots."""
+        """Drop the slots of the last step. A graph captures the computation of its own slots."""
         self._new_window_slots = None
 
     def _slots(self, layer: RadixAttention, forward_batch: Any) -> torch.Tensor | None:
-        """Return the new tokens' slots in the window pool. None: the layer uses another pool."""
+        """Return the new tokens' slots in the window pool, if the layer uses this pool."""
         if self._window_slots is None or not has_window_pool(self._pool, layer.layer_id):
             return None
         if self._new_window_slots is None:
@@ -87,11 +87,11 @@ class KvWrites:
         """Write the new tokens of a layer to the slots `forward_batch.out_cache_loc`.
 
         k and v are `[rows, KV heads, head_dim]`. The pool may scale them in place. k_rope has the
-        last columns of latent keys; then v is not read.
+        last columns of latent keys. If it is given, v is not read.
         """
         if k_rope is not None:
             # The slots of a draft model's step have a stride, which SGLang's kernel for latent KV
-            # ignores: it would write to other slots.
+            # ignores. It would write to wrong slots.
             forward_batch.out_cache_loc = forward_batch.out_cache_loc.contiguous()
         writer = self._writers.get(layer.layer_id)
         if writer is not None and self._write(writer, layer, forward_batch, k, v, k_rope):
@@ -99,7 +99,7 @@ class KvWrites:
         if k_rope is not None:
             self._pool.set_mla_kv_buffer(layer, _latent_location(forward_batch), k, k_rope)
             return
-        # SGLang's pools use the scales only if their dtype is not the model's.
+        # SGLang's pools use the scales only if the pool's dtype differs from the model's.
         scales = (layer.k_scale, layer.v_scale) if self._are_scaled else ()
         location = _location(forward_batch, swa_loc=self._slots(layer, forward_batch))
         self._pool.set_kv_buffer(layer, location, k, v, *scales)
@@ -113,7 +113,7 @@ class KvWrites:
         v: torch.Tensor,
         k_rope: torch.Tensor | None,
     ) -> bool:
-        """Store the KV with the kernel, as store() does. Return False if the kernel cannot."""
+        """Store the KV by the kernel. Return False if the kernel cannot store it."""
         if writer.config.is_latent:
             cache = self._pool.get_key_buffer(layer.layer_id)
             rope = None if k_rope is None else k_rope.view(len(k_rope), 1, -1)
@@ -135,9 +135,9 @@ def has_window_pool(pool: Any, layer_id: int) -> bool:
 
 
 def pool_reason(pool: Any, layer_id: int) -> str | None:
-    """Return why the kernel does not write a layer's KV to a pool. None: it does.
+    """Return why the kernel cannot write a layer's KV to a pool, or None if it can.
 
-    Pools that pat does not know, such as subclasses, may do more than scale, convert and store.
+    Unknown pools, such as subclasses, may do more than scale, convert and store.
     """
     if envs.SGLANG_ENABLE_ASYNC_ASSERT.get():
         return "SGLANG_ENABLE_ASYNC_ASSERT, with which it checks slots"
@@ -157,7 +157,7 @@ def pool_reason(pool: Any, layer_id: int) -> str | None:
 
 
 def _writer(model_runner: Any, shape: HeadConfig) -> KvWriter | str:
-    """Return the writer for the layers of a shape, or the reason why there is none."""
+    """Return the writer for layers of this shape, or the reason why there is none."""
     device = model_runner.req_to_token_pool.req_to_token.device
     config = KernelConfig.for_device(
         model_runner.dtype, shape.head_dim, device, shape.v_head_dim, model_runner.kv_cache_dtype

@@ -1,4 +1,4 @@
-"""StepPlans: the plans of one step, under which its layers attend."""
+"""StepPlans: the plans by which the layers of one step attend."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from sglang_pat.window import WindowAttention
 class StepPlans:
     """The plans of one step: a PackAttention for each kind of layers.
 
-    The plans are made one after the other from the same batch. The last PackAttention has the
-    statistics of the step, and its planning time covers all of these plans.
+    The plans are made one after the other from the same batch. The last PackAttention counts the
+    step's statistics, and its planning time includes all of these plans.
     """
 
     def __init__(self, attentions: Mapping[LayerKind, PackAttention]):
         self.of_kind = attentions
-        self.last = [*attentions.values()][-1]  # has the rows, lengths and statistics of the step
+        self.last = [*attentions.values()][-1]  # has the step's rows, lengths and statistics
 
     def add(self, more: StepPlans) -> None:
-        """Plan for the kinds of layers in `more` too."""
-        self.of_kind = {**more.of_kind, **self.of_kind}  # the last kind stays the last
+        """From now on, also plan for the kinds of layers in `more`."""
+        self.of_kind = {**more.of_kind, **self.of_kind}  # `self.last` stays the last one
 
     @property
     def num_rows(self) -> int:
@@ -35,24 +35,24 @@ class StepPlans:
     def plan(
         self, batch: DecodeBatch, **tensors: torch.Tensor
     ) -> list[tuple[PackAttention, DecodePlan]]:
-        """Prepare the step: see `PackAttention.plan`."""
+        """Plan the step. See `PackAttention.plan`."""
         return [(each, each.plan(batch, **tensors)) for each in self.of_kind.values()]
 
     def record_in_graph(self) -> None:
-        """Capture what a graph does before its layers: see `WindowAttention.refill`."""
+        """Capture what a graph does before its layers. See `WindowAttention.refill`."""
         for attention in self.of_kind.values():
             if isinstance(attention, WindowAttention):
                 attention.refill()
 
     def advance(self, seq_lens: torch.Tensor, tokens: int) -> None:
-        """Let the plans serve a later step: see `PackAttention.advance`."""
+        """Use the plans for a later step. See `PackAttention.advance`."""
         for attention in self.of_kind.values():
             attention.advance(seq_lens, tokens)
 
     def steps_left(self) -> int:
-        """Return how many further steps all plans serve: see `PackAttention.steps_left`."""
+        """Return for how many more steps all plans are valid. See `PackAttention.steps_left`."""
         return min(attention.steps_left() for attention in self.of_kind.values())
 
     def sharing_buffers(self) -> StepPlans:
-        """Return plans for other batches in the same buffers: `PackAttention.sharing_buffers`."""
+        """Return plans of other batches in the same buffers (`PackAttention.sharing_buffers`)."""
         return StepPlans({kind: each.sharing_buffers() for kind, each in self.of_kind.items()})

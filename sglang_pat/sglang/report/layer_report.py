@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 SERVER_INFO_KEY = "pat"
 _SCHEDULER = "managers.scheduler"
 
-# How the steps of a draft model are called: the key in `/server_info`, and the name in the log.
+# Types of a draft model's steps: the key in `/server_info` -> the name in the log.
 _DRAFTS = {
     "draft_model": "draft model",
     "draft_extend": "draft model, reading what was accepted",
@@ -29,7 +29,7 @@ class _LastReport:
 
     layer_support: dict[str, Any] | None = None
     model_runner: Any = None
-    drafts: ClassVar[dict[str, dict[str, Any]]] = {}  # for a draft model, by key of `_DRAFTS`
+    drafts: ClassVar[dict[str, dict[str, Any]]] = {}  # draft models' reports, by key of `_DRAFTS`
     line: str = ""
     metrics: LayerMetrics | None = None
 
@@ -37,7 +37,7 @@ class _LastReport:
 def report_layer_support(layer_support: LayerSupport, model_runner: Any = None) -> None:
     """Report which layers of the served model pat decodes, at start-up and when that changes.
 
-    model_runner: given at start-up.
+    model_runner: None if SGLang has already started.
     """
     _LastReport.layer_support = layer_support.as_json()
     line = str(layer_support)
@@ -45,12 +45,12 @@ def report_layer_support(layer_support: LayerSupport, model_runner: Any = None) 
         logger.info(line)
     _LastReport.line = line
     if model_runner is not None:
-        # With adaptive drafts, SGLang builds several backends for the target model, and the draft
-        # model's backends before the last of them. That one must not clear their reports.
+        # With adaptive drafts, SGLang builds several backends for the target model, the last one
+        # after the draft model's backends. That one must not clear the draft model's reports.
         if model_runner is not _LastReport.model_runner:
             _LastReport.drafts.clear()
         _LastReport.model_runner = model_runner
-        if f"sglang.srt.{_SCHEDULER}" in sys.modules:  # only schedulers answer; the import is slow
+        if f"sglang.srt.{_SCHEDULER}" in sys.modules:  # only schedulers; the import is slow
             install_hooks([_SERVER_INFO_HOOK])
         if reports.rank_publishes():
             labels = reports.scheduler_labels(model_runner)

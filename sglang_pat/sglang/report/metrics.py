@@ -1,6 +1,6 @@
 """Prometheus metrics: counts of decode steps, and the layers that each backend decodes.
 
-A decode step only appends to a list. A thread publishes the metrics.
+A decode step only appends to a list. A separate thread publishes the metrics.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ logger = logging.getLogger(__name__)
 
 PUBLISH_SECONDS = 1.0
 
-# The prefix of SGLang's own metrics, by which scrapers and dashboards select what they keep.
+# It begins like SGLang's own metrics, by which scrapers and dashboards select metrics.
 PREFIX = "sglang:pat_"
 # 1 us to 33 ms
 _TIME_BUCKETS = tuple(1e-6 * 2**i for i in range(16))
-# Limit of the times that wait for the thread. They reach it only if the thread has died.
+# The most planning times that may wait for the thread, a limit in case the thread has died.
 _MAX_WAITING = 100_000
 
 
-# Documentation of the counters `sglang:pat_..._total`, grouped by the label that they have. A
-# counter shows the entry of `Counters` of the same name. If it has a label, that entry is a
-# mapping from the label's values to numbers.
+# Documentation of the counters `sglang:pat_..._total`, by label. A counter shows the entry of
+# `Counters` with the same name. If it has a label, the entry maps the label's values to numbers.
 _DOCUMENTATION = {
     "": {
         "plans_reused": "Decode steps that reused the last plan.",
@@ -54,7 +53,7 @@ _DOCUMENTATION = {
     },
 }
 _LABELS = {name: label for label, names in _DOCUMENTATION.items() for name in names}
-_ENTRIES = {  # by counter, the name of its entry if that is another name
+_ENTRIES = {  # name of the entry of counters that have other names
     "kv_tokens_read": "kv_tokens_planned",
     "plans_built": "causes",
     "private_steps": "steps_without_sharing",
@@ -62,7 +61,7 @@ _ENTRIES = {  # by counter, the name of its entry if that is another name
 
 
 class MetricClasses(NamedTuple):
-    """Classes of metrics: prometheus_client's, or an embedder's with the same interface."""
+    """Classes of metrics, from prometheus_client or from an embedder with the same interface."""
 
     counter: Any
     gauge: Any
@@ -72,20 +71,20 @@ class MetricClasses(NamedTuple):
     def of_prometheus(cls) -> MetricClasses:
         """Return the classes of prometheus_client.
 
-        SGLang must have set PROMETHEUS_MULTIPROC_DIR, which that package reads when it is imported.
+        SGLang must have set PROMETHEUS_MULTIPROC_DIR, which prometheus_client reads when imported.
         """
         from prometheus_client import Counter, Gauge, Histogram
 
         return cls(Counter, Gauge, Histogram)
 
 
-@cache  # a process may register a name only once, but may build its backend again
+@cache  # cached, because a name may be registered only once per process
 def _metric(make: Any, name: str, documentation: str, labels: tuple[str, ...], **more: Any) -> Any:
     return make(name=PREFIX + name, documentation=documentation, labelnames=[*labels], **more)
 
 
 class StepMetrics:
-    """The metrics of one backend. `start()` once, `add_step()` after each decode step."""
+    """The metrics of a backend. Call `start()` once, and `add_step()` after each decode step."""
 
     def __init__(
         self,
@@ -95,8 +94,8 @@ class StepMetrics:
     ) -> None:
         """Make the metrics.
 
-        All metrics have these labels. The publishing thread calls read_counters. Without classes,
-        those of prometheus_client are used.
+        labels: labels of all metrics. read_counters: called by the publishing thread. classes: None
+        for those of prometheus_client.
         """
         classes = classes or MetricClasses.of_prometheus()
         names = tuple(labels)
@@ -110,7 +109,7 @@ class StepMetrics:
             )
             for name, label in _LABELS.items()
         }
-        for name in _DOCUMENTATION[""]:  # at start: recording rules cannot add a missing series
+        for name in _DOCUMENTATION[""]:  # recording rules cannot add missing series
             self._counter(name, "")
         self._kv_read_ratio = _metric(
             classes.gauge,
@@ -135,7 +134,7 @@ class StepMetrics:
         self._waiting: deque[PlanningTime] = deque(maxlen=_MAX_WAITING)
 
     def start(self) -> None:
-        """Publish every second from now on, until the process ends."""
+        """Publish every second, from now until the process ends."""
         threading.Thread(target=self._run, name="sglang-pat metrics", daemon=True).start()
 
     def add_step(self, planning: PlanningTime) -> None:
@@ -143,7 +142,7 @@ class StepMetrics:
         self._waiting.append(planning)
 
     def publish(self) -> None:
-        """Bring the metrics up to date."""
+        """Update the metrics to the current counters."""
         for _ in range(len(self._waiting)):
             kind, nanoseconds = self._waiting.popleft()
             self._plan_seconds[kind].observe(nanoseconds / 1e9)
@@ -157,7 +156,8 @@ class StepMetrics:
             counters[name] - self._published.get(name, 0)
             for name in ("kv_tokens_query_centric", "kv_tokens_planned")
         )
-        # NaN while nothing decodes: 0 would mean that all was saved, and 1 that nothing was.
+        # NaN while nothing decodes, because 0 would mean that all reads are saved, and 1 that none
+        # are.
         self._kv_read_ratio.set(planned / query_centric if query_centric else math.nan)
         self._published = counters
 
@@ -175,7 +175,7 @@ class StepMetrics:
 
 
 def _by_label(name: str, counters: Counters) -> dict[str, int]:
-    """Return a counter's numbers by the value of its label ("" if it has no label)."""
+    """Return a counter's numbers by label value, or under "" if the counter has no label."""
     if not counters:  # before the first publication
         return {}
     value = counters.get(_ENTRIES.get(name, name), {})  # some servers lack some counters
@@ -183,7 +183,7 @@ def _by_label(name: str, counters: Counters) -> dict[str, int]:
 
 
 class LayerMetrics:
-    """The number of layers that pat decodes, and that the default backend decodes, by reason."""
+    """The metric of how many layers pat decodes, and how many the default backend, by reason."""
 
     def __init__(self, labels: dict[str, str], classes: MetricClasses | None = None) -> None:
         """Make the metric. See `StepMetrics` for the arguments."""

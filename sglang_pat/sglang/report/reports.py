@@ -1,4 +1,4 @@
-"""StepReports hands the counters of decode steps to SGLang's log, its metrics and a stats file.
+"""StepReports writes the counters of decode steps to SGLang's log, its metrics and a stats file.
 
 SGLang's configuration says how often to log, whether to publish metrics, and with which labels.
 SGLANG_PAT_STATS_FILE names the stats file.
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepReports:
-    """Feeds log, metrics and stats file after decode steps."""
+    """Reports decode steps to the log, the metrics and the stats file."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class StepReports:
             self._stats_file = StatsFile(environment.stats_file, read_counters)
 
     def start(self) -> None:
-        """Start the threads that publish and write. They read the counters from now on."""
+        """Start the threads that publish metrics and write the file."""
         if self._metrics is not None:
             self._metrics.start()
         if self._stats_file is not None:
@@ -70,23 +70,23 @@ class StepReports:
             self._stats_file.mark()
 
     def add_repeated(self, planning: PlanningTime) -> None:
-        """Report the time of a repeated step, in the thread that counts the step."""
+        """Report the time of a repeated step. Called by the thread that counts repeated steps."""
         if self._metrics is not None:
             self._metrics.add_step(planning)
 
     @property
     def on_step(self) -> Callable[[], None] | None:
-        """The function to call in each step that repeats the last one. None: there is none."""
+        """The function to call in each repeated step, or None."""
         return None if self._stats_file is None else self._stats_file.mark
 
     @property
     def steps_left(self) -> int:
-        """How many steps may repeat the last one before the log needs add_step()."""
+        """Return how many steps may repeat the last one before the log needs add_step()."""
         return sys.maxsize if self._log is None else self._log.steps_left
 
 
 def warn_without_prefix_cache(memory: Any, disaggregation: Any) -> None:
-    """Log a warning that names the option if SGLang keeps no prefixes.
+    """Log a warning if an option, which the warning names, keeps SGLang from caching prefixes.
 
     The arguments are those of SGLang's `get_memory()` and `get_disagg()`.
     """
@@ -102,7 +102,7 @@ def warn_without_prefix_cache(memory: Any, disaggregation: Any) -> None:
 
 
 def rank_speaks() -> bool:
-    """Return True if this rank logs, as in SGLang: one rank of a tensor-parallel group."""
+    """Return True if this rank logs. As in SGLang, one rank of each tensor-parallel group logs."""
     parallel = get_parallel()
     return bool(parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0)
 
@@ -117,7 +117,7 @@ def rank_publishes() -> bool:
 
 
 def scheduler_labels(model_runner: Any) -> dict[str, str]:
-    """Return the labels of SGLang's scheduler metrics, without `priority`: a step has none."""
+    """Return the labels of SGLang's scheduler metrics except `priority`, which no step has."""
     parallel, disaggregation = get_parallel(), get_disagg()
     labels = {
         "model_name": get_serving().served_model_name,
@@ -138,7 +138,7 @@ def scheduler_labels(model_runner: Any) -> dict[str, str]:
 
 
 def metric_classes() -> MetricClasses:
-    """Return the classes of SGLang's scheduler metrics. Embedders (Ray Serve) have their own."""
+    """Return the classes of SGLang's scheduler metrics. Embedders like Ray Serve have their own."""
     loggers = get_observability().stat_loggers or {}
     collector = loggers.get("scheduler", SchedulerMetricsCollector)
     own = MetricClasses(collector._counter_cls, collector._gauge_cls, collector._histogram_cls)
@@ -149,19 +149,18 @@ def metric_classes() -> MetricClasses:
 class StepLog:
     """Logs how the counters have changed, every `interval` steps.
 
-    The first step only sets the baseline, because SGLang's warm-up and its captures of CUDA graphs
-    come before it.
+    The first step only sets the baseline, so that SGLang's warm-up and captures are not logged.
     """
 
     def __init__(self, interval: int, read_counters: Callable[[], Counters]) -> None:
         self._interval = interval
         self._read_counters = read_counters
         self._before: Counters | None = None
-        self._steps = 0  # since the last line
+        self._steps = 0  # steps since the last line
 
     @property
     def steps_left(self) -> int:
-        """The caller may add this many steps late, with the next one, and delay no line."""
+        """Return how many steps may be added late, with the next one, without delaying a line."""
         return max(self._interval - self._steps - 1, 0)  # an interval of -1 logs every step
 
     def add_steps(self, count: int = 1) -> None:
@@ -178,7 +177,7 @@ class StepLog:
         self._steps = 0
 
 
-# Counters of speculative decoding, and the names of their steps and tokens in the log.
+# Counters of speculative decoding, with the log's names of their steps and tokens.
 _SPECULATION = (
     ("verify", "verify", "verified"),
     ("draft", "draft", "draft"),
@@ -187,18 +186,18 @@ _SPECULATION = (
 
 
 def log_line(before: Counters, counters: Counters) -> str:
-    """Return the log line for what was counted between two readings, in SGLang's style."""
+    """Return a log line, in SGLang's style, on what was counted between two readings."""
 
     def since(name: str) -> int:
         count: int = counters[name] - before[name]
         return count
 
     query_centric = since("kv_tokens_query_centric")
-    # An idle rank under data parallelism reads no KV, so it saves nothing.
+    # An idle rank under data parallelism reads no KV. It saves nothing, so its ratio is 1.
     ratio = since("kv_tokens_planned") / query_centric if query_centric else 1.0
     unshared = [sum(each["steps_without_sharing"].values()) for each in (before, counters)]
     speculation = ""
-    for name, step, token in _SPECULATION:  # those that this server counts
+    for name, step, token in _SPECULATION:  # only those that this server counts
         now, then = counters.get(name), before.get(name, {})
         if now is not None:
             steps, rows = (now[each] - then.get(each, 0) for each in ("steps", "rows"))
@@ -221,7 +220,7 @@ def _reasons(before: Counters, counters: Counters) -> str:
 
 
 def _times(planning_ns: PlanningTimes) -> str:
-    """Return p50/p99 planning times by kind of step, the cheapest first, if there were any."""
+    """Return p50/p99 planning times by kind of step, cheapest first; "" if there are none."""
     kinds = [kind for kind in get_args(PlanningClass) if planning_ns.get(kind)]
     percentiles = [[planning_ns.percentile_us(kind, p) for p in (50, 99)] for kind in kinds]
     return ", ".join(

@@ -1,4 +1,4 @@
-"""StatsFile writes the counts of decode steps as JSON. A step sets a flag, and a thread writes."""
+"""StatsFile writes the counts of decode steps as JSON. A step only sets a flag; a thread writes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from sglang_pat.stats import Counters
 
 logger = logging.getLogger(__name__)
 
-# SIGKILL loses at most the counts of the last WRITE_SECONDS plus the time of one write.
+# Pause between two writes. SIGKILL loses at most the counts of this time and of one write.
 WRITE_SECONDS = 0.05
-_QUIET_WRITES = 10  # after this many writes without a change, the thread waits
+_QUIET_WRITES = 10  # after so many writes without a change, the thread sleeps until mark()
 _SETTLED_SECONDS = 0.25
 _READ_SECONDS = 0.02
 
 
 class StatsFile:
-    """Keeps a file up to date. `start()` once, `mark()` after each decode step.
+    """Keeps a file up to date. Call `start()` once, and `mark()` after each decode step.
 
-    The file is replaced as a whole within 0.1 s of a step, so no reader sees half of it. It is
+    The file is replaced atomically within 0.1 s of a step, so no reader sees half of it. It is
     written once more when the process ends, unless a signal kills the process.
     """
 
@@ -35,16 +35,16 @@ class StatsFile:
         self._read_counters = read_counters
         self._written: Counters | None = None
         self._outdated = threading.Event()
-        self._writing = threading.Lock()  # by the thread, or at the end of the process
+        self._writing = threading.Lock()  # held by the thread, or at the end of the process
 
     def start(self) -> None:
-        """Write the file, and keep it up to date from now on, until the process ends."""
+        """Write the file, and keep it up to date until the process ends."""
         self.write()
         atexit.register(self.write)
         threading.Thread(target=self._run, name="sglang-pat stats file", daemon=True).start()
 
     def mark(self) -> None:
-        """Tell the thread to write the file. Call this after a decode step was counted."""
+        """Tell the thread to write the file. To be called after a decode step was counted."""
         if not self._outdated.is_set():
             self._outdated.set()
 
@@ -62,8 +62,9 @@ class StatsFile:
         try:
             while True:
                 self._outdated.wait()
-                self._outdated.clear()  # before reading: a step counts first, and then marks
-                # Draft extends, and tree changes after a step, are counted without a mark().
+                self._outdated.clear()  # before reading, because a step counts before it marks
+                # Draft extends, and tree changes between steps, are counted without mark(), so the
+                # thread writes a few more times.
                 num_quiet = 0
                 while num_quiet < _QUIET_WRITES:
                     num_quiet = 0 if self.write() else num_quiet + 1
@@ -75,8 +76,8 @@ class StatsFile:
 def read_stats(path: Path, timeout_seconds: float = 30.0) -> dict[str, Any]:
     """Return the contents of a stats file once all requests have been answered.
 
-    Waits until the file has not changed for longer than a write takes. TimeoutError names the
-    file if it goes on changing.
+    Waits until the file has not changed for longer than a write takes. Raises TimeoutError, which
+    names the file, if the file keeps changing.
     """
     text, changed = path.read_text(), time.monotonic()
     deadline = changed + timeout_seconds

@@ -1,1 +1,1 @@
-"""Speculative decoding: verify steps, draft models, trees of drafts."""
+"""Speculative decoding: verify steps, draft models, and drafts that form trees."""

@@ -1,8 +1,8 @@
 """Gives the decode attention of pat to a model that verifies drafts, and to its draft model.
 
 A draft model has an attention backend for each step of a round, a container that prepares these
-together, and a backend for draft extend and prompts. SGLang builds them after the backend of the
-served model. Hooks then attach pat.
+backends together, and a backend for draft extend and prompts. SGLang builds them after the backend
+of the served model. Hooks attach pat when SGLang has built them.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ from sglang_pat.support import Unsupported
 
 
 class _TargetModel:
-    """The served model of this process and its planner, if pat verifies drafts for it."""
+    """The served model of this process and its planner, if pat decodes its verify steps."""
 
     planner: VerifyPlanner | None = None
     model_runner: Any = None
 
     @classmethod
     def planner_of(cls, model_runner: Any) -> VerifyPlanner | None:
-        """Return a model's planner if SGLang builds another backend for it (adaptive drafts)."""
+        """Return a model's planner if the model already has one (adaptive drafts)."""
         if cls.model_runner is not model_runner:
             return None
         return cls.planner if resolved(model_runner.server_args, "speculative_adaptive") else None
@@ -76,9 +76,9 @@ class _TargetModel:
 def attach_verification(
     default: Any, model_runner: Any, environment: Environment, layer_support: LayerSupport
 ) -> None:
-    """Let a served model verify drafts through pat where it can, and await its draft model.
+    """Make a served model verify drafts with pat, if pat can, and await its draft model.
 
-    The class of its backend `default` changes.
+    Changes the class of `default`, the model's backend.
     """
     arguments = model_runner.server_args
     planner: VerifyPlanner | None = None
@@ -100,7 +100,7 @@ def attach_verification(
     parts = [(default, PatSpeculativeMixin, new_state)]
     attach(parts, layer_support, is_strict=environment.strict)
     if planner is not None and resolved(arguments, "speculative_algorithm") in TREES:
-        # SGLang's watermark reads the n-gram worker's masks as full ones.
+        # SGLang's watermark expects full masks from the n-gram worker.
         others_read = layer_support.fallback or resolved(arguments, "enable_watermark")
         choose_masks(square=model_runner.device == "cuda" and not others_read)
     await_draft_model(planner, model_runner)
@@ -116,7 +116,7 @@ def _new_planner(
 
 
 def verify_steps(model_runner: Any) -> dict[int, TargetVerifyStep]:
-    """Return a model's types of verify steps, by the number of draft tokens per request."""
+    """Return the verify steps of a model: number of draft tokens per request -> type of step."""
     drafts = drafts_of(model_runner.server_args)
     if drafts is None:
         return {}
@@ -132,14 +132,14 @@ def verify_steps(model_runner: Any) -> dict[int, TargetVerifyStep]:
 
 
 def await_draft_model(planner: VerifyPlanner | None, model_runner: Any) -> None:
-    """Let the draft model that SGLang builds next decode through pat where it can.
+    """Make the draft model that SGLang builds next decode with pat, if pat can.
 
-    The arguments are those of the served model. No planner: pat decodes no draft model.
+    planner, model_runner: of the served model. Without a planner, pat decodes no draft model.
     """
     _TargetModel.planner, _TargetModel.model_runner = planner, model_runner
     algorithm = resolved(model_runner.server_args, "speculative_algorithm")
     if planner is None:
-        if algorithm in TREES:  # a model served earlier may have chosen square masks
+        if algorithm in TREES:  # an earlier model may have chosen square masks
             choose_masks(square=False)
         return
     if algorithm in BLOCKS:
@@ -153,7 +153,7 @@ def await_draft_model(planner: VerifyPlanner | None, model_runner: Any) -> None:
 
 
 def _give(built: Any, draft_runner: Any, with_pat: Callable[..., None]) -> Any:
-    """Return what SGLang has built for a draft model. Attach pat if pat verifies its drafts."""
+    """Return `built`, a draft model's backend. Attach pat if pat decodes the verify steps."""
     planner = _TargetModel.planner
     if None not in (built, draft_runner, planner) and is_asked_for(draft_runner.server_args):
         with_pat(built, draft_runner, planner)
@@ -171,15 +171,15 @@ def _after_create_extend_backend(backend: Any, factory: Any) -> Any:
 
 
 def _after_block_backend(result: Any, worker: Any) -> None:
-    """Hook AFTER init_attention_backends of a worker whose draft model gives blocks."""
+    """Hook AFTER init_attention_backends of a worker whose draft model drafts blocks."""
     _give(worker, getattr(worker, "draft_model_runner", None), with_pat_blocks)
 
 
 def _after_graphs(result: Any, worker: Any) -> None:
     """Hook AFTER EagleDraftWorker._capture_cuda_graphs, which captures draft extend.
 
-    SGLang captures it with some default backends only (in 0.5.17 not with FA3). With pat it can be
-    captured if no layer falls back.
+    SGLang captures draft extend with some default backends only, in 0.5.17 not with FA3. With pat
+    it can be captured if no layer falls back.
     """
     backend = getattr(worker, "draft_extend_attn_backend", None)
     if not isinstance(backend, PatMixin):
@@ -192,7 +192,7 @@ def _after_graphs(result: Any, worker: Any) -> None:
 
 
 def _captured_extends(worker: Any, backend: PatMixin) -> Any:
-    """Capture draft extend in SGLang's graphs. Returns None if a layer falls back."""
+    """Capture draft extend in SGLang's graphs. Return None if a layer falls back."""
     if backend.needs_default:
         return None
     from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import (
@@ -200,14 +200,14 @@ def _captured_extends(worker: Any, backend: PatMixin) -> Any:
     )
 
     captured = EAGLEDraftExtendCudaGraphRunner(worker)
-    return None if backend.needs_default else captured  # a warm-up may have changed that
+    return None if backend.needs_default else captured  # perhaps since the warm-up
 
 
 def _without_hidden_states(execute: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """Run a captured step of a STANDALONE draft model, and return no hidden states.
+    """Run a captured step of a STANDALONE draft model. Its result has no hidden states.
 
-    On retraction SGLang concatenates the hidden states and indexes them by request. Prompts return
-    no hidden states, so those of captured steps alone would be too few.
+    When it retracts a request, SGLang concatenates hidden states and indexes them by request.
+    Prompts have no hidden states, so the states of captured steps alone would be too few.
     """
     out = execute(*arguments, **keywords)
     out.hidden_states = None
@@ -215,7 +215,7 @@ def _without_hidden_states(execute: Callable[..., Any], *arguments: Any, **keywo
 
 
 def _captures_extends() -> bool:
-    """Return True if SGLang's options let it capture draft extend and decode steps."""
+    """Return True if SGLang's options allow it to capture draft extend and decode steps."""
     from sglang.srt.environ import envs
     from sglang.srt.model_executor.cuda_graph_config import (
         Backend,
@@ -230,7 +230,7 @@ def _captures_extends() -> bool:
 def _after_prepare(result: Any, graphs: Any, forward_batch: Any, *_: Any, **__: Any) -> None:
     """Hook AFTER prepare() of the graphs of several draft layers.
 
-    The graphs replay a spec_info of their own, so the requests are noted on it.
+    The graphs have their own spec_info, so this hook notes the requests on it.
     """
     step = step_of_extend(forward_batch)
     if step is not None:
@@ -252,10 +252,10 @@ _LAYERS_HOOK = Hook(
 
 
 def with_pat_drafts(steps: Any, model_runner: Any, served: VerifyPlanner) -> None:
-    """Let the decode steps of a draft model attend through pat where they can.
+    """Make the decode steps of a draft model attend with pat, if pat can.
 
-    The classes of `steps`, SGLang's container, and of its backends change. The planner of the
-    served model reports what is counted here.
+    Changes the classes of `steps`, SGLang's container, and of its backends. `served`, the planner
+    of the served model, also reports the counters of these steps.
     """
     layer_support = _draft_layer_support(model_runner)
     backends = list(getattr(steps, "attn_backends", ()))
@@ -284,9 +284,10 @@ def with_pat_drafts(steps: Any, model_runner: Any, served: VerifyPlanner) -> Non
 
 
 def with_pat_blocks(worker: Any, model_runner: Any, served: VerifyPlanner) -> None:
-    """Let a draft model that gives blocks of drafts attend through pat where it can.
+    """Make a draft model that drafts blocks attend with pat, if pat can.
 
-    The class of its backend changes. The planner of the served model reports what is counted here.
+    Changes the class of its backend. `served`, the planner of the served model, also reports the
+    counters of its steps.
     """
     backend, arguments = model_runner.attn_backend, model_runner.server_args
     types = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
@@ -309,21 +310,21 @@ def with_pat_blocks(worker: Any, model_runner: Any, served: VerifyPlanner) -> No
 
 
 def _block_reason(worker: Any, arguments: Any) -> Unsupported | None:
-    """Return why a draft model that gives blocks is left to the default backend."""
+    """Return why a draft model that drafts blocks falls back, or None."""
     named = named_draft_backend(arguments)
     if named is not None:
         return _names(named)
-    if getattr(worker, "use_compact_draft_cache", False):  # it has its own table of slots
+    if getattr(worker, "use_compact_draft_cache", False):  # this cache has its own table of slots
         size = resolved(arguments, "speculative_draft_window_size")
         return Unsupported("speculative decoding", f"--speculative-draft-window-size {size}")
     return None
 
 
 def with_pat_extend(backend: Any, model_runner: Any, served: VerifyPlanner) -> None:
-    """Let a draft model attend through pat in draft extend where it can.
+    """Make a draft model attend with pat in draft extend, if pat can.
 
-    Its layers attend under the plans of the served model. The class of `backend`, which also
-    attends in prompts, changes.
+    The layers use the plans of the served model. Changes the class of `backend`, which also attends
+    in prompts.
     """
     layer_support = _draft_layer_support(model_runner)
     report = partial(report_draft_support, key="draft_extend")
@@ -338,10 +339,10 @@ def with_pat_extend(backend: Any, model_runner: Any, served: VerifyPlanner) -> N
 
 
 def _extend_reason(model_runner: Any, served: VerifyPlanner) -> Unsupported | None:
-    """Return why the plans of the served model do not serve a draft model."""
+    """Return why a draft model cannot use the plans of the served model, or None."""
     has_layers = resolved(model_runner.server_args, "enable_multi_layer_eagle")
     if has_layers and isinstance(model_runner.req_to_token_pool, HybridReqToTokenPool):
-        # With such a pool, SGLang may let draft models read more than was verified.
+        # With such a pool, draft models may read more tokens than were verified.
         return Unsupported("speculative decoding", "--enable-multi-layer-eagle with states")
     types = (model_runner.dtype, model_runner.kv_cache_dtype)
     if types != served.dtypes:

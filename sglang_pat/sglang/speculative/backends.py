@@ -1,8 +1,8 @@
 """Mixins for SGLang's backends in speculative decoding.
 
-`PatSpeculativeMixin` is for the backend of a served model that verifies drafts, and for those with
-which a draft model runs draft extend or gives blocks. `PatDraftSteps` is for the container of a
-draft model's decode steps, and `PatDraftStep` for the backend of each step.
+`PatSpeculativeMixin` is for the backend of a served model that verifies drafts, and for a draft
+model's backends for draft extend and for blocks. `PatDraftSteps` is for the container of a draft
+model's decode steps, and `PatDraftStep` for the backend of each of these steps.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ class PatSpeculativeMixin(PatMixin):
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Capture what a CUDA graph does before its layers.
 
-        In speculative steps of pat, `SpeculativeStep.record_in_graph` comes first.
+        In speculative steps that pat plans, calls `SpeculativeStep.record_in_graph` first.
         """
         kind = self._pat.kinds.get(forward_batch.forward_mode)
         is_pats = not self._pat.in_default and self._pat.layer_support.shapes
         if isinstance(kind, SpeculativeStep) and is_pats:
             kind.record_in_graph(forward_batch)
-        super().init_forward_metadata_in_graph(forward_batch)  # may read the rows, for windows
+        super().init_forward_metadata_in_graph(forward_batch)  # window rows derive from them
 
     @property
     def _trees(self) -> TreeKv | None:
-        """The trees of verify steps, if their drafts may branch."""
+        """The KV of verify steps' trees, or None if drafts do not branch."""
         extra_kv = getattr(self._pat.kinds.get(_VERIFY), "extra_kv", None)
         return extra_kv if isinstance(extra_kv, TreeKv) else None
 
     @property
     def verify_mask(self) -> VerifyMask | None:
-        """Return the buffer for SGLang's attention masks of drafts. None: SGLang allocates one.
+        """Return the buffer for SGLang's masks of drafts, or None if SGLang must allocate it.
 
-        If no layer falls back, masks cover the draft tokens alone. The default backend needs full
+        If no layer falls back, masks cover only the draft tokens. The default backend needs full
         masks.
         """
         trees = self._trees
@@ -66,9 +66,9 @@ class PatSpeculativeMixin(PatMixin):
     def update_verify_buffers_to_fill_after_draft(
         self, spec_info: Any, cuda_graph_bs: int | None
     ) -> None:
-        """Update what depends on the drafts, in a step prepared on a plan stream before drafting.
+        """Complete the metadata of a step that SGLang has prepared before drafting.
 
-        pat prepares nothing that early. Some default backends do not implement this.
+        Only the default backend prepares steps that early. Some do not implement this method.
         """
         if self._pat.layer_support.fallback:
             super().update_verify_buffers_to_fill_after_draft(spec_info, cuda_graph_bs)
@@ -76,7 +76,7 @@ class PatSpeculativeMixin(PatMixin):
     def shared_read_ends(self, mode: ForwardMode) -> Any:
         """Return the point after which the scheduler may overwrite a step's inputs.
 
-        Draft extend reads only what the verify step before it has read already.
+        Draft extend reads only what the verify step before it has already read.
         """
         ends = super().shared_read_ends(mode)
         follows = mode is ForwardMode.DRAFT_EXTEND_V2 and mode in self._pat.kinds
@@ -85,19 +85,19 @@ class PatSpeculativeMixin(PatMixin):
     # --- CUDA graphs ---
 
     def draft_extend_metadata_captured_in_graph(self) -> bool:
-        """Return whether draft extend is replayed without `init_forward_metadata_out_graph`.
+        """Whether SGLang may replay draft extend without `init_forward_metadata_out_graph`.
 
-        pat needs that call, to see whether the last plan serves.
+        pat needs that call, to check whether the last plan is usable.
         """
         return not self._extends() and super().draft_extend_metadata_captured_in_graph()
 
     @property
     def supports_draft_extend_metadata_staging(self) -> bool:
-        """Whether SGLang may stage the metadata of draft extend. Not if pat plans draft extend."""
+        """Whether SGLang may stage the metadata of draft extend: only if pat does not plan it."""
         return not self._extends() and super().supports_draft_extend_metadata_staging
 
     def _extends(self) -> bool:
-        """Return True if pat plans draft extend, or did when its graphs were captured."""
+        """True if pat plans draft extend, or planned it when its graphs were captured."""
         pat = self._pat
         has_layers = pat.layer_support.shapes or any(has for has, _ in pat.graphs.values())
         return ForwardMode.DRAFT_EXTEND_V2 in pat.kinds and bool(has_layers)
@@ -105,14 +105,14 @@ class PatSpeculativeMixin(PatMixin):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the buffers of graphs. SGLang calls this before it captures all graphs.
 
-        The default backend allocates its own too: SGLang writes to them even if no layer falls
-        back.
+        The default backend always allocates its own too, because SGLang writes to them even if no
+        layer falls back.
         """
         self._pat.graphs.clear()
         super(PatMixin, self).init_cuda_graph_state(max_bs, max_num_tokens)
         kinds = self._pat.kinds.values()
         if not self._pat.kinds.keys() & {ForwardMode.DRAFT_EXTEND_V2}:
-            # Graphs of draft extend are as large as those of the verify steps before them.
+            # Graphs of draft extend have the same sizes as those of verify steps.
             assert isinstance(self._pat.planner, SpeculativePlanner)
             self._pat.planner.reserve(max_bs, kinds)
 
@@ -128,7 +128,7 @@ class PatSpeculativeMixin(PatMixin):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """Run a prefill on the default backend, or a step of pat: see `forward_decode`."""
+        """Run a prefill on the default backend, or a step that pat plans like `forward_decode`."""
         is_pats = forward_batch.forward_mode in self._pat.kinds
         if not is_pats or not self._attends(layer, forward_batch, kwargs):
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
@@ -145,7 +145,7 @@ class PatSpeculativeMixin(PatMixin):
         trees = self._trees
         if trees is not None:
             has_mask = forward_batch.forward_mode is _VERIFY and not self._pat.is_captured
-            # In a warm-up the mask is a large buffer.
+            # In a warm-up, custom_mask is a large buffer and no mask.
             has_mask = has_mask and REQUEST_TRACKER.is_within_step
             undo_square_masks(forward_batch if has_mask else None, trees.masks)
         super()._catch_up(forward_batch)
@@ -159,7 +159,7 @@ class DraftStepsState:
     round: DraftSteps
     layers: LayerAttention
     layer_support: LayerSupport
-    plans: StepPlans | None = None  # of the last round
+    plans: StepPlans | None = None  # plans of the last round
     seen: set[int] = field(default_factory=set)  # layers that have run
     has_default: bool = False  # whether the default backend is prepared for this round
     in_capture: bool = False  # whether a graph captures this round
@@ -174,9 +174,9 @@ class DraftStepState(NamedTuple):
 
 
 class PatDraftSteps:
-    """Plans the rounds of a draft model. Placed before the class of the container in the MRO.
+    """Mixin that plans the rounds of a draft model, for the container of its steps.
 
-    If pat attends in all layers, the default backend is not prepared for the steps.
+    If no layer falls back, the default backend is not prepared for the steps.
     """
 
     _pat: DraftStepsState
@@ -184,15 +184,15 @@ class PatDraftSteps:
     def _takes_default(self) -> bool:
         """Return True if the default backend must be prepared for the next round.
 
-        That is so if a layer falls back. It is also so until each layer has run once, because a
-        layer may fall back in its first run.
+        It must be if a layer falls back, or until each layer has run once, because a layer may fall
+        back in its first run.
         """
         pat, support = self._pat, self._pat.layer_support
         pat.has_default = bool(support.fallback) or not pat.seen >= support.shapes.keys()
         return pat.has_default
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Prepare a round without a graph."""
+        """Prepare a round that runs without a CUDA graph."""
         if self._takes_default():
             super().init_forward_metadata(forward_batch)  # type: ignore[misc]
         pat = self._pat
@@ -212,7 +212,7 @@ class PatDraftSteps:
             pat.plans = pat.planner.plan_captured(pat.round, forward_batch, in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Capture what the graph does before its layers."""
+        """Capture what a graph does before its layers."""
         if self._takes_default():
             super().init_forward_metadata_in_graph(forward_batch)  # type: ignore[misc]
         self._pat.round.record_in_graph(forward_batch)
@@ -234,7 +234,7 @@ class PatDraftStep(DecodeMixin):
         return self._pat.steps._pat
 
     def get_fused_kv_write_buffers(self, layer: RadixAttention, forward_batch: Any) -> Any:
-        """Return the buffers to which a model may write a layer's KV itself, or None."""
+        """Return buffers to which a model may write a layer's KV itself, or None."""
         if layer.layer_id in self._round.layer_support.shapes:
             return None
         return super().get_fused_kv_write_buffers(layer, forward_batch)
@@ -242,8 +242,8 @@ class PatDraftStep(DecodeMixin):
     def _attends(
         self, layer: RadixAttention, forward_batch: Any, arguments: dict[str, Any]
     ) -> bool:
-        # A layer may fall back in its first run: until each layer has run once, the default backend
-        # is prepared for every round (`_takes_default`).
+        # The default backend is prepared for every round until each layer has run once, because a
+        # layer may fall back in its first run (`_takes_default`).
         layer_support, layer_id = self._round.layer_support, layer.layer_id
         reason = layer_support.fallback_reason(layer, arguments)
         if reason is not None:

@@ -1,8 +1,8 @@
-"""Tracks the requests of verify steps, and the requests for which a draft model drafts.
+"""Tracks the requests of verify steps and of a draft model's steps.
 
 SGLang makes the batches of most draft models from the scheduler's batch. `watch_draft_batches()`
-has the request tracker note these batches, and verify steps. The workers of block drafts do not use
-the scheduler's batch, so `block_hook()` notes their requests.
+makes the request tracker note these batches and verify steps. Draft models that draft blocks have
+batches that are not made from the scheduler's, so `block_hook()` notes their requests.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from sglang_pat.sglang.tree.request_tracker import (
 
 
 class DraftRequests:
-    """The requests for which SGLang's draft model drafts now in this process."""
+    """The requests for which SGLang's draft model currently drafts in this process."""
 
     def __init__(self) -> None:
-        self.last_reqs: list[Request] = []  # of the last batch; equal later batches get this list
-        self._blocks: StepRequests | None = None  # of the batch given to on_block_draft()
+        self.last_reqs: list[Request] = []  # of the last batch; an equal later batch gets this list
+        self._blocks: StepRequests | None = None  # of the batch of on_block_draft()
 
     def on_draft_batch(self, forward_batch: Any, batch: Any) -> None:
-        """Note the requests of `forward_batch`, made of the scheduler's `batch` for drafting."""
+        """Note the requests of `forward_batch`, which SGLang made of `batch` for drafting."""
         if not batch.reqs:
             return
         mode = forward_batch.forward_mode
         if mode.is_decode():
             note_requests(forward_batch, self._step(batch))
         elif mode.is_draft_extend_v2() and same_objects(REQUEST_TRACKER.last_reqs, batch.reqs):
-            # Before a replay SGLang passes another batch with the same spec_info.
+            # The requests are noted on spec_info, because a replay gets another batch with the same
+            # spec_info.
             step = StepRequests(REQUEST_TRACKER.last_reqs, batch.tree_cache, has_beams=False)
             note_requests(forward_batch.spec_info, step)
 
@@ -48,15 +49,15 @@ class DraftRequests:
         return StepRequests(self.last_reqs, batch.tree_cache, has_beams=False)
 
     def on_block_draft(self, batch: Any | None) -> None:
-        """Note the scheduler's `batch`, for which a draft model drafts blocks. None: it is done.
+        """Note the scheduler's `batch` while a draft model drafts blocks for it. None ends this.
 
-        SGLang does not make the draft model's own batch from `batch`.
+        SGLang does not make the draft model's batch from `batch`.
         """
         is_known = batch is not None and batch.reqs
         self._blocks = self._step(batch) if is_known else None
 
     def of_blocks(self, forward_batch: Any) -> StepRequests | None:
-        """Return the requests for which a draft model gives blocks now."""
+        """Return the requests for which a draft model currently drafts blocks."""
         return self._blocks
 
 
@@ -64,12 +65,12 @@ DRAFT_REQUESTS = DraftRequests()
 
 
 def step_of_extend(forward_batch: Any) -> StepRequests | None:
-    """Return the requests of draft extend. None: they were not in the last verify step."""
+    """Return the requests of draft extend, or None if they were not in the last verify step."""
     return requests_of(forward_batch.spec_info)
 
 
 def watch_draft_batches() -> None:
-    """Have the request tracker note verify steps and batches of draft models from now on."""
+    """Make the request tracker note verify steps and batches of draft models."""
     REQUEST_TRACKER.modes.add(ForwardMode.TARGET_VERIFY)
     REQUEST_TRACKER.on_draft_batch = DRAFT_REQUESTS.on_draft_batch
     install_hooks(VERIFY_HOOKS)
@@ -78,7 +79,7 @@ def watch_draft_batches() -> None:
 def _around_load_batch(
     original: Callable[..., Any], graphs: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Hook AROUND DecodeCudaGraphRunner.load_batch, which prepares verify steps early."""
+    """Hook AROUND DecodeCudaGraphRunner.load_batch, which may prepare verify steps early."""
     if graphs.model_runner.is_draft_worker or REQUEST_TRACKER.is_within_step:
         return original(graphs, forward_batch, *args, **kwargs)
     with REQUEST_TRACKER.running(forward_batch):
@@ -88,7 +89,7 @@ def _around_load_batch(
 def _around_blocks(
     original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Hook AROUND forward_batch_generation of a worker that drafts blocks and verifies them."""
+    """Hook AROUND forward_batch_generation of a worker that drafts and verifies blocks."""
     DRAFT_REQUESTS.on_block_draft(batch)
     try:
         return original(worker, batch, *args, **kwargs)
@@ -96,10 +97,10 @@ def _around_blocks(
         DRAFT_REQUESTS.on_block_draft(None)
 
 
-# The runner of the target model's graphs, in which drafts are verified.
+# The class that runs the target model's graphs, in which drafts are verified.
 _GRAPHS = "model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner"
 VERIFY_HOOKS = (Hook(f"{_GRAPHS}.load_batch", _around_load_batch, AROUND),)
-# The workers of speculative decoding whose draft models give blocks.
+# Workers of speculative decoding whose draft models draft blocks.
 BLOCK_WORKERS = {
     "DFLASH": "speculative.dflash_worker_v2:DFlashWorkerV2",
     "DSPARK": "speculative.dspark_components.dspark_worker_v2:DSparkWorkerV2",
@@ -107,5 +108,5 @@ BLOCK_WORKERS = {
 
 
 def block_hook(worker: str) -> Hook:
-    """Return the hook that notes the requests of a worker (a value of `BLOCK_WORKERS`)."""
+    """Return the hook that notes the requests of a worker, a value of `BLOCK_WORKERS`."""
     return Hook(f"{worker}.forward_batch_generation", _around_blocks, AROUND)

@@ -1,4 +1,4 @@
-"""Planners of a served model that verifies drafts, and of its draft model."""
+"""The planners of a served model that verifies drafts, and of its draft model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SpeculativePlanner(StepPlanner):
-    """Plans steps of speculative decoding. It reserves buffers for the graphs of `kinds`."""
+    """Plans steps of speculative decoding. Reserves the buffers of their graphs."""
 
     new_builder = DraftBatchBuilder
 
@@ -53,17 +53,17 @@ class SpeculativePlanner(StepPlanner):
                     plans is microbatch.captured
                     and plans.num_rows == forward_batch.batch_size * kind.shape.per_request
                 )
-            ):  # this step reads the plans of the verify step where they are
+            ):  # uses the plans of the verify step in place
                 kind.follow(forward_batch)
                 return plans
         return super()._plan(kind, microbatch, requests, forward_batch, execution, why)
 
     def reserve(self, max_requests: int, kinds: Collection[StepType] | None = None) -> None:
-        """Allocate what graphs of up to `max_requests` requests read.
+        """Allocate the memory that graphs of up to `max_requests` requests read.
 
-        With adaptive drafts, SGLang calls this for each number of drafts, and all graphs read the
-        same buffers. kinds: the types of steps whose graphs SGLang captures next. None: all types.
-        RuntimeError if SGLang has captured graphs of other types for fewer requests.
+        kinds: the types of steps whose graphs SGLang captures next. None: all types. With adaptive
+        drafts, SGLang calls this for each number of drafts, and all graphs read the same buffers.
+        RuntimeError if SGLang has already captured graphs of other types for fewer requests.
         """
         if max_requests > self._max_requests:
             others = [] if kinds is None else [each for each in self.kinds if each not in kinds]
@@ -82,9 +82,9 @@ class SpeculativePlanner(StepPlanner):
 
 
 class VerifyPlanner(SpeculativePlanner, TargetPlanner):
-    """The planner of a served model that verifies drafts. It also reports its draft model.
+    """The planner of a served model that verifies drafts. Also reports the draft model's counters.
 
-    `verifies` has the types of verify steps, by the number of draft tokens per request.
+    `verifies` maps the number of draft tokens per request to the type of verify step.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class VerifyPlanner(SpeculativePlanner, TargetPlanner):
     def new_extend(self, layer_support: LayerSupport, count: int) -> DraftExtendStep:
         """Return the draft extend step that follows verify steps of `count` draft tokens.
 
-        From now on, plans are also made for the draft model's kinds of layers.
+        From now on, also plans for the draft model's kinds of layers.
         """
         more = layer_support.kinds() - self._microbatches.current.eager.of_kind.keys()
         if more:
@@ -112,7 +112,7 @@ class VerifyPlanner(SpeculativePlanner, TargetPlanner):
         return extend
 
     def report(self, drafting: SpeculativePlanner) -> None:
-        """Also report what the planner of a draft model counts."""
+        """Also report the counters of a draft model's planner."""
         self._drafting.append(drafting)
         self._reported += drafting.kinds
 

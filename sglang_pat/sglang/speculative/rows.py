@@ -1,8 +1,8 @@
 """Rows of draft tokens: their shape, their tensors on the device, and their paths.
 
-The rows of a request share its path in the tree and one more node below it: the tokens that the
-request had committed when its path was read. Later tokens are the tail of each row, whose end is
-read on the device. A tail is never empty, so a plan serves requests that grow.
+The rows of a request share its path in the tree and one more node below it, which has the tokens
+that the request had committed when its path was read. Later tokens are each row's tail, whose end
+the kernels read on the device. A tail is never empty, so a plan stays usable when requests grow.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from sglang_pat.sglang.tree.radix_paths import PathReader, Request
 from sglang_pat.sglang.tree.request_tracker import StepRequests
 from sglang_pat.sglang.tree.row_groups import RequestRows, RowPaths, VirtualRequest
 
-# The most committed tokens that the tails of a request's rows may have. With more, all paths are
-# read again and the step is planned, which takes a fraction of a millisecond every ten verify steps
-# or so.
+# The most committed tokens that a row's tail may have. Beyond that, the builder reads all paths
+# again, which costs a fraction of a millisecond about every ten verify steps.
 MAX_READ_APART = 32
 
 
@@ -34,25 +33,26 @@ class RowShape:
     """The rows of each request of a step, and what they read.
 
     Row `i` of a request reads the request's KV and `first + i * step` more tokens. In a decode step
-    that is 0 more, because SGLang's lengths count the new token.
+    both are 0, because SGLang's lengths include the new token.
     """
 
     per_request: int = 1
     first: int = 0
     step: int = 0
-    are_drafts: bool = False  # whether the rows are draft tokens, one `RequestRows` per request
+    are_drafts: bool = False  # rows are draft tokens, with `RequestRows` per request
 
     @property
     def speculates(self) -> bool:
-        """Whether a request grows by any number of tokens from one step to the next."""
+        """Whether requests may grow by any number of tokens from step to step."""
         return self.are_drafts or self.first > 0
 
     @classmethod
     def of_drafts(cls, count: int, *, are_chains: bool) -> RowShape:
         """Return the rows of `count` draft tokens per request.
 
-        In a chain each draft token reads itself and those before it. In a tree the plan covers only
-        the root, which is the first draft token. `tree_attention.py` adds the branch of each row.
+        In a chain, each draft token reads itself and the drafts before it. In a tree, the plan
+        covers only the root, which is the first draft token. `tree_attention.py` adds the branch of
+        each row.
         """
         return cls(count, 1, int(are_chains), True)
 
@@ -62,7 +62,7 @@ class RowShape:
         return self.are_drafts and self.step == 0
 
     def lengths(self, lengths: IntArray) -> IntArray:
-        """Return how much each row reads, for requests of these lengths. 0 (padding) stays 0."""
+        """Return the lengths of rows, given those of requests. The 0 of padding stays 0."""
         rows = np.repeat(lengths, self.per_request)
         if self.step:
             rows += np.tile(self._offsets(), len(lengths))
@@ -76,14 +76,14 @@ class RowShape:
         return rows * np.int32(self.step) + np.int32(self.first)
 
     def offsets(self, device: torch.device) -> torch.Tensor:
-        """Return how many tokens each row reads beyond its request's KV: int64 `[per_request]`."""
+        """Return the tokens that each row reads beyond its request's KV: int64 `[per_request]`."""
         return torch.from_numpy(self._offsets().astype(np.int64)).to(device)
 
 
 class DeviceRows:
-    """What the rows of a step read on the device: `req_pool_indices` and `seq_lens`.
+    """The `req_pool_indices` and `seq_lens` of a step's rows, on the device.
 
-    Graphs read them in memory that does not move. Once `record_in_graph` was captured, the graph
+    Graphs read them from memory with a fixed address. If `record_in_graph` is captured, the graph
     itself writes this memory, from the lengths that SGLang sets before each replay.
     """
 
@@ -95,20 +95,20 @@ class DeviceRows:
         self.graphs_are_complete = False
 
     def record_in_graph(self, forward_batch: Any) -> None:
-        """Have the graph that is being captured write what the rows read, at each replay."""
+        """Capture the computation of the tensors, so that the graph's replays write them."""
         self.write(forward_batch, ExecutionMode.CAPTURE)
         self.graphs_are_complete = True
 
     def write(self, batch: Any, execution: ExecutionMode) -> tuple[torch.Tensor, torch.Tensor]:
         """Write and return the rows and their lengths.
 
-        batch: has one row per request, and the requests' lengths without draft tokens.
+        batch: SGLang's batch, with one row per request, and lengths without draft tokens.
         """
         raise NotImplementedError
 
 
 class RowTensors(DeviceRows):
-    """The same number of rows for each request. Eager steps allocate their own memory."""
+    """The tensors of equally many rows per request. Eager steps allocate their own memory."""
 
     def __init__(self, shape: RowShape, device: torch.device) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class RowTensors(DeviceRows):
     def reserve(self, max_requests: int) -> None:
         super().reserve(max_requests)
         size = (2, max_requests * self._count)
-        if self._reserved is None or self._reserved.shape != size:  # graphs hold its address
+        if self._reserved is None or self._reserved.shape != size:  # graphs have its address
             self._reserved = self._offsets.new_zeros(size)
 
     def write(self, batch: Any, execution: ExecutionMode) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,13 +135,13 @@ class RowTensors(DeviceRows):
 
 
 class RoundRows(DeviceRows):
-    """One row per request in each step of a draft model's round. Each step adds one token."""
+    """Tensors of a draft model's round. Each step has one row per request, one token longer."""
 
     def __init__(self, num_steps: int, device: torch.device) -> None:
         super().__init__()
         self._offsets = torch.arange(1, num_steps + 1, dtype=torch.int64, device=device)[:, None]
         self._reserved = self._offsets[:, :0]
-        self.lens = self._reserved  # of the round: int64 [steps, rows]
+        self.lens = self._reserved  # lengths in the round: int64 [steps, rows]
 
     def reserve(self, max_requests: int) -> None:
         super().reserve(max_requests)
@@ -153,32 +153,32 @@ class RoundRows(DeviceRows):
             self.lens = batch.seq_lens + self._offsets
         elif execution is ExecutionMode.CAPTURE or not self.graphs_are_complete:
             self.lens = torch.add(batch.seq_lens, self._offsets, out=out)
-        else:  # the graph writes them
+        else:  # the graph writes `lens`
             self.lens = out
         return batch.req_pool_indices, self.lens[0]
 
 
 class DraftRowCache:
-    """The rows of the last step's draft tokens. The same requests get the same list of rows."""
+    """The rows of the last step's draft tokens, kept so that equal requests get the same list."""
 
     def __init__(self) -> None:
         self.reqs: list[Request] = []
         self.rows: list[VirtualRequest] = []
         self._groups: list[RequestRows] = []
         nothing: IntArray = np.zeros(0, dtype=np.int32)
-        self._ends = nothing  # of the groups' nodes
+        self._ends = nothing  # ends of the groups' nodes
 
     def update(
         self, reqs: list[Request], count: int, committed: IntArray, moved: set[int]
     ) -> set[int]:
-        """Go to the next step, and return the id() of the rows whose paths must be read again.
+        """Set the next step. Return the id() of the rows whose paths must be read again.
 
-        Each request has `count` rows. `committed` is the position at which a request's node may
-        end, which is before the end of its rows: int32 `[requests]`. `moved` has the id() of
-        requests whose paths may have changed.
+        count: rows per request. committed: int32 `[requests]`, the position at which each request's
+        node may end, before the end of the rows. moved: the id() of requests whose paths may have
+        changed.
         """
         if reqs is not self.reqs or len(self.rows) != len(reqs) * count:
-            # Requests that stay keep their rows.
+            # Requests that were in the last step keep their rows.
             kept = {id(each.req): each for each in self._groups if len(each.rows) == count}
             self.reqs = reqs
             self._groups = [kept.get(id(req)) or RequestRows(req, count) for req in reqs]
@@ -187,7 +187,8 @@ class DraftRowCache:
         apart = committed - self._ends
         is_read = self._ends >= 0
         is_outgrown = bool((is_read & ((apart < 0) | (apart > MAX_READ_APART))).any())
-        # If one request has outgrown its path, all paths are read, which costs one plan for all.
+        # If one request has outgrown its path, all paths are read again, because one new plan then
+        # covers all requests.
         again = (apart != 0) if is_outgrown else ~is_read
         if moved:
             again |= np.fromiter((id(req) in moved for req in reqs), dtype=bool, count=len(reqs))
@@ -201,7 +202,7 @@ class DraftRowCache:
 
     @property
     def longest(self) -> IntArray:
-        """The committed length up to which each request's path need not be read again."""
+        """The committed length up to which each request's path stays valid."""
         return self._ends + MAX_READ_APART
 
 
@@ -209,16 +210,16 @@ class DraftRowCache:
 class SpeculativeInputs(StepInputs):
     """The fields of a step of speculative decoding that pat reads."""
 
-    shape: RowShape  # of its rows
+    shape: RowShape  # shape of the step's rows
 
 
 class DraftBatchBuilder(DecodeBatchBuilder):
-    """Builds the batches of steps that speculate, and of plain decode steps among them."""
+    """Builds the batches of speculative steps, and of plain decode steps between them."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self._drafts: DraftRowCache | None = None  # of the last step, if its rows were draft tokens
-        self._committed = self.lens  # where each request's node below its path may end
+        self._drafts: DraftRowCache | None = None  # set if the last step's rows were draft tokens
+        self._committed = self.lens  # per request: where the node below its path may end
 
     def knows(self, step: StepRequests) -> bool:
         if self._drafts is None:
@@ -227,7 +228,7 @@ class DraftBatchBuilder(DecodeBatchBuilder):
         return step.reqs is reqs or any(req is step.reqs[0] for req in reqs)
 
     def room(self, tokens: int) -> IntArray:
-        """Return by how many tokens each request may grow, if the plan serves `tokens` more."""
+        """Return by how many tokens each request may grow, if the plan allows `tokens` more."""
         room = np.full(len(self.lens), tokens, dtype=np.int32)
         if self._drafts is not None:
             room = np.minimum(room, self._drafts.longest - self._committed)
@@ -249,7 +250,7 @@ class DraftBatchBuilder(DecodeBatchBuilder):
             self._drafts = None
             return reqs
         shape = view.shape
-        # Each row reads at least one token beyond these, so its tail is never empty.
+        # Each row reads at least one token after these, so its tail is never empty.
         self._committed = self.lens + np.int32(shape.first - 1)
         drafts = self._drafts or DraftRowCache()
         self._moved = drafts.update(reqs, shape.per_request, self._committed, self._moved)
@@ -266,7 +267,7 @@ class DraftBatchBuilder(DecodeBatchBuilder):
 def committed_lengths(reqs: list[Request]) -> npt.NDArray[np.int64]:
     """Return the lengths of requests after the last results that SGLang has processed.
 
-    A request may be longer by tokens that were accepted since then.
+    A request may be longer, by tokens that were accepted since then.
     """
     lengths = map(RequestFields.on(reqs[0]).committed_len, reqs)
     return np.fromiter(lengths, dtype=np.int64, count=len(reqs))

@@ -1,7 +1,7 @@
 """The types of steps of speculative decoding.
 
-Each type has `device_rows`, which says what the rows read on the device, and may have `extra_kv`,
-which says which draft tokens the rows read besides the plan.
+`device_rows` has the tensors of a step's rows on the device. `extra_kv`, which a type need not
+have, has the draft tokens that rows read in addition to the KV in the plan.
 
 | type | rows per request | each row reads | requests grow by | counted as |
 |---|---|---|---|---|
@@ -46,25 +46,25 @@ from sglang_pat.sglang.tree.request_tracker import StepRequests, requests_of
 
 
 class SpeculativeStep(StepType):
-    """A step in which requests grow by what is accepted, and may have several rows.
+    """A step in which requests grow by accepted drafts and may have several rows.
 
     Attributes
     ----------
     shape
         The rows of each request.
     device_rows
-        What the rows read on the device.
+        The tensors of the rows on the device.
     extra_kv
-        Which draft tokens the rows read besides their plan. None: the plan has all.
+        The draft tokens that rows read in addition to the plan. None: the plan has all KV.
     counts
-        Steps and rows, for log, metrics and stats file.
+        Numbers of steps and rows, for log, metrics and stats file.
     lengths_are_bounds
-        Whether the lengths that SGLang gives on the host may be longer than the requests are.
+        Whether a request may be shorter than SGLang's length of it on the host.
     """
 
     counted_as: str
     lengths_are_bounds = False
-    # The lengths of the requests of the last step that was planned, and by how much each may grow.
+    # Lengths of the requests in the last planned step, and by how much each may grow.
     _lens: IntArray
     _room: IntArray
 
@@ -92,11 +92,11 @@ class SpeculativeStep(StepType):
         return self.device_rows.write(view, execution)
 
     def extra_kv_of(self, layer: RadixAttention) -> DraftKv | None:
-        """Return which draft tokens rows read besides their plan in a layer."""
+        """Return the draft tokens that rows of a layer read in addition to the plan."""
         return self.extra_kv
 
     def record_in_graph(self, forward_batch: Any) -> None:
-        """Let a graph that is being captured write what its rows read."""
+        """Capture the computation of the rows' tensors."""
         self.device_rows.record_in_graph(forward_batch)
 
     def reserve(self, max_requests: int) -> None:
@@ -117,10 +117,10 @@ class SpeculativeStep(StepType):
         return None if growth is None else self.repeated(forward_batch, requests, growth)
 
     def repeated(self, forward_batch: Any, requests: StepRequests, growth: int) -> int:
-        """Go to a step that repeats the last one, and count it.
+        """Set a step that repeats the last one, and count it.
 
-        growth: by how many tokens the requests have grown, summed over all. Returns how many more
-        tokens the rows read.
+        growth: by how many tokens all requests together have grown. Returns by how many tokens all
+        rows together have grown.
         """
         return growth
 
@@ -129,7 +129,7 @@ class SpeculativeStep(StepType):
         self.counts["rows"] += num_rows
 
     def counters(self) -> dict[str, Counter[str]]:
-        """Return the numbers for log, metrics and stats file, by name."""
+        """Return the counters for log, metrics and stats file, by name."""
         return {self.counted_as: self.counts}
 
 
@@ -146,7 +146,7 @@ class TargetVerifyStep(SpeculativeStep):
         trees = TreeKv(count, device) if shape.is_tree else None
         super().__init__(shape, RowTensors(shape, device), trees)
         self.lengths_are_bounds = lengths_are_bounds
-        self.chains = BlockKv(count, device)  # of the accepted paths, for draft extend
+        self.chains = BlockKv(count, device)  # KV of accepted paths, for draft extend
         self._counted: Any = None  # `spec_info` of the last step, if it verified a block
 
     def reserve(self, max_requests: int) -> None:
@@ -154,7 +154,7 @@ class TargetVerifyStep(SpeculativeStep):
         self.chains.reserve(max_requests)
 
     def count_planned(self, forward_batch: Any, batch: DecodeBatch, plans: StepPlans) -> None:
-        # SGLang 0.5.23 plans an eager step of a block twice: when it is made, and when it runs.
+        # SGLang 0.5.23 prepares an eager step of a block twice, before and when it runs.
         if self._counted is None or self._counted is not forward_batch.spec_info:
             self._count(int(np.count_nonzero(batch.seq_lens)))
         self._counted = forward_batch.spec_info if self.lengths_are_bounds else None
@@ -168,10 +168,10 @@ class TargetVerifyStep(SpeculativeStep):
 
 
 class BlockDraftStep(TargetVerifyStep):
-    """A step in which a draft model gives a block of drafts at once (DFLASH, DSPARK).
+    """A step in which a draft model drafts a block of tokens at once (DFLASH, DSPARK).
 
-    In the plan, all rows end with the block's first token, which was accepted before. In addition,
-    each row reads the whole block in some layers, and the block up to itself in the others.
+    In the plan, all rows end with the block's first token, which is already accepted. In addition,
+    each row reads the whole block in some layers, and in others the block up to the row's token.
     """
 
     requests = DRAFT_REQUESTS.of_blocks
@@ -193,26 +193,26 @@ class BlockDraftStep(TargetVerifyStep):
 class DraftExtendStep(SpeculativeStep):
     """A step in which a draft model reads the tokens of the last verify step, in the same rows.
 
-    Each row reads the same positions as in the verify step. The draft model's KV for them lies in
-    the same slots. So the plan of the verify step serves this step too.
+    Each row reads the same positions as in the verify step, and the draft model's KV has the same
+    slots. So this step uses the plan of the verify step.
     """
 
     mode = ForwardMode.DRAFT_EXTEND_V2
     requests: Callable[[Any], StepRequests | None] = staticmethod(step_of_extend)
     counted_as = "draft_extend"
-    graphs_are_complete = False  # so no step repeats another
+    graphs_are_complete = False  # so no step is a repeat
 
     def __init__(self, verify: TargetVerifyStep) -> None:
         chains = verify.chains if verify.shape.is_tree else None
         super().__init__(verify.shape, verify.device_rows, chains)
         self.follows = verify
-        self._counted: Any = None  # SGLang's `spec_info` of the step counted last
+        self._counted: Any = None  # `spec_info` of the last counted step
 
     def view(self, forward_batch: Any, requests: StepRequests | None) -> SpeculativeInputs:
-        """Read the step as the verify step before it.
+        """Return the inputs of the verify step before this step.
 
-        SGLang's lengths now include all draft tokens, accepted or not. Its tensors may be buffers
-        of the largest graph, and it does not report padding.
+        In draft extend, SGLang's lengths include all draft tokens, even rejected ones. Its tensors
+        may be buffers of the largest graph, and it does not report padding.
         """
         size, count = forward_batch.batch_size, self.shape.per_request
         view = super().view(forward_batch, requests)
@@ -221,28 +221,28 @@ class DraftExtendStep(SpeculativeStep):
             view,
             num_known=size if requests is None else min(len(requests.reqs), size),
             req_pool_indices=view.req_pool_indices[:size],
-            # The lengths of padding may be less than `count`.
+            # Padding may be shorter than `count`.
             seq_lens=(view.seq_lens[:size] - count).clamp_(min=1),
             seq_lens_cpu=None if on_host is None else (on_host[:size] - count).clamp_(min=1),
         )
 
     def record_in_graph(self, forward_batch: Any) -> None:
-        """Record nothing: the graph of the verify step writes what the rows read."""
+        """Capture nothing, because the graph of the verify step writes the rows' tensors."""
 
     def count_planned(self, forward_batch: Any, batch: DecodeBatch, plans: StepPlans) -> None:
         self.follow(forward_batch)
 
     def follow(self, forward_batch: Any) -> None:
-        """Count a step once. SGLang prepares the first of several draft layers twice."""
+        """Count a step once. With several draft layers, SGLang prepares the first one twice."""
         if forward_batch.spec_info is not self._counted:
             self._counted = forward_batch.spec_info
             self._count(len(forward_batch.input_ids))
 
 
 class DraftSteps(SpeculativeStep):
-    """The decode steps of a draft model's round. SGLang prepares them all at once.
+    """The decode steps of a draft model's round, which SGLang prepares together.
 
-    It captures them in one graph. One plan, that of the first step, serves the round.
+    SGLang captures them in one graph. They share one plan, which is made for the first step.
     """
 
     mode = ForwardMode.DECODE
@@ -254,12 +254,12 @@ class DraftSteps(SpeculativeStep):
     ) -> None:
         super().__init__(shape, rows, extra_kv)
         self._num_steps = num_steps
-        self._tokens = KvTokens(0, 0, 0)  # of the first step of the last round that was planned
-        self._num_rows = 0  # of the known requests of that round
+        self._tokens = KvTokens(0, 0, 0)  # of the first step of the last planned round
+        self._num_rows = 0  # rows of known requests in that round
         self._kv_tokens = Counter(dict.fromkeys(KvTokens._fields, 0))
 
     def go_to(self, step: int, plans: StepPlans) -> None:
-        """Switch to a step of the round, counted from 0, before its layers run."""
+        """Switch to step `step` of the round, counted from 0, before its layers run."""
         raise NotImplementedError
 
     def count_planned(self, forward_batch: Any, batch: DecodeBatch, plans: StepPlans) -> None:
@@ -272,12 +272,12 @@ class DraftSteps(SpeculativeStep):
         return growth
 
     def _count_round(self, growth: int) -> None:
-        """Count a round that has `growth` KV tokens more than the last one that was planned."""
+        """Count a round that has `growth` KV tokens more than the last planned round."""
         steps, num_rows = self._num_steps, self._num_rows
         self.counts["steps"] += steps
         self.counts["rows"] += steps * num_rows
         more = steps * growth
-        if self.extra_kv is None:  # each step reads one token more
+        if self.extra_kv is None:  # each step reads one more token than the last
             more += num_rows * steps * (steps - 1) // 2
         for name, tokens in self._tokens._asdict().items():
             self._kv_tokens[name] += steps * tokens + more
@@ -287,16 +287,16 @@ class DraftSteps(SpeculativeStep):
 
 
 class DraftChainSteps(DraftSteps):
-    """Steps that each decode one token per request (`--speculative-eagle-topk 1`).
+    """Draft steps that each decode one token per request (`--speculative-eagle-topk 1`).
 
-    Each step has lengths of its own.
+    Each step has its own lengths.
     """
 
     device_rows: RoundRows
 
     def __init__(self, num_steps: int, device: torch.device) -> None:
         super().__init__(num_steps, RowShape(first=1), RoundRows(num_steps, device))
-        self._at = 0  # the step whose lengths the layers read
+        self._at = 0  # step of the round whose lengths the layers read
 
     def rows(
         self, view: StepInputs, forward_batch: Any, execution: ExecutionMode
@@ -313,14 +313,15 @@ class DraftChainSteps(DraftSteps):
 class DraftTreeSteps(DraftSteps):
     """Steps of a draft model that branches: `topk` rows per request.
 
-    In the plan, all rows end where the round's drafts begin, so the plan serves all steps
-    unchanged. In addition, each row reads its own branch.
+    In the plan, all rows end where the round's drafts begin, so the plan is the same for all steps.
+    In addition, each row reads its own branch.
     """
 
     extra_kv: BranchKv
 
     def __init__(self, num_steps: int, topk: int, device: torch.device) -> None:
-        # The host adds a token that the device does not, so that each row has an open tail.
+        # The host's lengths include one token that the device's do not, so that each row has a
+        # tail.
         shape, on_device = (RowShape(topk, first=n, are_drafts=True) for n in (1, 0))
         branches = BranchKv(num_steps, topk, device)
         super().__init__(num_steps, shape, RowTensors(on_device, device), branches)

@@ -1,9 +1,9 @@
-"""Attention to draft tokens that rows read besides their plan.
+"""Attention to the draft tokens that rows read in addition to the plan.
 
 The plan covers the KV that a request had before the step, and the first draft token, which is the
-root of its tree. A draft token also reads those before it on its own branch. This attention
-is computed separately, over the KV that the layer has just stored, and merged with the plan's
-result by LSE. On a GPU one kernel does both.
+root of its tree. A draft token also reads the drafts before it on its branch. That attention is
+computed separately, from the KV that the layer has just stored, and merged with the plan's result
+by LSE. On a GPU, one kernel does both.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from sglang_pat.sglang.step.step_type import ExecutionMode
 
 
 class DraftKv:
-    """The KV of draft tokens that rows read besides their plan (`layer.attention.ExtraKv`)."""
+    """Draft tokens that rows read in addition to the plan: a kind of `layer.attention.ExtraKv`."""
 
     def reserve(self, max_requests: int) -> None:
-        """Allocate what graphs of up to `max_requests` requests read. Graphs keep the address."""
+        """Allocate the memory that graphs of up to `max_requests` requests read."""
 
     def update(self, forward_batch: Any, num_known: int, execution: ExecutionMode) -> None:
-        """Go to the next step. Its first `num_known` requests are no padding."""
+        """Set the next step. Its requests after the first `num_known` are padding."""
 
     def keys(self, forward_batch: Any, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `slots` and `biases` of a step with `num_rows` rows: see `merge_drafts`."""
+        """Return the arguments `slots` and `biases` of `merge_drafts` for `num_rows` rows."""
         raise NotImplementedError
 
     def merge(
@@ -39,19 +39,19 @@ class DraftKv:
         planned: tuple[torch.Tensor, torch.Tensor],
         scales: tuple[Scale, Scale],
     ) -> torch.Tensor:
-        """Attend to the draft tokens, and merge the result with that of the plan."""
+        """Attend to the draft tokens, and merge the result with the plan's."""
         slots, biases = self.keys(forward_batch, len(q))
         return merge_drafts(q, caches, slots, biases, layer, planned, scales)
 
 
 class TreeKv(DraftKv):
-    """The draft tokens of trees: each row reads those on its own branch.
+    """The draft tokens of trees. Each row reads the drafts on its own branch.
 
     Attributes
     ----------
     masks
-        The buffer for SGLang's masks, which say which drafts each draft reads. It has the size of
-        the largest graph: bool `[requests, draft tokens, draft tokens]`. None before `reserve`.
+        The buffer for SGLang's masks, by which drafts read drafts. It has the size of the largest
+        graph: bool `[requests, draft tokens, draft tokens]`. None before `reserve`.
     """
 
     def __init__(self, num_drafts: int, device: torch.device) -> None:
@@ -90,10 +90,10 @@ class TreeKv(DraftKv):
 
 
 class BlockKv(DraftKv):
-    """Draft tokens of chains or blocks: each reads those up to itself, or the whole block.
+    """Draft tokens of chains or blocks. Each reads the drafts up to itself, or the whole block.
 
-    The plan covers the first draft token. Before draft extend, SGLang moves the accepted path of a
-    tree to the front, so the tree is a chain there.
+    The plan covers the first draft token. Trees are chains in draft extend, because SGLang moves
+    the accepted path of a tree to the front before it.
     """
 
     def __init__(self, num_drafts: int, device: torch.device, *, are_chains: bool = True) -> None:
@@ -113,20 +113,21 @@ class BlockKv(DraftKv):
         if len(biases) < groups:
             biases = self._block.expand(groups, -1, -1).contiguous()
         slots = forward_batch.out_cache_loc[:num_rows]
-        if len(slots) < num_rows:  # the verify step had padding
+        if len(slots) < num_rows:  # the verify step had more padding
             slots = torch.cat((slots, slots.new_zeros(num_rows - len(slots))))
         return slots, biases
 
 
 class BranchKv(DraftKv):
-    """The draft tokens of a draft model that branches: each row reads those of its own branch.
+    """The draft tokens of a draft model that branches. Each row reads its own branch.
 
-    SGLang does not move the draft tokens when branches change parents: row `i` reads its own slots.
+    When branches change parents, SGLang does not move draft tokens: row `i` always reads its own
+    slots.
     """
 
     def __init__(self, num_steps: int, topk: int, device: torch.device) -> None:
         self._num_steps, self._topk = num_steps, topk
-        self._reserved = torch.zeros(0, device=device)  # each key is read, so biases are 0
+        self._reserved = torch.zeros(0, device=device)  # rows read all keys, so biases are 0
         self._biases = self._reserved
         self._slots = torch.zeros(0, num_steps, dtype=torch.int64, device=device)
         self._num_read = 0
@@ -137,18 +138,18 @@ class BranchKv(DraftKv):
             self._reserved = self._reserved.new_zeros(size)
 
     def update(self, forward_batch: Any, num_known: int, execution: ExecutionMode) -> None:
-        if execution is not ExecutionMode.REPLAY:  # a graph reads SGLang's own buffer
+        if execution is not ExecutionMode.REPLAY:  # in a replay the graph reads SGLang's buffer
             self.set_slots(forward_batch.out_cache_loc, forward_batch.batch_size * self._topk)
 
     def set_slots(self, out_cache_loc: torch.Tensor, num_rows: int) -> None:
-        """Set the slots of the rows' drafts, `[rows * drafts]`. The last draft is never read."""
+        """Set the slots of the rows' drafts, `[rows * drafts]`. No row reads the last draft."""
         self._slots = out_cache_loc.view(num_rows, -1)
         size = num_rows * self._num_steps
         fits = size <= len(self._reserved)
         self._biases = self._reserved if fits else self._reserved.new_zeros(size)
 
     def go_to(self, step: int) -> None:
-        """Let rows read the drafts up to this step, counted from 0."""
+        """Make rows read the drafts up to step `step`, counted from 0."""
         self._num_read = step + 1
 
     def keys(self, forward_batch: Any, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,7 +167,7 @@ def merge_drafts(
     before: tuple[torch.Tensor, torch.Tensor],
     scales: tuple[Scale, Scale] = (1.0, 1.0),
 ) -> torch.Tensor:
-    """Return the attention of rows to what the plan covers and to the keys of their group.
+    """Return the attention of rows to the KV in the plan and to the keys of the row's group.
 
     A group is the rows of one request, or one row of a draft model that branches.
 
@@ -177,24 +178,24 @@ def merge_drafts(
     caches
         Keys and values, with those of the draft tokens: `[slots, KV heads, ...]`.
     slots
-        Where the keys of each group are: `[groups * keys]`.
+        Slots of the keys of each group: `[groups * keys]`.
     biases
         0 for a key that a row reads, else -inf: float32 `[groups, rows of a group, keys of a
         group]`, contiguous.
     layer
-        Has the scale and the soft-cap.
+        The layer, which has the scale and the soft-cap.
     before
-        Output `[rows, heads, v_head_dim]`, which may be overwritten, and LSE `[rows, heads]` of the
-        plan. Both include the attention sink, if any.
+        The plan's output, `[rows, heads, v_head_dim]`, which may be overwritten, and LSE, `[rows,
+        heads]`. Both include the attention sink, if any.
     scales
         Factors by which the keys and the values in the caches are multiplied.
     """
     scaling, logit_cap = layer.scaling, layer.logit_cap or 0.0
     if q.is_cuda:
-        from sglang_pat.executors import draft_attention  # needs Triton
+        from sglang_pat.executors import draft_attention  # imported here, because it needs Triton
 
         if draft_attention.reads(caches[0].dtype, q.device):
-            # The slots of branches' first drafts keep a stride, even after reshape().
+            # With one draft per branch, the slots still have a stride after reshape().
             slots = slots.contiguous()
             return draft_attention.merge_drafts(
                 q, caches, slots, biases, before, scaling, logit_cap, scales
@@ -212,11 +213,11 @@ def _merge_in_torch(
     scaling: float,
     logit_cap: float,
 ) -> torch.Tensor:
-    """Do in torch what `merge_drafts` does. k, v: the groups' keys and values, in float32."""
+    """Compute `merge_drafts` in torch. k, v: the groups' keys and values, in float32."""
     out, lse = before
     (count, rows, num_keys), kv_heads = biases.shape, k.shape[1]
     group = q.shape[1] // kv_heads
-    # For bmm(): [groups * KV heads, rows * query heads of a KV head, head_dim].
+    # Shape for bmm(): [groups * KV heads, rows * query heads of a KV head, head_dim].
     queries = q.float().view(count, rows, kv_heads, group, -1).transpose(1, 2).flatten(2, 3)
     keys, values = (x.view(count, num_keys, kv_heads, -1).transpose(1, 2) for x in (k, v))
     queries, keys, values = (each.flatten(0, 1) for each in (queries, keys, values))
@@ -224,10 +225,10 @@ def _merge_in_torch(
     if logit_cap:
         logits = logit_cap * torch.tanh(logits / logit_cap)
     logits += biases[:, None, :, None, :]
-    # What the plan covers counts as one more key, whose logit is the LSE.
+    # The plan's result counts as one more key, whose logit is its LSE.
     rest = lse.view(count, rows, kv_heads, group, 1).transpose(1, 2)
     weights = torch.softmax(torch.cat((rest, logits), dim=-1), dim=-1)
-    weights = weights.nan_to_num_(nan=0.0)  # of padding, which reads nothing
+    weights = weights.nan_to_num_(nan=0.0)  # padding reads nothing
     tree = torch.bmm(weights[..., 1:].reshape(count * kv_heads, -1, num_keys), values)
     before_tree = out.view(count, rows, kv_heads, group, -1).transpose(1, 2)
     tree = tree.view(before_tree.shape).addcmul_(weights[..., :1], before_tree)
@@ -242,9 +243,9 @@ def square_masks(
 ) -> torch.Tensor:
     """Return which drafts each draft reads: bool `[requests, draft tokens, draft tokens]`.
 
-    SGLang's mask has the rows of each request one after the other. In a full mask, a row covers the
-    tokens that the request has before the step (`seq_lens`) and its draft tokens. In a square mask,
-    it covers the draft tokens alone. Masks are square on a CPU, in `buffer` (`TreeKv.masks`), and
+    SGLang's mask has the rows of one request after those of another. In a full mask, a row covers
+    the tokens of the request before the step (`seq_lens`) and its draft tokens. In a square mask, a
+    row covers only the draft tokens. Masks are square on a CPU, in `buffer` (`TreeKv.masks`), and
     after `choose_masks(square=True)`.
     """
     count = len(seq_lens)
@@ -262,7 +263,7 @@ def _is_same(mask: torch.Tensor, buffer: torch.Tensor | None) -> bool:
 
 
 def full_masks(squares: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
-    """Return SGLang's masks over whole requests, given those over the draft tokens alone."""
+    """Return SGLang's full masks, given the square ones."""
     places, size = _square_places(seq_lens, squares.shape[-1])
     mask = torch.ones(int(size), dtype=torch.bool, device=squares.device)
     mask[places] = squares
@@ -270,7 +271,7 @@ def full_masks(squares: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
 
 
 def _square_places(seq_lens: torch.Tensor, num_drafts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the places of `square_masks` in masks over whole requests, and the masks' length."""
+    """Return the indices of the square masks' elements in full masks, and the full masks' size."""
     widths = seq_lens.long() + num_drafts
     ends = torch.cumsum(widths, 0) * num_drafts
     offsets = torch.arange(num_drafts, device=seq_lens.device)
@@ -279,11 +280,10 @@ def _square_places(seq_lens: torch.Tensor, num_drafts: int) -> tuple[torch.Tenso
 
 
 def choose_masks(*, square: bool) -> None:
-    """Tell SGLang's n-gram worker which masks to make.
+    """Set which masks SGLang's n-gram worker makes.
 
-    square: masks cover the draft tokens alone. The worker makes full masks one request after the
-    other, with some five calls of torch for each, while the GPU waits. Backends other than
-    pat need full masks.
+    square: masks cover only the draft tokens. Backends other than pat need full masks, which the
+    worker makes request by request, with about five torch calls each, while the GPU waits.
     """
     from sglang.srt.speculative import ngram_worker
 
@@ -291,9 +291,9 @@ def choose_masks(*, square: bool) -> None:
 
 
 def undo_square_masks(forward_batch: Any | None, buffer: torch.Tensor | None = None) -> None:
-    """Let SGLang make full masks from now on.
+    """Make SGLang make full masks from now on.
 
-    forward_batch: a verify step whose mask exists already. The step gets a full mask instead.
+    forward_batch: a verify step that already has a mask, which becomes a full mask.
     """
     from sglang.srt.speculative import ngram_worker
 
@@ -302,7 +302,7 @@ def undo_square_masks(forward_batch: Any | None, buffer: torch.Tensor | None = N
     if forward_batch is None:
         return
     drafts, count = forward_batch.spec_info, forward_batch.spec_info.draft_token_num
-    # A batch that is larger than all graphs has a mask of its own, in either form.
+    # A batch larger than all graphs has its own mask, square or full.
     is_square = drafts.custom_mask.numel() == forward_batch.batch_size * count**2
     if are_square or is_square or _is_same(drafts.custom_mask, buffer):
         squares = drafts.custom_mask.view(-1, count, count)[: forward_batch.batch_size]

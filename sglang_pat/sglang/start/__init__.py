@@ -1,1 +1,1 @@
-"""Decisions before the first step: options, environment, which layers pat decodes."""
+"""Decisions at start-up: server options, environment, and which layers pat decodes."""

@@ -1,9 +1,9 @@
-"""Lets SGLang resolve its arguments as if `pat` had not been asked for.
+"""Makes SGLang resolve its arguments as if the user had not chosen `pat`.
 
-SGLang adapts page sizes, data types and options to the name of the attention backend, and refuses
-names that it does not know for a model. So this module takes `pat` out first, and SGLang adapts
-everything to its default backend. That backend prefills, and decodes the layers that pat does not.
-The arguments object remembers that pat was asked for, because SGLang pickles it for its processes.
+SGLang adapts page sizes, dtypes and options to the name of the attention backend, and refuses
+unknown names for some models. So this module first removes `pat`, and SGLang adapts everything to
+its default backend. That backend prefills, and decodes the layers that fall back. The choice of pat
+is stored on the arguments object, because SGLang pickles that object for its processes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from sglang_pat.sglang.start.environment import Environment
 from sglang_pat.sglang.start.server_options import early_reason
 from sglang_pat.support import BACKEND
 
-# Attributes of ServerArgs: whether pat was asked for, and the backend that the user named for the
-# draft model. (SGLang resolves that name for some algorithms.) They are not fields, so dumps of the
+# Attributes of ServerArgs: whether the user chose pat, and the backend that the user named for the
+# draft model, which SGLang overwrites for some algorithms. They are not fields, so dumps of the
 # arguments leave them out.
 _ASKED_FOR = "_sglang_pat_decodes"
 _NAMED_DRAFT = "_sglang_pat_draft_backend"
@@ -31,11 +31,11 @@ _DRAFT = "speculative_draft_attention_backend"
 
 
 def around_resolution(resolve: Callable[[Any], None], arguments: Any) -> None:
-    """Hook AROUND the method of ServerArgs that resolves the arguments. It may be called again.
+    """Hook AROUND the method of ServerArgs that resolves arguments, perhaps several times.
 
-    ValueError if `pat` is chosen for a mode that it does not serve, if an environment variable is
-    wrong, or in strict mode if pat decodes nothing under these options. RuntimeError if SGLang has
-    chosen `pat` in spite of the substitution.
+    Raises ValueError if `pat` is chosen for prefill, if an environment variable is wrong, or if
+    strict mode is on and pat decodes nothing with these options. Raises RuntimeError if SGLang has
+    put `pat` back.
     """
     options = (_ALL_MODES, _PREFILL, _DECODE, _DRAFT)
     asks = BACKEND in [getattr(arguments, name) for name in options]
@@ -51,7 +51,7 @@ def around_resolution(resolve: Callable[[Any], None], arguments: Any) -> None:
 
 
 def is_asked_for(arguments: Any) -> bool:
-    """Return True if `pat` was chosen for decode before it was substituted."""
+    """Return True if the user chose `pat` for decode."""
     return getattr(arguments, _ASKED_FOR, False)
 
 
@@ -62,7 +62,7 @@ def named_draft_backend(arguments: Any) -> str | None:
 
 
 def _substitute(arguments: Any) -> None:
-    """Take `pat` out of the arguments, so that SGLang fills in what it would have chosen."""
+    """Remove `pat` from the arguments, so that SGLang fills in the default backend."""
     chosen = {each: getattr(arguments, each) for each in (_ALL_MODES, _PREFILL, _DECODE)}
     if getattr(arguments, _DRAFT) == BACKEND:
         raise ValueError(
@@ -89,7 +89,7 @@ def _check(arguments: Any) -> None:
 
 
 def not_substituted(found: str) -> str:
-    """Return the message for an SGLang in which the substitution did not take hold."""
+    """Return the error message for an SGLang in which the substitution had no effect."""
     return (
         f"pat was not substituted while SGLang resolved its arguments: {found}; supported versions "
         f"of SGLang: {', '.join(support.SGLANG_VERSIONS)}"

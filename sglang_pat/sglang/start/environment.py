@@ -1,7 +1,7 @@
-"""Every SGLANG_PAT_* environment variable: its meaning, its type, its default.
+"""All SGLANG_PAT_* environment variables, with their meaning, type and default.
 
-They are read while SGLang resolves its arguments, so that a mistake is found before the model is
-loaded, and again when SGLang builds the backend.
+They are read while SGLang resolves its arguments, so that mistakes show before the model is loaded,
+and again when SGLang builds the backend.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ class Environment:
     Attributes
     ----------
     policy
-        SGLANG_PAT_POLICY. How packs are formed, one of `support.POLICIES`.
+        SGLANG_PAT_POLICY. How requests are divided into packs: one of `support.POLICIES`.
     debug
         SGLANG_PAT_DEBUG, 0 or 1. Check every decode step, planned or reused, against freshly read
         paths and the tree's own KV slots, and raise on a mismatch. Slow: each check synchronises
         the device.
     strict
-        SGLANG_PAT_STRICT, 0 or 1. Refuse to start where pat would leave the model, or some of its
-        layers, to SGLang's default backend.
+        SGLANG_PAT_STRICT, 0 or 1. Refuse to start if the model, or one of its layers, would fall
+        back to SGLang's default backend.
     stats_file
-        SGLANG_PAT_STATS_FILE. Where the counters are written as JSON, within 0.1 s of a decode
-        step. `{pid}` in it stands for the id of the scheduler process. Each replica writes one
-        file. With data-parallel attention, only the first rank writes one.
+        SGLANG_PAT_STATS_FILE. The path of a JSON file with the counters, written within 0.1 s of a
+        decode step. `{pid}` in the path stands for the id of the scheduler process. Each replica
+        writes a file. With data-parallel attention, only the first rank writes one.
     growth_tokens
-        SGLANG_PAT_GROWTH_TOKENS, 1 to 65536. A plan is rebuilt when a request has grown by more
+        SGLANG_PAT_GROWTH_TOKENS, 1 to 65536. A new plan is made when a request has grown by more
         tokens than this, or earlier (`PackAttention`). With 1, every other step is planned, to
-        measure what planning costs.
+        measure the cost of planning.
     kernel_cache
         SGLANG_PAT_KERNEL_CACHE. The folder of compiled kernels (`executors/kernel_cache.py`).
     batch_invariant
-        SGLANG_PAT_BATCH_INVARIANT, 0 or 1. A request's attention is bitwise the same in any batch.
-        `--enable-deterministic-inference` turns it on too.
+        SGLANG_PAT_BATCH_INVARIANT, 0 or 1. Make a request's attention bitwise the same in any
+        batch. `--enable-deterministic-inference` turns it on too.
     """
 
     policy: str = "memory"
@@ -60,10 +60,10 @@ class Environment:
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
-        """Parse and check the variables of an environment. None: that of this process.
+        """Parse and check the variables of an environment, by default of this process's.
 
-        ValueError names a SGLANG_PAT_ variable that does not exist, or a value that is not allowed,
-        such as a stats file that cannot be written.
+        Raises ValueError, which names the variable, for a SGLANG_PAT_ variable that does not exist
+        and for a value that is not allowed, such as a stats file that cannot be written.
         """
         given = os.environ if variables is None else variables
         ours = {name: value for name, value in given.items() if name.startswith(PREFIX)}
@@ -96,7 +96,7 @@ class Environment:
 def _stats_file(text: str) -> Path:
     path = Path(text.replace("{pid}", str(os.getpid())))
     problem = problem_with(path)
-    # The file is replaced as a whole, which would also replace a device or a pipe.
+    # Writing replaces the file, so it would also replace a device or a pipe.
     if problem is None and path.exists() and not path.is_file():
         problem = "it is no regular file"
     if problem is not None:

@@ -1,4 +1,4 @@
-"""Hooks functions of pat into methods of SGLang, through SGLang's own hook registry."""
+"""Installs functions of pat as hooks on methods of SGLang, by SGLang's own hook registry."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ AFTER, AROUND = HookType.AFTER, HookType.AROUND
 
 
 class Hook(NamedTuple):
-    """A function to be put on a method of SGLang."""
+    """A function that hooks a method of SGLang."""
 
-    # `module:Class.method` in sglang.srt. SGLang applies the hooks of each target string only once,
-    # so a plug-in that was applied first would keep this hook out if it used the same string. The
-    # colon makes this string differ from a dotted one.
+    # `module:Class.method` in sglang.srt. SGLang applies the hooks of each target string only once.
+    # If another plug-in had used the same string earlier, this hook would be lost. So pat writes a
+    # colon, where others write a dot.
     target: str
     function: Callable[..., Any]
     kind: HookType
 
 
 def install_hooks(hooks: Sequence[Hook]) -> None:
-    """Install hooks in this process, once. Raise RuntimeError if one does not take hold."""
+    """Install hooks in this process, once. Raise RuntimeError if one has no effect."""
     for target, function, kind in hooks:
         if not _is_hooked(target, function):
             HookRegistry.register(f"sglang.srt.{target}", function, kind)
@@ -35,7 +35,7 @@ def install_hooks(hooks: Sequence[Hook]) -> None:
 
 
 def check_hooks(hooks: Sequence[Hook]) -> None:
-    """Raise RuntimeError that names a hook which is not in place. SGLang only logs that."""
+    """Raise RuntimeError, which names the hook, if one is not in place. SGLang only logs this."""
     for target, function, _ in hooks:
         if not _is_hooked(target, function):
             raise RuntimeError(
@@ -51,7 +51,7 @@ def _is_hooked(target: str, hook: Callable[..., Any]) -> bool:
         function = inspect.getattr_static(pkgutil.resolve_name(f"sglang.srt.{owner}"), method)
     except (AttributeError, ImportError):
         return False
-    function = getattr(function, "__func__", function)  # of a class method
+    function = getattr(function, "__func__", function)  # unwraps a class method
     while function is not None:
         cells = getattr(function, "__closure__", None) or ()
         if any(cell.cell_contents is hook for cell in cells):

@@ -1,9 +1,9 @@
 """Decides which layers pat decodes, when SGLang builds the backend.
 
 The whole model falls back if a server option or the type of the model rules out all layers.
-Otherwise each layer's shape, KV pool and scales decide. Scales are numbers by which SGLang divides
-the keys and values of a layer before it stores them in a type of one byte. Not all backends do so,
-and pat must read what the default backend stored in a prefill.
+Otherwise each layer's shape, KV pool and scales decide. Scales are the numbers by which SGLang
+divides a layer's keys and values before it stores them in a one-byte dtype. Not all backends use
+them, and pat must read KV that the default backend has stored in a prefill.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sglang_pat.sglang.start.layer_support import LayerSupport, read_scales
 from sglang_pat.sglang.start.server_options import batch_invariant, drafts_of, server_reason
 from sglang_pat.support import Unsupported
 
-# Names that SGLang's models give to the sinks of their attention layers, for the log.
+# Names of the sinks in SGLang's models. The sinks are found for the log only.
 _SINKS = ("sinks", "attention_sink_bias")
 
 
@@ -36,10 +36,10 @@ def layers_of_runner(
     default: str,
     types: Collection[AttentionType] = (AttentionType.DECODER,),
 ) -> LayerSupport:
-    """Decide for all layers of a model.
+    """Decide which layers of a runner's model pat decodes.
 
     default: the name of the backend that decodes without pat. types: the types of attention layers
-    that decode in the model's steps.
+    that run in the model's decode steps.
     """
     model = model_runner.model
     whole = _reason_for_all(model_runner, default)
@@ -56,7 +56,7 @@ def layers_of_runner(
     if has_pool:
         layer_support.window_slots = model_runner.token_to_kv_pool.full_to_swa_index_mapping
     drafts = drafts_of(model_runner.server_args) if layer_support.windows else None
-    if drafts is not None:  # plans may be made from lengths that are a step old
+    if drafts is not None:  # lengths on the host may be a step old
         layer_support.drafts_ahead = 2 * max(drafts.counts)
     return layer_support
 
@@ -81,9 +81,9 @@ def note_windows(layer_support: LayerSupport, model_runner: Any, default: str) -
 
 
 def _limit_windows(layer_support: LayerSupport, longest: int, *, has_pool: bool) -> None:
-    """Cap all windows at the length of the longest request.
+    """Limit all windows to the length of the longest possible request.
 
-    A window that no request can outgrow is dropped, unless its layers have a pool of their own.
+    Drops a window that no request can outgrow, unless layers with windows have their own pool.
     """
     layer_support.windows = {
         layer_id: min(window, longest)
@@ -98,9 +98,9 @@ def layers_of_model(
     whole: Unsupported | None,
     reason_of: Callable[[RadixAttention], Unsupported | None],
 ) -> LayerSupport:
-    """Decide for all layers of a model.
+    """Decide which layers of a model pat decodes, by given functions.
 
-    whole: why all of them fall back, or None. reason_of: returns why one layer does, or None.
+    whole: why all layers fall back, or None. reason_of: returns why a layer falls back, or None.
     """
     layers = attention_layers(model)
     if whole is None and not layers:
@@ -128,13 +128,13 @@ def shape_of(layer: RadixAttention) -> HeadConfig:
 
 
 def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
-    """Return the attention layers of a model's part on this rank.
+    """Return the attention layers of this rank's part of a model.
 
-    A module may keep them in a plain list or dict, as SGLang's wrapper of transformers models does.
-    Latent attention has two layers with the same id: the absorbed one, which is returned, and one
-    for prompts. Layers that keep a state in place of KV are left out, whatever their module.
+    Also finds layers in plain lists and dicts of a module, as in SGLang's wrapper of transformers
+    models. Latent attention has two layers with the same id: the absorbed one, which is returned,
+    and one for prompts. Layers that keep a state instead of KV are left out.
     """
-    layers: dict[int, RadixAttention] = {}  # by id(): a layer may be found twice
+    layers: dict[int, RadixAttention] = {}  # by id(), because a layer may be found twice
     twins = set()
     for module in model.modules():
         absorbed, twin = getattr(module, "attn_mqa", None), getattr(module, "attn_mha", None)
@@ -148,7 +148,7 @@ def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
                 found += value.values()
         layers |= {id(each): each for each in found if isinstance(each, RadixAttention)}
     config = getattr(model, "config", None)
-    # A layer in both lists has a state besides its KV.
+    # A layer in both lists has a state in addition to KV.
     states = {*getattr(config, "linear_layer_ids", ())}
     states -= {*getattr(config, "full_attention_layer_ids", ())}
     found = [each for each in layers.values() if id(each) not in twins]
@@ -156,7 +156,7 @@ def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
 
 
 def _layers_with_sinks(model: torch.nn.Module) -> frozenset[int]:
-    """Return the ids of attention layers whose sinks are parameters of the module around them."""
+    """Return the ids of attention layers whose parent module has sinks as parameters."""
     return frozenset(
         layer.layer_id
         for module in model.modules()
@@ -167,7 +167,7 @@ def _layers_with_sinks(model: torch.nn.Module) -> frozenset[int]:
 
 
 def _with_lora_on_latent(model: torch.nn.Module) -> frozenset[int]:
-    """Return the ids of layers of latent attention whose `kv_b_proj` has LoRA adapters."""
+    """Return the ids of latent attention layers whose `kv_b_proj` has LoRA adapters."""
     return frozenset(
         absorbed.layer_id
         for module in model.modules()
@@ -177,7 +177,7 @@ def _with_lora_on_latent(model: torch.nn.Module) -> frozenset[int]:
 
 
 def model_reason(config: Any) -> Unsupported | None:
-    """Return why pat decodes no layer of a model, judging by its ModelConfig."""
+    """Return why all layers of a model fall back, by its ModelConfig, or None."""
     name = ", ".join(config.hf_config.architectures or ["unknown"])
     if not getattr(config, "is_generation", True):
         return Unsupported("attention", f"a model that answers with no tokens ({name})")
@@ -191,9 +191,9 @@ def model_reason(config: Any) -> Unsupported | None:
 
 
 def _is_sparse(config: Any) -> bool:
-    """Return True if SGLang runs the model on a sparse backend of its own.
+    """Return True if SGLang runs the model on its own backend for sparse attention.
 
-    That backend wraps or replaces the default one, so layers that pat counts would never reach pat.
+    That backend wraps or replaces the default one, so no layer would ever reach pat.
     """
     text_config = getattr(config, "hf_text_config", None)
     is_sparse = is_minimax_sparse(config.hf_config) or is_deepseek_dsa(config.hf_config)
@@ -204,10 +204,9 @@ def _is_sparse(config: Any) -> bool:
 
 
 def window_reason(model: torch.nn.Module) -> Unsupported | None:
-    """Return a reason if the model's class asks for a window that its layers do not show.
+    """Return a reason if the model's class has a window that its layers do not show.
 
-    Such a window leaves the prompt in view: fa3 reads the whole prompt, but only the last tokens
-    after it.
+    In such a model, fa3 reads the whole prompt, but only the last of the tokens after it.
     """
     asks = getattr(model, "is_prefill_aware_swa", bool)
     return Unsupported("sliding window", "behind the prompt") if asks() else None
@@ -227,7 +226,7 @@ def _reason_for_all(model_runner: Any, default: str) -> Unsupported | None:
 
 
 def _device_reason(device: str, dtype: torch.dtype) -> Unsupported | None:
-    """Return why there are no kernels for a device. A CPU needs none."""
+    """Return why there are no kernels for a device, or None. A CPU needs no kernels."""
     if device == "cpu":
         return None
     if device != "cuda" or torch.version.hip is not None:
@@ -246,7 +245,7 @@ def layer_reason(
     default: str,
     types: Collection[AttentionType] = (AttentionType.DECODER,),
 ) -> Unsupported | None:
-    """Return why pat does not decode a layer. types: see `layers_of_runner`."""
+    """Return why a layer falls back, or None. types: see `layers_of_runner`."""
     one_byte = is_converted(model_runner)
     reason = shape_reason(layer, types, one_byte=one_byte, default=default)
     reason = reason or layer_window_reason(layer, model_runner, default)
@@ -260,9 +259,9 @@ def layer_reason(
 
 
 def kernels_reason(layer: RadixAttention, model_runner: Any) -> Unsupported | None:
-    """Return why this GPU has no kernels for a layer that pat decodes on other GPUs.
+    """Return why there are no kernels for a layer on this GPU, though on others, or None.
 
-    Of the model runner, only `device` is read.
+    Reads only `device` of the model runner.
     """
     if model_runner.device == "cpu":
         return None
@@ -271,10 +270,9 @@ def kernels_reason(layer: RadixAttention, model_runner: Any) -> Unsupported | No
 
 
 def latent_reason(layer: RadixAttention, model_runner: Any, default: str) -> Unsupported | None:
-    """Return why pat does not decode a layer of latent attention on this server.
+    """Return why a latent attention layer falls back on this server, or None.
 
-    Of the model runner, only `server_args`, `model`, `device`, `dtype` and `kv_cache_dtype` are
-    read.
+    Reads only `server_args`, `model`, `device`, `dtype` and `kv_cache_dtype` of the model runner.
     """
     drafts = drafts_of(model_runner.server_args)
     reason = support.nothing_to_gain(**_rows_of(layer, model_runner, default))
@@ -290,7 +288,7 @@ def latent_reason(layer: RadixAttention, model_runner: Any, default: str) -> Uns
 
 
 def _rows_of(layer: RadixAttention, model_runner: Any, default: str) -> dict[str, Any]:
-    """Return the arguments of `support.fills_tile` for a layer of latent attention."""
+    """Return the arguments of `support.fills_tile` for a latent attention layer."""
     drafts = drafts_of(model_runner.server_args)
     return {
         "num_heads": layer.tp_q_head_num,
@@ -303,13 +301,13 @@ def _rows_of(layer: RadixAttention, model_runner: Any, default: str) -> dict[str
 def _latent_pool_reason(
     layer: RadixAttention, model_runner: Any, default: str
 ) -> Unsupported | None:
-    """Return a reason if a layer's KV is not one row per slot with values in its first columns."""
+    """Return a reason unless a layer's KV is one row per slot that begins with the values."""
     dtype = model_runner.kv_cache_dtype
     if dtype != model_runner.dtype and not is_converted(model_runner):
         return Unsupported("dtype of queries and KV cache", f"a KV cache of {dtype}")
     pool = model_runner.token_to_kv_pool
     of_attention = pool.full_kv_pool if type(pool) is HybridLinearKVPool else pool
-    # Other pools store KV in formats of their own.
+    # Other pools store KV in their own formats.
     if type(of_attention) is not MLATokenToKVPool or of_attention.use_dsa:
         return Unsupported("KV pool", type(of_attention).__name__)
     keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
@@ -338,7 +336,7 @@ def shape_reason(
     one_byte: bool = False,
     default: str = "",
 ) -> Unsupported | None:
-    """Return why pat does not decode a layer, judging by its attributes.
+    """Return why a layer falls back, by its attributes, or None.
 
     types: see `layers_of_runner`. one_byte, default: see `support.fills_tile`.
     """
@@ -362,17 +360,17 @@ def shape_reason(
     return None
 
 
-_VERIFIES_WINDOWS = ("fa3", "torch_native")  # with the same window as in decode steps
+_VERIFIES_WINDOWS = ("fa3", "torch_native")  # verify with the same window as they decode
 _WITHIN_CHUNKS = ("fa3",)  # other backends ignore a layer's chunks
 
 
 def layer_window_reason(
     layer: RadixAttention, model_runner: Any, default: str
 ) -> Unsupported | None:
-    """Return why pat does not decode a layer with its window.
+    """Return why a layer falls back because of its window, or None.
 
-    Of the model runner, only `server_args`, `sliding_window_size`, `attention_chunk_size` and
-    `is_draft_worker` are read.
+    Reads only `server_args`, `sliding_window_size`, `attention_chunk_size` and `is_draft_worker` of
+    the model runner.
     """
     size, arguments = layer.sliding_window_size, model_runner.server_args
     if not has_window(layer, model_runner):
@@ -385,7 +383,7 @@ def layer_window_reason(
             return Unsupported("sliding window", f"{size} of a draft model")
         if not drafts.are_chains or drafts.lengths_are_bounds:
             return Unsupported("sliding window", f"{size} with drafts in trees or blocks")
-        if default not in _VERIFIES_WINDOWS:  # others verify with another window than they decode
+        if default not in _VERIFIES_WINDOWS:  # others verify with another window
             return Unsupported("sliding window", f"{size} with drafts on {default}")
     if batch_invariant(arguments, Environment.read()):
         return Unsupported("sliding window", f"{size} in batch-invariant mode")
@@ -397,11 +395,11 @@ def layer_window_reason(
 
 
 def _chunk_reason(size: int, arguments: Any, default: str) -> Unsupported | None:
-    """Return why pat does not decode a layer that attends within chunks."""
+    """Return why a layer that attends within chunks falls back, or None."""
     within = f"attention within chunks of {size}"
     if default not in _WITHIN_CHUNKS:
         return Unsupported("attention", f"{within} on {default}")
-    if drafts_of(arguments) is not None:  # rows would end in the next chunk before the host knows
+    if drafts_of(arguments) is not None:  # a request may be in the next chunk before the host knows
         return Unsupported("attention", f"{within} with drafts")
     if batch_invariant(arguments, Environment.read()):
         return Unsupported("attention", f"{within} in batch-invariant mode")
@@ -409,21 +407,21 @@ def _chunk_reason(size: int, arguments: Any, default: str) -> Unsupported | None
 
 
 def chunk_size(layer: RadixAttention, model_runner: Any) -> int:
-    """Return the chunk size in tokens of a layer that attends within chunks, else 0."""
+    """Return the chunk size of a layer that attends within chunks, in tokens, else 0."""
     return (layer.use_irope and getattr(model_runner, "attention_chunk_size", None)) or 0
 
 
 def has_window(layer: RadixAttention, model_runner: Any) -> bool:
-    """Return True if a layer attends only to the last tokens of a request (window or chunk)."""
+    """Return True if a layer has a window or chunks: it reads only a request's last tokens."""
     size = layer.sliding_window_size
     return (size is not None and size > -1) or chunk_size(layer, model_runner) > 0
 
 
 def window_size(layer: RadixAttention, model_runner: Any, default: str) -> int | None:
-    """Return how many tokens of a request the default backend reads at most in a decode step.
+    """Return how many tokens of a request the default backend reads at most when it decodes.
 
-    0: all. None: it is not known. The new token counts. SGLang's sizes for layers and backends do
-    not count it, and triton reads one token less than the others in decode steps.
+    Returns 0 for all tokens, and None if it is not known. The number includes the new token, which
+    SGLang's sizes do not include. triton reads one token less than others when it decodes.
     """
     if not has_window(layer, model_runner):
         return 0
@@ -432,7 +430,7 @@ def window_size(layer: RadixAttention, model_runner: Any, default: str) -> int |
     size = layer.sliding_window_size
     if default in ("fa3", "fa4", "torch_native", "trtllm_mha"):
         return int(size) + 1
-    # flashinfer and triton have one window for all layers.
+    # flashinfer and triton use the same window for all layers.
     common = model_runner.sliding_window_size
     if not common or common < 0 or default not in ("flashinfer", "triton"):
         return None
@@ -440,7 +438,7 @@ def window_size(layer: RadixAttention, model_runner: Any, default: str) -> int |
 
 
 def _pool_reason(layer: RadixAttention, model_runner: Any) -> Unsupported | None:
-    """Return a reason if the KV is not `[slot, KV head, head_dim]` of a type that pat reads."""
+    """Return a reason unless the KV is `[slot, KV head, head_dim]` in a dtype that pat reads."""
     dtype = model_runner.kv_cache_dtype
     if dtype != model_runner.dtype and not is_converted(model_runner):
         return Unsupported("dtype of queries and KV cache", f"{model_runner.dtype} and {dtype}")
@@ -458,25 +456,25 @@ def _pool_reason(layer: RadixAttention, model_runner: Any) -> Unsupported | None
 
 
 def _window_pool_reason(layer: RadixAttention, model_runner: Any) -> Unsupported | None:
-    """Return a reason if it is not known which slots the tokens of a layer's window have."""
+    """Return a reason if pat cannot find the slots of the tokens in a layer's window."""
     pool = model_runner.token_to_kv_pool
-    # One pool for all layers?
+    # The layer has no window, or all layers have the same pool.
     if not has_window(layer, model_runner) or not hasattr(pool, "full_kv_pool"):
         return None
     is_known = (
         type(pool) is SWAKVPool
         and pool.layers_mapping[layer.layer_id][1]
         and isinstance(pool.full_to_swa_index_mapping, torch.Tensor)
-        and getattr(pool, "swa_req_ring_size", None) is None  # else each request has a ring
+        and getattr(pool, "swa_req_ring_size", None) is None  # else requests have rings
     )
     return None if is_known else Unsupported("KV pool", f"{type(pool).__name__} with windows")
 
 
-# Backends that ignore the scales of layers.
+# Backends that ignore layers' scales.
 _UNSCALED = ("torch_native",)
-# Backends that apply the scales in some versions of SGLang only.
+# Backends that apply layers' scales only in some versions of SGLang.
 _UNCERTAIN = ("intel_amx",)
-# Backends that multiply latent KV by the scales when they read it.
+# Backends that multiply latent KV by the scales when they read the KV.
 _SCALES_LATENT = ("triton", "flashmla")
 _BLOCK_SCALED = ("mxfp8",)  # values of --kv-cache-dtype with more than one scale per layer
 
@@ -493,14 +491,14 @@ def are_scaled(model_runner: Any, default: str) -> bool:
 
 
 def scales_reason(layer: RadixAttention, model_runner: Any, default: str) -> Unsupported | None:
-    """Return why pat does not decode a layer with its scales. Waits for the device."""
+    """Return why a layer falls back because of its scales, or None. Waits for the device."""
     if model_runner.kv_cache_dtype_str in _BLOCK_SCALED:
         return Unsupported("dtype of queries and KV cache", model_runner.kv_cache_dtype_str)
     if not are_scaled(model_runner, default):
         return None
     given = (layer.k_scale, layer.v_scale)
     if shape_of(layer).is_latent:
-        # SGLang stores latent KV without scales. Most backends read it as it is; others scale.
+        # SGLang stores latent KV without scales. Most backends then read the KV without scales too.
         if default in _SCALES_LATENT:
             for scale in given:
                 if scale is not None and float(scale) != 1.0:

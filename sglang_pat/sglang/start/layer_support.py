@@ -1,7 +1,7 @@
 """Which layers of a model pat decodes, and why the others fall back to SGLang's backend.
 
-`layer_rules.py` decides this when SGLang builds the backend. A warm-up step may show that one more
-layer must fall back.
+`layer_rules.py` decides this when SGLang builds the backend. Later, a warm-up step may show that
+one more layer must fall back.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from sglang_pat.executors.layer import Scale
 from sglang_pat.plan import HeadConfig, LayerKind
 from sglang_pat.support import Unsupported
 
-PAT, DEFAULT = "pat", "default"  # the routes: which backend decodes a layer
-# Arguments that models pass to a layer of latent attention besides queries, keys and values.
+PAT, DEFAULT = "pat", "default"  # the routes: who decodes a layer
+# Arguments that models pass to latent attention in addition to queries, keys and values.
 _LATENT_ARGUMENTS = ("q_rope", "k_rope")
 
 
 class LayerSupport:
-    """Which backend decodes each attention layer of a model's part on this rank."""
+    """Which backend decodes each attention layer in this rank's part of a model."""
 
     def __init__(self, default: str) -> None:
-        self.default = default  # the name of SGLang's default backend
-        self.prefill: str | None = None  # the name of the backend that prefills, if it is known
+        self.default = default  # name of SGLang's default backend
+        self.prefill: str | None = None  # name of the backend that prefills, if known
         self.layers: Sequence[RadixAttention] = ()
-        self.shapes: dict[int, HeadConfig] = {}  # of the layers that pat decodes, by layer id
-        self.windows: dict[int, int] = {}  # in tokens, by layer id; other layers read all
+        self.shapes: dict[int, HeadConfig] = {}  # by id of a layer that pat decodes
+        self.windows: dict[int, int] = {}  # tokens by layer id; other layers read all KV
         self.chunked: frozenset[int] = frozenset()  # ids of the layers that attend within chunks
-        # Maps slots to slots in the window pool. None: window layers have no pool of their own.
+        # Maps slots to slots in the window pool. None: there is no separate window pool.
         self.window_slots: torch.Tensor | None = None
-        self.drafts_ahead = 0  # tokens by which rows on the device may exceed lengths on the host
-        self.fallback: dict[int, Unsupported] = {}  # why other layers fall back, by layer id
-        self.whole: Unsupported | None = None  # why the whole model falls back
+        self.drafts_ahead = 0  # tokens by which requests may be longer on the device
+        self.fallback: dict[int, Unsupported] = {}  # why layers fall back, by layer id
+        self.whole: Unsupported | None = None  # why the whole model falls back, or None
         self.sinks: frozenset[int] = frozenset()  # ids of the layers with attention sinks
-        self.batch_invariant = False  # whether a request's bits are the same in any batch
-        self.are_scaled = False  # whether the pool divides KV by the scales of its layer
-        self.is_converted = False  # whether the pool has a one-byte type that pat converts
+        self.batch_invariant = False  # results have the same bits in any batch
+        self.are_scaled = False  # the pool divides KV by the layer's scales
+        self.is_converted = False  # the pool has a one-byte dtype that pat converts
 
     def kind(self, layer_id: int) -> LayerKind:
-        """Return the kind of a layer that pat decodes, which selects the plan that it reads."""
+        """Return the kind of a layer that pat decodes. Layers of the same kind share a plan."""
         window = self.windows.get(layer_id, 0)
         return LayerKind(self.shapes[layer_id], window, window > 0 and layer_id in self.chunked)
 
@@ -55,11 +55,11 @@ class LayerSupport:
     def fallback_reason(
         self, layer: RadixAttention, arguments: dict[str, Any]
     ) -> Unsupported | None:
-        """Return why a layer must fall back, for a reason that only a step shows.
+        """Return a reason to fall back that only a step shows, or None.
 
-        The layer was not found at start, its latent attention is not absorbed, or the model passes
-        an argument that pat would ignore. None: there is no such reason, or the layer has fallen
-        back already.
+        Reasons are that the layer was not found at start-up, that latent attention is not absorbed,
+        or that the model passes an argument that pat would ignore. Returns None too if the layer
+        has already fallen back.
         """
         what, shape = None, self.shapes.get(layer.layer_id)
         if shape is None:
@@ -75,25 +75,25 @@ class LayerSupport:
         return None if what is None else Unsupported("attention", what)
 
     def fall_back(self, layer_id: int, reason: Unsupported) -> None:
-        """Leave a layer to the default backend."""
+        """Make a layer fall back to the default backend."""
         self.shapes.pop(layer_id, None)
         self.fallback.setdefault(layer_id, reason)
 
     def fall_back_all(self, reason: Unsupported) -> None:
-        """Leave the model to the default backend."""
+        """Make all layers fall back to the default backend."""
         self.whole = reason
         self.fallback |= dict.fromkeys(self.shapes, reason)
         self.shapes = {}
 
     def check_strict(self) -> None:
-        """Raise ValueError that names the first reason for which something falls back."""
+        """Raise ValueError, which has the first reason, if a layer falls back."""
         if self.whole is not None:
             raise self.whole.refusal()
         for layer_id, reason in sorted(self.fallback.items()):
             raise reason.refusal(f" (layer {layer_id})")
 
     def counts(self) -> dict[tuple[str, str], int]:
-        """Return the number of layers by route and reason. The reason is empty for pat."""
+        """Return the number of layers by route and reason. The reason is "" for pat."""
         reasons = Counter(str(reason) for reason in self.fallback.values())
         if self.whole is not None and not reasons:
             reasons[str(self.whole)] = 0
@@ -111,7 +111,7 @@ class LayerSupport:
         }
 
     def __str__(self) -> str:
-        """Return a line for the log."""
+        """Return the line for the log."""
         total = len(self.shapes) + len(self.fallback)
         groups = [
             f"{count} on {self.default}: {reason}"
@@ -137,10 +137,10 @@ class LayerSupport:
 
 
 def read_scales(layer: RadixAttention) -> tuple[Scale, Scale]:
-    """Return the scales by which stored keys and values are multiplied: 1 for latent KV.
+    """Return the scales of a layer's stored keys and values, which are 1 for latent KV.
 
-    A scale may be the tensor that the pool divides by. SGLang keeps its value as a number too, but
-    new weights overwrite only the tensor.
+    A scale may be the tensor by which the pool divides. SGLang also has its value as a number, but
+    an update of the weights changes only the tensor.
     """
     if support.is_latent(layer.qk_head_dim, layer.v_head_dim):
         return 1.0, 1.0

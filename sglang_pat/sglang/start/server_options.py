@@ -1,4 +1,4 @@
-"""Server options under which pat decodes nothing. Imports are light, for the command line."""
+"""Server options with which pat decodes nothing. The command line imports this module."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sglang_pat.sglang.compat import environment_is_set, plan_stream_waits, reso
 from sglang_pat.sglang.start.environment import Environment
 from sglang_pat.support import Unsupported
 
-# Server arguments that change which KV a decode step reads, which backend decodes, or how.
+# Server arguments that change which KV a decode step reads, or which backend decodes, or how.
 DELEGATED_ARGUMENTS = {
     "enable_two_batch_overlap": "--enable-two-batch-overlap",
     "enable_pdmux": "--enable-pdmux",
@@ -20,41 +20,41 @@ DELEGATED_ARGUMENTS = {
     "enable_mis": "--enable-mis",
     "dllm_algorithm": "--dllm-algorithm",
 }
-# Algorithms by the form of their drafts. CHAINS: a draft model drafts one token after the other
-# (with a topk above 1 it branches into trees). BLOCKS: a draft model gives a block of drafts at
+# Algorithms by the form of their drafts. CHAINS: a draft model drafts one token after the other,
+# and with a topk above 1 it branches into trees. BLOCKS: a draft model drafts a block of tokens at
 # once. TREES: drafts are found in earlier text, and form trees.
 CHAINS = ("EAGLE", "EAGLE3", "FROZEN_KV_MTP", "NEXTN", "STANDALONE")
 BLOCKS = ("DFLASH", "DSPARK")
 TREES = ("NGRAM",)
-# Lets SGLang prepare verify steps and draft extend on a separate stream.
+# Makes SGLang prepare verify steps and draft extend on a separate stream.
 PLAN_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
-# "static": DSPARK verifies the same number of drafts of each request.
+# With "static", DSPARK verifies the same number of drafts of each request.
 RAGGED_VERIFY = "SGLANG_RAGGED_VERIFY_MODE"
-# Lets SGLang capture what a backend does before a replay. SGLang then no longer calls the backend.
+# Makes SGLang capture what a backend does before a replay, and no longer call the backend then.
 GLUE_GRAPH = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
-# Values of --kv-cache-dtype under which pat may read the KV.
+# Values of --kv-cache-dtype with which pat may be able to read the KV.
 _KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 
 
 def attention_backends(arguments: Any) -> tuple[str, str]:
-    """Return the resolved names of SGLang's backends for prefill and decode."""
+    """Return the names of SGLang's backends for prefill and decode, after resolution."""
     base = resolved(arguments, "attention_backend")
     prefill = resolved(arguments, "prefill_attention_backend") or base
     return prefill, resolved(arguments, "decode_attention_backend") or base
 
 
 def batch_invariant(arguments: Any, environment: Environment) -> bool:
-    """Return True if pat must compute the same bits for a request in any batch.
+    """Return True if pat must compute bit-identical results in any batch.
 
-    Two settings ask for that: the variable in pat's `Environment`, and SGLang's deterministic
-    inference, which an on-policy RL target turns on.
+    It must if pat's environment variable or SGLang's deterministic inference is on. An on-policy RL
+    target turns on the latter.
     """
     deterministic = resolved(arguments, "enable_deterministic_inference")
     return environment.batch_invariant or bool(deterministic)
 
 
 def server_reason(arguments: Any) -> Unsupported | None:
-    """Return why pat decodes nothing under these resolved server arguments."""
+    """Return why pat decodes nothing with these resolved server arguments, or None."""
     for name, flag in DELEGATED_ARGUMENTS.items():
         value = resolved(arguments, name)
         if value:
@@ -71,7 +71,7 @@ def server_reason(arguments: Any) -> Unsupported | None:
 
 
 def _speculation_reason(arguments: Any, environment: Environment) -> Unsupported | None:
-    """Return why pat does not verify the drafts of speculative decoding."""
+    """Return why pat does not verify the drafts of speculative decoding, or None."""
     from sglang.srt.environ import envs
 
     algorithm = resolved(arguments, "speculative_algorithm")
@@ -102,13 +102,13 @@ def _speculation_reason(arguments: Any, environment: Environment) -> Unsupported
 class Drafts(NamedTuple):
     """The draft tokens of a verify step."""
 
-    counts: tuple[int, ...]  # per request; several numbers for adaptive drafts
-    are_chains: bool  # whether each follows the one before it; otherwise they may branch
-    lengths_are_bounds: bool = False  # whether requests may be shorter than SGLang says on the host
+    counts: tuple[int, ...]  # drafts per request; several counts if adaptive
+    are_chains: bool  # whether drafts form chains; otherwise they may branch
+    lengths_are_bounds: bool = False  # whether requests may be shorter than on the host
 
 
 def drafts_of(arguments: Any) -> Drafts | None:
-    """Return the drafts of a verify step. None without speculative decoding."""
+    """Return the drafts of verify steps, or None without speculative decoding."""
     algorithm = resolved(arguments, "speculative_algorithm")
     if algorithm is None:
         return None
@@ -124,8 +124,8 @@ def drafts_of(arguments: Any) -> Drafts | None:
 
 
 def drafts_now(arguments: Any) -> int:
-    """Return the draft tokens per request of the backend that SGLang is building now."""
-    if resolved(arguments, "speculative_adaptive"):  # SGLang sets it before it builds each backend
+    """Return the draft tokens per request for the backend that SGLang is building now."""
+    if resolved(arguments, "speculative_adaptive"):  # set before SGLang builds each backend
         from sglang.srt.runtime_context import get_spec
 
         return int(get_spec().speculative_num_draft_tokens)
@@ -138,9 +138,10 @@ def branches_of(arguments: Any) -> int:
 
 
 def early_reason(arguments: Any) -> Unsupported | None:
-    """Return why pat decodes nothing, from resolved server arguments before there is a model.
+    """Return why pat decodes nothing, by resolved server arguments alone, or None.
 
-    It is the reason of `server_reason`, or one that all layers will have once there is a KV pool.
+    The reason is that of `server_reason`, or a reason that all layers will have once there is a KV
+    pool.
     """
     reason = server_reason(arguments)
     dtype = resolved(arguments, "kv_cache_dtype")

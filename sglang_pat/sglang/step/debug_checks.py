@@ -1,8 +1,8 @@
 """SGLANG_PAT_DEBUG=1 checks every decode step in the running engine.
 
-StepChecker compares a step with SGLang's radix tree and request table, on which kept paths and plan
-reuse rely. RankChecker compares the plans of all tensor-parallel ranks. Both synchronise the
-device: they are for tests and for hunting an error.
+StepChecker compares a step with SGLang's radix tree and request table, to find wrong kept paths and
+wrong plan reuse. RankChecker compares the plans of all tensor-parallel ranks. Both synchronise the
+device, so they are for tests and for finding errors.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class DebugChecks:
     def __init__(self, ranks: RankChecker) -> None:
         self._ranks = ranks
         self._steps: dict[PackAttention, StepChecker] = defaultdict(StepChecker)
-        # By builder: the attention that planned its last step, and the lengths of that step.
+        # Per builder: the attention that planned its last step, and the lengths of that step.
         self._before: dict[DecodeBatchBuilder, tuple[PackAttention, IntArray]] = {}
 
     def counters(self) -> dict[str, Counter[str]]:
-        """Return what the ranks have counted, by name: see `RankChecker`."""
+        """Return the counters of `RankChecker`, by name."""
         return {"ranks_alike": self._ranks.checked, "ranks_apart_ns": self._ranks.apart_ns}
 
     def check_growth(
@@ -46,11 +46,11 @@ class DebugChecks:
     ) -> None:
         """Raise RuntimeError if a request has not grown in a step that repeats the last one.
 
-        would_repeat: whether the step would repeat the last one if it were not checked.
+        would_repeat: whether the step would repeat the last one if checks were off.
         """
         planner, lens = self._before.get(builder, (None, attention.seq_lens))
         self._before[builder] = attention, attention.seq_lens
-        # Graphs of other sizes have other padding.
+        # Graphs of another size have another number of padding rows.
         if would_repeat and planner is attention and len(lens) == len(attention.seq_lens):
             check_growth(lens, attention.seq_lens)
 
@@ -63,8 +63,8 @@ class DebugChecks:
     ) -> None:
         """Raise RuntimeError that names the request if a check fails.
 
-        made: what `StepPlans.plan()` returned for `tensors`. builder: it has just read the step.
-        request_lens: the lengths of the step's requests, on the device.
+        made: the result of `StepPlans.plan()` for `tensors`. builder: the builder that has just
+        read the step. request_lens: the lengths of the step's requests, on the device.
         """
         shared = builder.last_shared
         if shared is not None:
@@ -79,12 +79,12 @@ class DebugChecks:
                 check_windows(attention, **tensors)
 
 
-# The nodes of a path, as (node id, end). When a node is split, its lower part keeps both.
+# A path as (node id, end) of each node. When a node is split, its lower part keeps id and end.
 _Ends = list[tuple[int, int]]
 
 
 class StepChecker:
-    """Finds requests whose KV is not what the plan of the step reads."""
+    """Finds requests for which the plan of a step reads wrong KV."""
 
     def __init__(self) -> None:
         self._planned: list[torch.Tensor] | None = None  # the shared slots of each request
@@ -99,7 +99,7 @@ class StepChecker:
         *,
         plan_is_new: bool,
     ) -> None:
-        """Raise RuntimeError that names a request if the plan reads KV that is not the request's.
+        """Raise RuntimeError, which names the request, if the plan reads wrong KV for a request.
 
         reqs: the requests of the step that was just planned, in row order.
         """
@@ -112,7 +112,7 @@ class StepChecker:
         in_tree = [[(node[0], node[3]) for node in path] for path in source.read(reqs)]
         _check_kept(reqs, forest, in_tree)
         slots = [
-            # Copied even if the table is on the CPU, because SGLang rewrites it in place.
+            # copy=True, because SGLang rewrites the table in place, which may be on the CPU.
             req_to_token[row, : ends[-1][1] if ends else 0].to("cpu", torch.int64, copy=True)
             for row, ends in zip(rows, in_tree, strict=True)
         ]
@@ -141,8 +141,8 @@ def check_growth(before: IntArray, now: IntArray) -> None:
 def check_host_lengths(on_host: IntArray, seq_lens: torch.Tensor) -> None:
     """Raise RuntimeError if a request is longer on the host than on the device.
 
-    Its plan would share KV that has not been written. A request may be longer on the device,
-    because the end of a row's tail is read there.
+    The plan would then share KV that has not been written. A request may be longer on the device,
+    because kernels read the end of a row's tail there.
     """
     lens = seq_lens[: len(on_host)].cpu().numpy()
     wrong = np.flatnonzero(on_host > lens)
@@ -157,7 +157,7 @@ def check_windows(
     req_pool_indices: torch.Tensor,
     seq_lens: torch.Tensor,
 ) -> None:
-    """Raise RuntimeError unless each request reads each slot of its window once."""
+    """Raise RuntimeError unless each request's row has each slot of its window once."""
     steps = zip(attention.slots(), req_pool_indices.tolist(), seq_lens.tolist(), strict=False)
     for request, (found, row, length) in enumerate(steps):
         slots = req_to_token[row, length - attention.attended(length) : length].long()
@@ -194,23 +194,23 @@ def _check_reuse(
 
 @dataclass(slots=True)
 class RankChecker:
-    """Compares plans within a group whose ranks all call `check` for every step."""
+    """Compares plans within a group of ranks. All of its ranks must call `check` for every step."""
 
-    group: dist.ProcessGroup | None  # for host data; None: this rank is alone
-    checked: Counter[str] = field(default_factory=Counter)  # steps in which all plans were the same
-    # A histogram as in `PlanningTimes`: how much longer the slowest rank planned than the fastest.
+    group: dist.ProcessGroup | None  # a CPU group; None: there are no other ranks
+    checked: Counter[str] = field(default_factory=Counter)  # steps in which all plans were equal
+    # How much longer the slowest rank planned than the fastest: a histogram as in `PlanningTimes`.
     apart_ns: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def of_sglang(cls) -> RankChecker:
-        """Return a checker for the ranks that share the requests of this one."""
+        """Return a checker for the ranks that have the same requests as this rank."""
         from sglang.srt.distributed.parallel_state import get_attn_tp_group
 
         group = get_attn_tp_group()
         return cls(group.cpu_group if group.world_size > 1 else None)
 
     def check(self, plan: DecodePlan, time: PlanningTime) -> None:
-        """Raise RuntimeError on every rank if one has another plan. Waits for the other ranks."""
+        """Raise RuntimeError on all ranks if their plans differ. Waits for the other ranks."""
         if self.group is None:
             return
         found: list[Any] = [None] * dist.get_world_size(self.group)
@@ -223,7 +223,7 @@ class RankChecker:
 
 
 def digest(plan: DecodePlan) -> str:
-    """Return a digest of all that the kernels read of the plan."""
+    """Return a digest of everything that kernels read of a plan."""
     state = hashlib.blake2b(repr(plan.header).encode(), digest_size=8)
     for name, *_ in PLAN_SECTIONS:
         state.update(getattr(plan, name).tobytes())

@@ -1,7 +1,7 @@
-"""Microbatches: the batches that SGLang runs in turns, each with its paths and plans.
+"""Microbatches: the batches that SGLang runs in turn, each with its own paths and plans.
 
-Without pipeline parallelism there is one batch. With it, several batches of different requests
-alternate on a rank. Each keeps its paths and its plan for its next step.
+With pipeline parallelism, several batches of different requests alternate on a rank. Each keeps its
+paths and plan for its next step. Without pipeline parallelism there is one batch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from sglang_pat.sglang.tree.request_tracker import StepRequests
 
 @dataclass(eq=False, slots=True)
 class Microbatch:
-    """One of the batches: its paths, and its plans for eager steps and for CUDA graphs."""
+    """One of the batches, with its paths and its plans for eager steps and for CUDA graphs."""
 
     builder: DecodeBatchBuilder
     eager: StepPlans
     captured: StepPlans | None = None
 
     def plans(self) -> list[StepPlans]:
-        """Return the plans that this microbatch has."""
+        """Return the plans of this microbatch, of eager steps and of graphs."""
         return [self.eager] if self.captured is None else [self.eager, self.captured]
 
 
@@ -36,10 +36,10 @@ class Microbatches:
         new_plans: Callable[..., StepPlans],
         new_builder: Callable[[], DecodeBatchBuilder] = DecodeBatchBuilder,
     ) -> None:
-        """Make the plans of `count` batches. new_plans takes the arguments of `reserve()`."""
+        """Make `count` microbatches. new_plans takes the arguments of `reserve()`."""
         self._kinds = [new_plans]
         self._reservation: dict[str, int] | None = None
-        # The one that was used last comes first.
+        # Ordered by last use, the latest first.
         self._recent = [Microbatch(new_builder(), new_plans()) for _ in range(count)]
 
     @property
@@ -50,8 +50,9 @@ class Microbatches:
     def find(self, step: StepRequests | None) -> Microbatch:
         """Return the microbatch of a step.
 
-        Requests stay in their batch while they run, so the first request identifies the batch.
-        If no microbatch knows it, the batch is new and replaces the one unused the longest.
+        Requests stay in their batch while they run, so the first request identifies the batch. If
+        no microbatch knows that request, the step gets the microbatch that was not used for
+        longest.
         """
         if len(self._recent) == 1 or step is None:
             return self._recent[0]
@@ -60,12 +61,12 @@ class Microbatches:
             len(self._recent) - 1,
         )
         found = self._recent[index]
-        # A new list: another thread may be counting over the old one.
+        # A new list, because another thread may be reading the old one.
         self._recent = [found, *(each for each in self._recent if each is not found)]
         return found
 
     def add(self, new_plans: Callable[..., StepPlans]) -> None:
-        """Plan for more kinds of layers too. new_plans takes the arguments of `reserve()`."""
+        """Also plan for more kinds of layers. new_plans takes the arguments of `reserve()`."""
         self._kinds.append(new_plans)
         for each in self._recent:
             each.eager.add(new_plans())
@@ -85,10 +86,10 @@ class Microbatches:
     def reserve(self, **reservation: int) -> None:
         """Allocate the buffers that CUDA graphs capture. reservation: arguments of PackAttention.
 
-        All microbatches share them, because the graphs are captured once. A microbatch sends its
-        plan again if another one has used the buffers in between. If the reservation is equal to
-        the last one, the buffers stay. Graphs of a draft model may have captured them, and SGLang
-        does not capture these graphs again when it captures those of the served model.
+        All microbatches share the buffers, because SGLang captures the graphs once. A microbatch
+        sends its plan again if another one has used the buffers in between. An equal reservation
+        keeps the buffers, because a draft model's graphs may have captured them, and SGLang does
+        not capture these again when it captures the served model's graphs.
         """
         if reservation == self._reservation:
             return

@@ -1,9 +1,9 @@
 """Decides whether a captured step repeats the last one, and counts the steps that do.
 
-A CUDA graph reads its plan from buffers that stay in place. If the next step has the same requests
-and replays the same graph, the plan in the buffers serves it: the host compares a few fields and
-appends to a list. In a decode step each request is one token longer, so the host does not even read
-the lengths. Nearly all steps of a server with CUDA graphs repeat the last one.
+A CUDA graph reads its plan from buffers with fixed addresses. If the next step has the same
+requests and replays the same graph, it can use the plan in the buffers. The host then only compares
+a few fields and appends to a list. In plain decode steps it does not even read the lengths, because
+each request is one token longer. With CUDA graphs, nearly all steps repeat the last one.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ from sglang_pat.stats import PlanningTime, PlanStats
 
 @dataclass(slots=True)
 class LastPlan:
-    """The last planned step, and the conditions under which a replay may skip planning."""
+    """The last planned step, and the conditions under which a replay may reuse its plan."""
 
     kind: Any
     reqs: list[Request]
     plans: StepPlans
     num_rows: int
-    why: StepReason  # why the next step is planned once no steps are left
+    why: StepReason  # why a step is planned when `steps` is used up
     steps_left: int = 0
 
 
 class PlanReuse:
-    """Answers whether a captured step repeats the last one, and if not, why.
+    """Decides whether a captured step repeats the last one.
 
-    A served model has one set of captured buffers, and its draft model another one. Each has its
-    own PlanReuse.
+    A served model and its draft model have separate buffers, and so separate PlanReuse objects.
     """
 
     def __init__(self, tracker: RequestTracker = REQUEST_TRACKER) -> None:
@@ -49,11 +48,11 @@ class PlanReuse:
     def reason(
         self, kind: Any, reqs: list[Request] | None, plans: StepPlans | None, num_rows: int
     ) -> StepReason | None:
-        """Return why a step must be planned: the first reason that applies, as in `StepReason`.
+        """Return why a step must be planned: the first reason in `StepReason` that applies.
 
-        The step is given by its type, its requests (`StepRequests`; None in a warm-up), the plans
-        that it reads, and the size of its graph. None: the step repeats the last one, if
-        `StepType.repeat` agrees. Types, requests and plans are compared by identity.
+        The arguments are the step's type, its requests (None in a warm-up), the plans that it
+        reads, and the size of its graph. Types, requests and plans are compared by identity.
+        Returns None if the step repeats the last one, provided that `StepType.repeat` agrees.
         """
         last = self._last
         if last is None:
@@ -74,7 +73,7 @@ class PlanReuse:
         self._last.steps_left -= 1
 
     def in_place(self, kind: Any, reqs: list[Request]) -> StepPlans | None:
-        """Return the plans of the last step, if it was of this type and had these requests."""
+        """Return the plans of the last step if it had this type and these requests."""
         last = self._last
         if last is None or last.kind is not kind or last.reqs is not reqs:
             return None
@@ -90,17 +89,17 @@ class PlanReuse:
         num_rows: int,
         why: StepReason,
     ) -> None:
-        """Make this step the last one. Until `permit_skips`, `why` prevents repeats."""
+        """Make this step the last one. `why` prevents repeats until `permit_skips`."""
         self._last = None if reqs is None else LastPlan(kind, reqs, plans, num_rows, why)
 
     def permit_skips(self, steps: int) -> None:
-        """Let at most `steps` steps repeat the one that was planned."""
+        """Allow the next `steps` steps to repeat the planned one."""
         last = self._last
         if last is not None and last.why is not StepReason.MOVED:
             last.steps_left, last.why = steps, StepReason.DUE
 
     def block_skips(self, why: StepReason) -> None:
-        """Let no step repeat the last one. Its plan stays in the buffers."""
+        """Allow no step to repeat the last one. Its plan stays in the buffers."""
         last = self._last
         if last is not None and last.why is not StepReason.MOVED:
             last.steps_left, last.why = 0, why
@@ -108,20 +107,19 @@ class PlanReuse:
     # --- PathCache ---
 
     def invalidate(self, ids: Collection[int]) -> None:
-        """Have the next step planned, unless `ids` is empty (a mixed batch without prefills)."""
+        """Force a new plan, unless `ids` is empty as in a mixed batch without prefills."""
         if ids:
             self.block_skips(StepReason.MOVED)
 
     def invalidate_all(self) -> None:
-        """Have the next step planned."""
+        """Force a new plan in the next step."""
         self.block_skips(StepReason.MOVED)
 
 
 class SkippedPlanning:
-    """Counts the steps that repeat the one given to `begin()`.
+    """Counts the steps that repeat a planned step, which `begin()` sets.
 
-    The thread that decodes calls begin(), end() and add(). Any thread may call stats(), which
-    computes the statistics of these steps.
+    The thread that decodes calls begin(), end() and add(). Any thread may call stats().
     """
 
     def __init__(
@@ -129,31 +127,31 @@ class SkippedPlanning:
     ) -> None:
         """Make a counter.
 
-        on_count gets the time of each step, in the thread that calls stats() or end(). on_step is
-        called in each step, in the thread that decodes.
+        on_count: called with the time of each repeated step, by the thread that calls stats() or
+        end(). on_step: called in each repeated step, by the thread that decodes.
         """
         self._on_count = on_count
         self._on_step = on_step
-        # Only add() appends to these two lists. All else is changed under the lock.
-        self._growths: list[int] = []  # KV tokens gained, in speculative decoding only
+        # add() appends to these two lists without the lock. All other changes are under the lock.
+        self._growths: list[int] = []  # gained KV tokens, only in speculative decoding
         self._times: list[int] = []
         self._lock = threading.Lock()
         self._num_counted = 0  # entries of `_times`
-        self._tokens = KvTokens(0, 0, 0)  # of the step given to begin()
+        self._tokens = KvTokens(0, 0, 0)  # of the planned step
         self._num_growing = 0
         self._stats = PlanStats()
 
     def begin(self, tokens: KvTokens, num_growing: int) -> None:
-        """Begin to count steps that repeat the one with these KV tokens.
+        """Begin to count steps that repeat a planned step with these KV tokens.
 
-        num_growing: requests that get one token per step, if add() is not given the growth.
+        num_growing: requests that grow by one token per step, for add() without growth.
         """
         self.end()
         with self._lock:
             self._tokens, self._num_growing = tokens, num_growing
 
     def end(self) -> int:
-        """Count what is left, and return how many steps there were since begin()."""
+        """Count the remaining steps, and return the number of steps since begin()."""
         num_repeated = len(self._times)
         if num_repeated:
             with self._lock:
@@ -164,11 +162,11 @@ class SkippedPlanning:
     def add(self, begun_ns: int, growth: int | None = None) -> None:
         """Count a step that repeats the last one.
 
-        begun_ns: `time.perf_counter_ns()` when work on the step began. growth: the KV
-        tokens that it has more than the step given to begin(). None: one per growing request and
-        step. It is given for all steps since begin(), or for none.
+        begun_ns: `time.perf_counter_ns()` when work on the step began. growth: by how many KV
+        tokens the step exceeds the planned one. None: by one per growing request and step. After a
+        begin(), all steps or none must have a growth.
         """
-        if growth is not None:  # before the time: a thread that sees the time reads the growth
+        if growth is not None:  # appended before the time, by which stats() counts
             self._growths.append(growth)
         self._times.append(time.perf_counter_ns() - begun_ns)
         if self._on_step is not None:

@@ -1,9 +1,9 @@
 """Plans the steps of one model, before its layers attend.
 
 SGLang's backend calls `plan_eager` or `plan_captured` once per step. A step that repeats the last
-one is only counted (`plan_reuse.py`). For any other step the planner reads its inputs and its paths
-(`tree/batch_builder.py`), and makes plans of them (`layer/step_plans.py`). `StepType` says how a
-type of step differs from a plain decode step.
+one is only counted (`plan_reuse.py`). For any other step, the planner reads the step's inputs and
+paths (`tree/batch_builder.py`) and makes plans (`layer/step_plans.py`). `StepType` says how a type
+of step differs from a plain decode step.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from sglang_pat.window import AHEAD, WindowAttention
 if TYPE_CHECKING:
     from sglang_pat.sglang.start.environment import Environment
 
-# Reasons to plan a step that could otherwise repeat the last one.
+# Reasons for which a step is planned although the last plan would still be usable.
 _WOULD_REPEAT = (StepReason.CHECKED, StepReason.DUE, StepReason.EAGER)
 
 
 class StepPlanner:
-    """Plans the steps of one model, each for all layers that pat decodes.
+    """Plans the steps of one model, for all layers that pat decodes.
 
-    Eager steps and CUDA graphs have plans of their own: a graph needs buffers that never move.
-    Plans are made for the kinds of the layers in `layer_support`.
+    Eager steps and CUDA graphs have separate plans, because graphs need buffers with fixed
+    addresses. A step has one plan for each kind of layers in `layer_support`.
     """
 
     new_builder: Callable[..., DecodeBatchBuilder] = DecodeBatchBuilder
@@ -51,7 +51,7 @@ class StepPlanner:
         self, model_runner: Any, environment: Environment, layer_support: LayerSupport
     ) -> None:
         self.layer_support = layer_support
-        self.dtypes = (model_runner.dtype, model_runner.kv_cache_dtype)  # of queries, of KV
+        self.dtypes = (model_runner.dtype, model_runner.kv_cache_dtype)  # of queries and of KV
         self._req_to_token_pool = model_runner.req_to_token_pool
         self._token_to_kv_pool = model_runner.token_to_kv_pool
         self._layer_ids = tuple(layer_support.shapes)
@@ -71,18 +71,18 @@ class StepPlanner:
             partial(self.new_builder, strict=environment.debug),
         )
         self._checks = DebugChecks(RankChecker.of_sglang()) if environment.debug else None
-        self._max_requests = 0  # of the largest graph
+        self._max_requests = 0  # requests of the largest graph
         self._reuse = PlanReuse()
         self._reasons: Counter[str] = Counter()  # why steps were planned
-        self._windows: Counter[str] = Counter()  # plans and KV tokens of layers with windows
-        self._windows_repeated: Counter[str] = Counter()  # what each repeated step adds
+        self._windows: Counter[str] = Counter()  # plans and KV tokens, for layers with windows
+        self._windows_repeated: Counter[str] = Counter()  # per repeated step
         self._reports: StepReports | None = None
         self._skipped = SkippedPlanning(lambda planning: None)
 
     # --- once per step ---
 
     def plan_eager(self, kind: StepType, forward_batch: Any) -> StepPlans | None:
-        """Plan a step that runs without a graph. None: the step has no rows (an idle rank)."""
+        """Plan a step that runs without a graph. Return None if it has no rows (an idle rank)."""
         if forward_batch.batch_size == 0:
             return None
         requests = kind.requests(forward_batch)
@@ -94,9 +94,9 @@ class StepPlanner:
     def plan_captured(
         self, kind: StepType, forward_batch: Any, in_capture: bool = False
     ) -> StepPlans | None:
-        """Fill the buffers from which the next capture or replay of a CUDA graph reads its plan.
+        """Plan the next capture or replay of a CUDA graph, in the graphs' buffers.
 
-        If the step repeats the last one, the plan is already there. None: as in `plan_eager`.
+        If the step repeats the last one, the plan is already there. Returns like `plan_eager`.
         """
         begun_ns = time.perf_counter_ns()
         requests = kind.requests(forward_batch)
@@ -104,7 +104,7 @@ class StepPlanner:
         plans = microbatch.captured
         why: StepReason | None = StepReason.FIRST
         if requests is not None and not in_capture:
-            reuse, growth = self._reuse, None  # None: each request has one token more
+            reuse, growth = self._reuse, None  # growth None: one token per request
             why = reuse.reason(kind, requests.reqs, plans, forward_batch.batch_size)
             if why is None and kind.repeat is not None:
                 growth = kind.repeat(forward_batch, requests)
@@ -127,7 +127,7 @@ class StepPlanner:
         execution: ExecutionMode,
         why: StepReason | None,
     ) -> StepPlans:
-        """Read a step's paths, and plan it."""
+        """Read a step's paths and plan the step."""
         plans = microbatch.eager if execution is ExecutionMode.EAGER else microbatch.captured
         assert plans is not None
         builder, num_repeated = microbatch.builder, self._skipped.end()
@@ -166,7 +166,7 @@ class StepPlanner:
         return plans
 
     def _allow_repeats(self, kind: StepType, builder: DecodeBatchBuilder, plans: StepPlans) -> None:
-        """Let the next steps repeat this one, unless it shares nothing or all must be planned."""
+        """Allow the next steps to repeat this one, unless it shares nothing or reuse is off."""
         shared = builder.last_shared
         if shared is None:
             return
@@ -184,27 +184,27 @@ class StepPlanner:
     def reserve(self, max_requests: int) -> None:
         """Allocate what graphs of up to `max_requests` requests read.
 
-        SGLang asks for it before the first capture, and each time that it captures all graphs again
-        (after an update of the weights).
+        SGLang calls this before the first capture, and before it captures all graphs again after an
+        update of the weights.
         """
         self._max_requests = max(max_requests, self._max_requests)
         self._reserve_rows(self._max_requests)
 
     def _reserve_rows(self, max_rows: int) -> None:
-        pool = self._token_to_kv_pool  # a hybrid one has fewer slots for layers with windows
+        pool = self._token_to_kv_pool  # a hybrid pool has fewer slots for layers with windows
         num_slots = max(len(pool.get_key_buffer(layer_id)) for layer_id in self._layer_ids)
         self._microbatches.reserve(
             max_requests=max_rows,
-            # A slot may be in several shared ranges: packs may read the ranges of their parents.
+            # Packs may read their parents' ranges too, so a slot may be in several shared ranges.
             max_shared_slots=2 * num_slots,
-            # No request is longer than the pool, though a model's context may be.
+            # A model's context may be longer than the pool, but no request is.
             max_seq_len=min(self._req_to_token_pool.req_to_token.shape[1], num_slots),
         )
 
     # --- statistics ---
 
     def plan_counts(self) -> Counter[str]:
-        """Count the steps that were planned, and those in which the last plan was reused."""
+        """Return the numbers of steps that were planned, and that reused the last plan."""
         stats = self._plan_stats()
         return Counter(
             plans_built=sum(each.plans_built for each in stats),
@@ -212,7 +212,7 @@ class StepPlanner:
         )
 
     def _count_windows(self, attentions: list[PackAttention], num_repeated: int) -> None:
-        """Count window plans of a planned step, and of the repeated steps just before it."""
+        """Count the window plans of a planned step and of the repeated steps just before it."""
         for name, count in self._windows_repeated.items():
             self._windows[name] += num_repeated * count
         self._windows_repeated.clear()
@@ -244,10 +244,10 @@ class TargetPlanner(StepPlanner):
         self._reports.start()
 
     def counters(self) -> Counters:
-        """Return the numbers of all steps so far. Any thread may call it."""
+        """Return the counters of all steps so far. Any thread may call this."""
         microbatches = list(self._microbatches)
         builders = [each.builder for each in microbatches]
-        # All builders watch the same tree, each from its first step on.
+        # One is enough, because all builders watch the same tree.
         events = [each.events.counts for each in builders if each.events is not None][:1]
         return read_counters(
             self._plan_stats(),
@@ -259,7 +259,7 @@ class TargetPlanner(StepPlanner):
         )
 
     def _more_counters(self) -> dict[str, list[Counter[str]]]:
-        """Return the counters that not all servers have."""
+        """Return counters that only some servers have."""
         more = {} if self._checks is None else self._checks.counters()
         if self._windows:
             more["windows"] = self._windows
@@ -267,7 +267,7 @@ class TargetPlanner(StepPlanner):
 
 
 def _new_plans(support: LayerSupport, kinds: Iterable[LayerKind], **options: Any) -> StepPlans:
-    """Make a PackAttention for each kind of layers. options: its arguments."""
+    """Make a PackAttention for each kind of layers. options: arguments of PackAttention."""
 
     def attention(kind: LayerKind) -> PackAttention:
         windows: dict[str, Any] = {}
@@ -287,11 +287,11 @@ def _new_plans(support: LayerSupport, kinds: Iterable[LayerKind], **options: Any
             **options,
         )
 
-    # Kinds without a window come last: their statistics are the step's.
+    # Kinds without a window come last, because the last kind counts the step's statistics.
     in_order = sorted(kinds, key=lambda kind: (-kind.window, kind.heads))
     return StepPlans({kind: attention(kind) for kind in in_order})
 
 
 def _num_microbatches(server_args: Any) -> int:
-    """Count the batches that take turns: pipeline parallelism runs several at once."""
+    """Return the number of batches that alternate, which is above 1 in pipeline parallelism."""
     return int(server_args.pp_size) + int(server_args.pp_async_batch_depth)

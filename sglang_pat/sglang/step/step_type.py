@@ -1,7 +1,7 @@
 """StepType: how a type of step differs from a plain decode step.
 
-A plain decode step has one row per request, and each request is one token longer than in the last
-step. The steps of speculative decoding override these defaults (`speculative/steps.py`).
+In a plain decode step, each request has one row, and is one token longer than in the last step.
+Steps of speculative decoding override these defaults (`speculative/steps.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, StepRequests
 
 
 class ExecutionMode(Enum):
-    """How a step runs: without a CUDA graph, while a graph is captured, or in its replay."""
+    """How a step runs: without a CUDA graph, while a graph is captured, or in a replay."""
 
     EAGER = "eager"
     CAPTURE = "capture"
@@ -35,11 +35,11 @@ class StepType:
     mode
         SGLang's forward mode of such steps.
     requests
-        Returns the requests of a batch. None: they are not known (warm-up, capture).
+        Returns the requests of a batch, or None if they are not known (warm-up, capture).
     repeat
-        Returns by how many tokens the requests have grown in all, given the batch and its requests.
-        None: a request has outgrown the plan. The attribute is None if each request grows by one
-        token.
+        Returns by how many tokens all requests together have grown, given the batch and its
+        requests, or None if one has outgrown the plan. The attribute itself is None if each request
+        grows by one token per step.
     """
 
     mode: ClassVar[ForwardMode] = ForwardMode.DECODE
@@ -48,7 +48,7 @@ class StepType:
 
     @property
     def graphs_are_complete(self) -> bool:
-        """Whether the graphs themselves write what rows read. If not, no step is a repeat."""
+        """Whether graphs write the rows' tensors themselves. If not, no step is a repeat."""
         return True
 
     def view(self, forward_batch: Any, requests: StepRequests | None) -> StepInputs:
@@ -58,7 +58,7 @@ class StepType:
     def rows(
         self, view: StepInputs, forward_batch: Any, execution: ExecutionMode
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `req_pool_indices` and `seq_lens` of the rows, which layers read on the device."""
+        """Return the rows' `req_pool_indices` and `seq_lens` on the device."""
         return view.req_pool_indices, view.seq_lens
 
     def steps_to_repeat(self, builder: DecodeBatchBuilder, growth: int) -> int:
@@ -69,8 +69,8 @@ class StepType:
         return growth
 
     def count_planned(self, forward_batch: Any, batch: DecodeBatch, plans: StepPlans) -> None:
-        """Count a step of known requests that was planned."""
+        """Count a planned step of known requests."""
 
 
 class DecodeStep(StepType):
-    """A plain decode step: SGLang has its rows and lengths on the device."""
+    """A plain decode step, whose `req_pool_indices` and `seq_lens` are SGLang's."""

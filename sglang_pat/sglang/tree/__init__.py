@@ -1,1 +1,1 @@
-"""Reads the steps and the radix tree of SGLang into host data for the planner."""
+"""Reads SGLang's steps and radix tree into host data for the planner."""

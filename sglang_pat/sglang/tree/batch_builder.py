@@ -1,7 +1,7 @@
 """Builds the DecodeBatch of the step that SGLang runs.
 
-`StepInputs` has the fields of the step. `DecodeBatchBuilder` reads the paths of requests that are
-new, or whose path may have changed (`radix_paths.py`). A `PrefixForest` keeps all other paths.
+`StepInputs` has the step's fields. `DecodeBatchBuilder` reads the paths of requests that are new or
+whose path may have changed (`radix_paths.py`). A `PrefixForest` keeps all other paths.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from sglang_pat.sglang.tree.row_groups import RowPaths
 
 logger = logging.getLogger(__name__)
 
-# In the order of the counts that PrefixForest.update() returns.
+# The counts that PrefixForest.update() returns, in this order.
 _CHANGES = ("join", "leave", "last_node_changed", "split")
-MISMATCH = "mismatch"  # counted in `changes` too
+MISMATCH = "mismatch"  # also a key of `changes`
 
-# If the paths of more requests than this must be read again, the builder reads all paths again.
+# If more than this many requests' paths must be read again, the builder reads all paths again.
 _MOST_MOVED = 10_000
 
 
 class SharedStep(NamedTuple):
-    """A step whose rows may share KV: the reader of their paths, the rows, and their forest."""
+    """A step whose rows may share KV, with the reader of its paths, its rows and its forest."""
 
     source: PathReader
     reqs: list[Request]
@@ -50,31 +50,31 @@ class SharedStep(NamedTuple):
 
 
 class DecodeBatchBuilder:
-    """Turns the steps of one batch that SGLang runs into DecodeBatches.
+    """Makes the DecodeBatch of each step of a batch that SGLang runs.
 
-    A path is read when its request joins, and again when it may have changed: a checkpoint, an
-    extend or a retraction can give a running request another last node, another row, or other slots
-    (docs/design/decisions.md#kept-paths). In between the forest keeps it.
+    The builder reads a path when the request joins, and again after a checkpoint, an extend or a
+    retraction, which can give a running request another last node, another row, or other slots
+    (docs/design/decisions.md#kept-paths). In between, the forest keeps the path.
 
     Attributes
     ----------
     steps_without_sharing
-        The steps in which nothing could be shared, by reason.
+        Numbers of steps in which nothing could be shared, by reason.
     changes
-        Requests that joined or left ("join", "leave"), that got another last node while they ran
-        ("last_node_changed"), that were read again because the tree had split their nodes
+        Numbers of requests that joined or left ("join", "leave"), that got another last node while
+        they ran ("last_node_changed"), whose path was read again because the tree had split a node
         ("split"), and that share nothing because their path does not match them ("mismatch").
     events
         The monitor of the last prefix cache seen.
     lens
-        The lengths of the last step's requests in tokens, as SGLang gives them.
+        SGLang's lengths of the last step's requests, in tokens.
     """
 
     def __init__(self, tracker: RequestTracker = REQUEST_TRACKER, *, strict: bool = False) -> None:
         """Make a builder.
 
-        tracker: reports requests whose paths may have changed. strict: raise PathMismatchError
-        if a path does not match its request. Otherwise such a request shares nothing.
+        tracker: reports requests whose paths may have changed. strict: whether to raise
+        PathMismatchError if a path does not match its request, which otherwise shares nothing.
         """
         self._tracker = tracker
         self._strict = strict
@@ -83,17 +83,17 @@ class DecodeBatchBuilder:
         self.events: CacheEventMonitor | None = None
         self._tree: Any = None
         self._source: PathReader | None = None
-        self._reqs: list[Request] = []  # whose paths the forest keeps
+        self._reqs: list[Request] = []  # requests whose paths the forest has
         self._forest = PrefixForest()
-        self._version = 0  # counts changes of the requests and their paths
-        self._moved: set[int] = set()  # id() of requests to read again in the next shared step
+        self._version = 0  # counts changes of requests and paths
+        self._moved: set[int] = set()  # id() of requests whose paths to read again
         self.lens: IntArray = np.zeros(0, dtype=np.int32)
         self._shares = False
         tracker.subscribe(self)
 
     @property
     def last_shared(self) -> SharedStep | None:
-        """The last step, unless nothing could be shared in it."""
+        """The last step, or None if nothing could be shared in it."""
         if not self._shares or self._source is None:
             return None
         return SharedStep(self._source_of_rows(), self._reqs, self._forest)
@@ -103,7 +103,7 @@ class DecodeBatchBuilder:
         return step.reqs is self._reqs or any(req is step.reqs[0] for req in self._reqs)
 
     def read(self, view: StepInputs) -> DecodeBatch:
-        """Return a step as host data. Its paths are valid until the next call of `read`.
+        """Return the DecodeBatch of a step. Its paths are valid until the next call of `read`.
 
         Rows after the requests are padding of length 0. In strict mode, raises PathMismatchError
         if a path does not end where its request's shared KV ends.
@@ -135,7 +135,7 @@ class DecodeBatchBuilder:
         return view.lengths()
 
     def _row_lengths(self, view: StepInputs, lens: IntArray) -> IntArray:
-        """Return the lengths of the rows, given those of the requests."""
+        """Return the lengths of the rows, given the lengths of the requests."""
         return lens
 
     def _rows(self, view: StepInputs, reqs: list[Request]) -> list[Request]:
@@ -143,12 +143,12 @@ class DecodeBatchBuilder:
         return reqs
 
     def _source_of_rows(self) -> PathReader:
-        """Return the reader of the paths of the last step's rows."""
+        """Return the reader of paths for the rows of the last step."""
         assert self._source is not None
         return self._source
 
     def without_sharing(self, batch: DecodeBatch, reason: str | None) -> DecodeBatch:
-        """Return a copy of `batch` in which no requests share KV, and count the reason."""
+        """Return a copy of `batch` without shared KV, and count the reason."""
         self._shares = False
         if reason is not None:
             self._count_private(reason)
@@ -156,13 +156,13 @@ class DecodeBatchBuilder:
         return DecodeBatch(batch.seq_lens, paths, begun_ns=batch.begun_ns)
 
     def invalidate(self, ids: Iterable[int]) -> None:
-        """Read the paths of requests again in the next step that may share. ids: their id()."""
+        """Read these requests' paths again in the next step that may share. ids: their id()."""
         self._moved.update(ids)
-        if len(self._moved) > _MOST_MOVED:  # many prefills without a decode step in between
+        if len(self._moved) > _MOST_MOVED:  # after many prefills without a decode step
             self.invalidate_all()
 
     def _private_reason(self, step: StepRequests | None, num_rows: int) -> str | None:
-        """Return why the rows of a step share nothing. None: they may share."""
+        """Return why the rows of a step share nothing, or None if they may share."""
         if step is None:
             return StepReason.NO_REQUESTS
         if len(step.reqs) > num_rows:
@@ -172,7 +172,7 @@ class DecodeBatchBuilder:
         if self._source is None:
             is_off = ", which is disabled" if getattr(step.tree, "disable", False) else ""
             return f"no shared paths are known to {type(step.tree).__name__}{is_off}"
-        if step.has_beams and not isinstance(self._source, RowPaths):  # first beams in the tree
+        if step.has_beams and not isinstance(self._source, RowPaths):  # the first beams
             self._source = RowPaths(self._source, step.tree.req_to_token_pool)
         return None
 
@@ -180,7 +180,7 @@ class DecodeBatchBuilder:
         self.invalidate_all()
         self._source = path_reader(tree, self._on_mismatch)
         if self._source is not None:
-            tracker = self._tracker  # so that the callbacks do not keep this builder alive
+            tracker = self._tracker  # callbacks must not keep this builder alive
             self.events = CacheEventMonitor.watching(
                 tree, lambda req: tracker.invalidate([req]), tracker.invalidate_all
             )
@@ -192,12 +192,12 @@ class DecodeBatchBuilder:
         self._moved.clear()
 
     def _update(self, reqs: list[Request]) -> None:
-        """Replace the last step's requests in the forest by `reqs`, those of this step."""
+        """Update the forest from the last step's requests to `reqs`."""
         if reqs is self._reqs and not self._moved:
             return
         assert self._source is not None
         before, moved = self._reqs, self._moved
-        self._reqs, self._moved = [], set()  # if reading fails, all paths are read the next time
+        self._reqs, self._moved = [], set()  # if reading fails, the next step reads all paths
         counts = self._forest.update(before, reqs, moved, self._source_of_rows().read)
         self._reqs = reqs
         if counts is not None:
@@ -206,7 +206,7 @@ class DecodeBatchBuilder:
                 self.changes[name] += count
 
     def _on_mismatch(self, error: PathMismatchError) -> None:
-        """Let a request whose path does not match it share nothing until it is read again."""
+        """Handle a path that does not match its request: the request shares nothing for now."""
         if self._strict:
             raise error
         if self.changes[MISMATCH] == 0:
@@ -223,21 +223,21 @@ class DecodeBatchBuilder:
 class StepInputs:
     """The fields of a step that pat reads.
 
-    SGLang passes a step as a ForwardBatch, as a namespace before a replay, or as a ForwardBatch
-    whose buffers belong to the largest graph.
+    SGLang passes a ForwardBatch, a namespace before a replay, or a ForwardBatch with the buffers of
+    the largest graph.
     """
 
-    requests: StepRequests | None  # in row order; None: not known (warm-up, capture)
+    requests: StepRequests | None  # in row order; None: unknown (warm-up, capture)
     size: int  # requests in the batch, with the padding of graphs or of data parallelism
     num_known: int  # requests in the batch without the padding, which comes last
     is_idle: bool  # the batch only keeps a rank of data parallelism in step with the others
     req_pool_indices: torch.Tensor  # on the device: [size]
     seq_lens: torch.Tensor  # on the device: [size]
-    seq_lens_cpu: torch.Tensor | None  # None: SGLang does not give them
+    seq_lens_cpu: torch.Tensor | None  # None: SGLang has none on the host
 
     @classmethod
     def read(cls, forward_batch: Any, requests: StepRequests | None, **more: Any) -> Self:
-        """Read a batch of SGLang. more: fields of a subclass."""
+        """Return the fields of SGLang's batch. more: fields of a subclass."""
         is_idle = compat.is_idle(forward_batch)
         return cls(
             requests,
@@ -251,10 +251,9 @@ class StepInputs:
         )
 
     def lengths(self, given: npt.NDArray[np.int64] | None = None) -> IntArray:
-        """Return a copy of the lengths, with 0 for padding. SGLang may overwrite its own array.
+        """Return a copy of the lengths, because SGLang may overwrite its array. Padding gets 0.
 
-        given: lengths to use in place of SGLang's. If SGLang has none on the host, this waits for
-        the device.
+        given: lengths to use instead of SGLang's. Waits for the device if the host has no lengths.
         """
         if given is None:
             on_host = self.seq_lens.cpu() if self.seq_lens_cpu is None else self.seq_lens_cpu
@@ -266,8 +265,8 @@ class StepInputs:
 def num_known(forward_batch: Any, requests: StepRequests | None) -> int:
     """Count the requests of a batch without padding.
 
-    SGLang reports the padding of a graph, but not that of MLP synchronisation. If the requests are
-    not known, as in a capture, padding that is not reported counts as requests.
+    SGLang reports the padding of graphs, but not the padding of MLP synchronisation, which counts
+    as requests if the requests are not known, as in a capture.
     """
     most: int = forward_batch.batch_size - compat.num_padding(forward_batch)
     return most if requests is None else min(len(requests.reqs), most)

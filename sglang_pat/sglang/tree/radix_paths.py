@@ -1,8 +1,8 @@
 """Reads SGLang's prefix cache: the paths of running requests, and the events that change them.
 
-A `PathReader` reads the path of each request from the root to its last node. It changes nothing in
-the tree, not even the recency of nodes. `CacheEventMonitor` reports when a path may have changed;
-until then, `tree/batch_builder.py` keeps it.
+A `PathReader` reads the path of each request from the root to the request's last node. It changes
+nothing in the tree, not even the recency of nodes. `CacheEventMonitor` reports when paths may have
+changed; until then, `tree/batch_builder.py` keeps them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from sglang_pat.sglang.compat import (
 
 Request = Any  # sglang.srt.managers.schedule_batch.Req
 
-# Matched exactly: a third-party subclass may hold other nodes, or treat nodes by other rules.
+# Matched exactly, because a third-party subclass may have other nodes or other rules for nodes.
 _NODE_OBJECT_TREES = (
     "sglang.srt.mem_cache.radix_cache.RadixCache",
     "sglang.srt.mem_cache.hiradix_cache.HiRadixCache",
 )
 _NODE_ID_TREES = ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache",)
 _FULL_COMPONENT = 0  # ComponentType.FULL
-# Components that the nodes of a NodeIdPaths tree may have. pat reads only FULL: the slots of
+# Components that nodes of a NodeIdPaths tree may have. pat reads only FULL, which has the slots of
 # full-attention layers.
 _COMPONENTS = frozenset({"FULL", "SWA", "MAMBA"})
 
@@ -46,8 +46,8 @@ _COMPONENTS = frozenset({"FULL", "SWA", "MAMBA"})
 # the length of its KV, and the number of its children.
 _Node = tuple[int, int, int, int, int, int]
 _ID, _BEGIN, _END, _NODE_FIELDS = 0, 2, 3, 6
-# Stands for the number of children if a core does not return it. The forest then reads more paths
-# than it would have to (docs/design/decisions.md#kept-paths).
+# Number of children if a core does not return it. The forest then reads more paths than needed
+# (docs/design/decisions.md#kept-paths).
 _ANY_CHILDREN = 2
 Path = Sequence[_Node]
 
@@ -70,17 +70,16 @@ class PathReader(ABC):
     def read(self, reqs: Sequence[Request]) -> list[Path]:
         """Return the path of each request.
 
-        A path is empty if the request's last node is not in the tree (streaming sessions). It is
-        also empty if it does not end where the request's shared KV ends, and `on_mismatch` did not
-        raise.
+        A path is empty if the request's last node is not in the tree (streaming sessions), or if
+        the path does not end where the request's shared KV ends and `on_mismatch` did not raise.
         """
 
     @abstractmethod
     def shared_slots(self, req: Request) -> torch.Tensor:
-        """Return the KV slots along the path of a request, as the tree holds them. For checks."""
+        """Return the KV slots that the tree has for the path of a request. For checks."""
 
     def paths(self, reqs: Sequence[Request], num_rows: int) -> PrefixPaths:
-        """Return the paths of read() as arrays, padded with empty paths to `num_rows`."""
+        """Return the paths of read() as arrays, with empty paths added up to `num_rows`."""
         spans = [
             [(node[_ID], node[_BEGIN], node[_END]) for node in path] for path in self.read(reqs)
         ]
@@ -88,9 +87,9 @@ class PathReader(ABC):
 
 
 def path_reader(tree: Any, on_mismatch: OnMismatch = raise_mismatch) -> PathReader | None:
-    """Return the reader of a prefix cache. None: it holds no paths that pat can read.
+    """Return the reader of a prefix cache, or None if pat cannot read its paths.
 
-    on_mismatch: called with the error for each request whose path does not match it.
+    on_mismatch: called with a PathMismatchError for each request whose path does not match it.
     """
     tree = unwrapped(tree)
     name = qualified_name(tree)
@@ -102,10 +101,11 @@ def path_reader(tree: Any, on_mismatch: OnMismatch = raise_mismatch) -> PathRead
 
 
 def _is_readable(tree: Any) -> bool:
-    """Return True if the nodes hold the slots of full attention, by rules that pat knows.
+    """Return True if nodes have the slots of full attention and follow rules that pat knows.
 
-    Trees of hybrid models also hold window slots or Mamba states, which have other rules for locks
-    and eviction. A lock on the full slots covers all nodes from a request's last node to the root.
+    Trees of hybrid models also have window slots or Mamba states, with other rules for locks and
+    eviction. A lock on full-attention slots covers all nodes from the request's last node to the
+    root.
     """
     components = {kind.name: component for kind, component in tree.components.items()}
     return (
@@ -117,7 +117,7 @@ def _is_readable(tree: Any) -> bool:
 
 
 class NodeObjectPaths(PathReader):
-    """RadixCache and HiRadixCache: nodes are objects with `id`, `parent`, `key` and `value`."""
+    """For RadixCache and HiRadixCache, whose nodes are objects with a `parent` and a `value`."""
 
     def __init__(self, tree: Any, on_mismatch: OnMismatch) -> None:
         self._tree, self._on_mismatch = tree, on_mismatch
@@ -135,7 +135,7 @@ class NodeObjectPaths(PathReader):
 
 
 class NodeIdPaths(PathReader):
-    """UnifiedRadixCache: nodes are integer ids. `compat.path_access` says how paths are read."""
+    """For UnifiedRadixCache, whose nodes have integer ids. See `compat.path_access`."""
 
     def __init__(self, tree: Any, on_mismatch: OnMismatch) -> None:
         self._tree, self._on_mismatch = tree, on_mismatch
@@ -175,11 +175,11 @@ class NodeIdPaths(PathReader):
                 [(*_OF_SPAN(node), getattr(node, "num_children", _ANY_CHILDREN)) for node in path]
                 for path in self._core.collect_path_info(ids)
             ]
-        # The Rust core returns tuples. Its Python adapter makes an object of each, which takes
+        # The Rust core returns tuples. SGLang's Python adapter makes an object of each, which takes
         # longer than all other work here, so pat calls the core directly.
         collected: Any = binding.collect_path_info(ids)
         first = next(filter(None, collected), None)
-        if first is not None and len(first[0]) < _NODE_FIELDS:  # 0.5.22 has no child counts
+        if first is not None and len(first[0]) < _NODE_FIELDS:  # 0.5.22 returns no child counts
             return [[(*node, _ANY_CHILDREN) for node in path] for path in collected]
         paths: list[Path] = collected
         return paths
@@ -192,12 +192,12 @@ _LAST_NODE = attrgetter("last_node")
 
 
 def _is_node(last_node: object) -> bool:
-    """Return True for a node of a tree. The last node of a streaming session is not."""
+    """Return True for a node of a tree, which a streaming session's last node is not."""
     return hasattr(last_node, "parent")
 
 
 def _nodes_to(node: Any, root: Any) -> list[Any]:
-    """Return the nodes from below the root down to `node`. Empty if `node` is None."""
+    """Return the nodes from the root, which is left out, to `node`. None: no nodes."""
     path = []
     while node is not None and node is not root:
         path.append(node)
@@ -218,7 +218,7 @@ def _walked_path(last_node: Any, root: Any) -> Path:
 def _climbed_path(core: Any, last_node: int) -> Path:
     """Return the path to a node of a Rust core that describes one node at a time.
 
-    The path is empty if a node holds no KV on the device. Nodes of running requests always do.
+    The path is empty if a node has no KV on the device, which running requests' nodes always have.
     """
     climbed: list[tuple[int, int, int]] = []
     node = last_node
@@ -239,9 +239,9 @@ def _climbed_path(core: Any, last_node: int) -> Path:
 def _checked(
     reqs: Sequence[Request], paths: Sequence[Path | None], on_mismatch: OnMismatch
 ) -> list[Path]:
-    """Return the paths, but an empty one where a path does not end with its request's shared KV.
+    """Return the paths, with an empty one for each that does not end with its request's shared KV.
 
-    A path of None is not known. It becomes empty too, without a call of `on_mismatch`.
+    None stands for an unknown path. It becomes empty too, without a call of `on_mismatch`.
     """
     lengths = [path[-1][_END] if path else 0 for path in paths]
     checked = [path or () for path in paths]
@@ -260,17 +260,17 @@ def _checked(
     return checked
 
 
-NODE_IDS = count(1 << 62)  # of nodes outside any tree: trees number their nodes from 0
+NODE_IDS = count(1 << 62)  # for nodes outside of trees, which count from 0
 
 
 def extended_path(path: Path, node_id: int, end: int) -> Path:
-    """Return the path with one more node, which is in no tree and ends at position `end`."""
+    """Return the path with one more node, which is not in the tree and ends at `end`."""
     begin = path[-1][_END] if path else 0
     parent = path[-1][_ID] if path else -1
     node = (node_id, parent, begin, end, end - begin, 0)
     if not path:
         return [node]
-    # Count the new node as a child of the last node: the tree does not know it.
+    # Counts the new node as a child of the last node, because the tree does not know the new node.
     last = path[-1]
     return [*path[:-1], (*last[:-1], last[-1] + 1), node]
 
@@ -280,10 +280,10 @@ def _joined(slots: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
 
-_EVENTS = "_sglang_pat_events"  # attribute of a watched cache
+_EVENTS = "_sglang_pat_events"  # attribute of a monitored cache
 
-# The possible names of the method in which each kind of event happens. The first name that a cache
-# has is wrapped. A cache calls the method through `self`, so the wrapper sees every call.
+# Kind of event -> names of the method in which it happens. The first name that a cache has is
+# wrapped. Caches call the method through `self`, so the wrapper sees every call.
 _METHODS = {
     "insert": ("insert",),
     "evict": ("_evict", "evict"),
@@ -296,25 +296,25 @@ _METHODS = {
 
 
 class CacheEventMonitor:
-    """Counts what happens to one prefix cache, as long as the cache lives.
+    """Counts the events of one prefix cache, as long as the cache exists.
 
     Attributes
     ----------
     counts
-        Calls by kind: insert, split, evict, checkpoint (a request's KV enters the tree, and its row
-        is made to point there), lock, unlock, reset.
+        Number of calls by kind: insert, split, evict, checkpoint (a running request's KV enters the
+        tree, and its row then has the tree's slots), lock, unlock, reset.
     unobservable
-        Kinds that this cache does not show and `counts` lacks. A core in Rust splits nodes without
-        calling a method.
+        Kinds that cannot be seen in this cache and are missing in `counts`. A Rust core splits
+        nodes without calling a Python method.
     """
 
     def __init__(self, cache: Any, callbacks: Mapping[str, Callable[..., object]]) -> None:
-        """Watch a cache. A callback is called with the arguments of a method after each call."""
+        """Monitor a cache. callbacks: by kind, called after each call with its arguments."""
         self.counts: Counter[str] = Counter()
         self.unobservable: tuple[str, ...] = ()
-        self._callbacks = callbacks  # by kind
+        self._callbacks = callbacks  # by kind of event
         inner = unwrapped(cache)
-        # A cache that is wrapped for sessions is checkpointed through the wrapper.
+        # SGLang calls a wrapped cache's checkpoint method on the wrapper.
         owners = {"checkpoint": cache, "split": node_splitter(inner, *_METHODS["split"])}
         for kind in _METHODS:
             owner = owners.get(kind, inner)
@@ -327,10 +327,10 @@ class CacheEventMonitor:
     def watching(
         cls, cache: Any, on_checkpoint: Callable[[Request], object], on_reset: Callable[[], object]
     ) -> CacheEventMonitor:
-        """Return the monitor of a cache. The first call makes it, and only its callbacks count.
+        """Return the monitor of a cache, which the first call makes with its callbacks.
 
-        on_checkpoint is called with the request after each checkpoint, on_reset after each reset.
-        Raises RuntimeError if the cache lacks the method of an event.
+        on_checkpoint: called with the request after each checkpoint. on_reset: called after each
+        reset. Raises RuntimeError if the cache lacks the method of an event.
         """
         events: CacheEventMonitor | None = vars(cache).get(_EVENTS)
         if events is None:
@@ -352,16 +352,16 @@ class CacheEventMonitor:
                 f"{', '.join(support.SGLANG_VERSIONS)}"
             )
         self.counts[kind] = 0
-        # Set on the instance, so that a subclass's override is watched too, and other caches in the
-        # process are not.
+        # Set on the instance, so that overrides in subclasses are wrapped too, and other caches in
+        # the process are not.
         setattr(owner, method, self._watched(getattr(owner, method), kind))
 
     def _watched(self, method: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        """Return the method, with its calls counted and reported to the callbacks."""
+        """Return a wrapper of the method that counts calls and calls the callback."""
         counts, tell = self.counts, self._callbacks.get(kind)
 
         @wraps(method)
-        def count(*args: Any, **kwargs: Any) -> Any:  # locks are frequent: only count
+        def count(*args: Any, **kwargs: Any) -> Any:  # fast, for frequent locks
             counts[kind] += 1
             return method(*args, **kwargs)
 

@@ -1,7 +1,7 @@
-"""RequestTracker: carries the requests of each decode step from SGLang's scheduler to the backend.
+"""RequestTracker: tells the backend which requests are in the step that SGLang runs.
 
-SGLang shows its backend a copy of the batch without the requests. Hooks note the requests when
-SGLang makes the batch, and publish them while it runs.
+SGLang gives its backend a copy of the scheduler's batch without the requests. Hooks note the
+requests when SGLang makes the copy, and the tracker has them while the batch runs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _NOTE = "_sglang_pat_requests"  # attribute of ForwardBatch
 
 
 class StepRequests(NamedTuple):
-    """The requests of a batch in row order, and the prefix cache that they are in."""
+    """The requests of a batch in row order, and their prefix cache."""
 
-    reqs: list[Request]  # never modified; equal lists of successive steps are one object
+    reqs: list[Request]  # never modified; equal lists of successive steps are the same object
     tree: Any
-    has_beams: bool  # whether rows of beams are among them (`row_groups.VirtualRequest`)
+    has_beams: bool  # whether `reqs` has beam rows (`row_groups.VirtualRequest`)
 
 
 class PathCache(Protocol):
-    """Keeps paths of requests, and is told when they may have changed."""
+    """An object that keeps paths of requests, and must know when they may have changed."""
 
     def invalidate(self, ids: Collection[int]) -> None: ...
 
@@ -39,37 +39,37 @@ class PathCache(Protocol):
 
 
 class RequestTracker:
-    """Knows which batch SGLang runs now in this process, whose scheduler is a single thread.
+    """Tracks which batch SGLang currently runs in this process, which has one scheduler thread.
 
-    The tracker notes a batch when SGLang makes it. `running()` encloses its forward pass, in which
-    the backend that decodes it calls `claim_step()`. If no backend of pat claims a batch, another
-    backend decoded it. The next batch with the same requests is then treated as new.
+    The tracker notes the requests of a batch when SGLang makes the batch. `running()` encloses the
+    batch's forward pass, in which pat's backend calls `claim_step()`. If no backend claims a batch,
+    another backend has decoded it, and the next batch with the same requests is treated as new.
     """
 
-    # Called with the batches of a draft model, which SGLang makes and runs by the same methods.
+    # Called with batches of a draft model, which SGLang makes and runs by the same methods.
     on_draft_batch: Callable[[Any, Any], None] | None = None
 
     def __init__(self) -> None:
         self.modes = {ForwardMode.DECODE}  # forward modes of the steps that pat plans
-        self._step: StepRequests | None = None  # None in a warm-up or a capture
+        self._step: StepRequests | None = None  # None in warm-ups and captures
         self._is_claimed = False
-        self._claimed: StepRequests | None = None  # the last step that was claimed
-        # The list of the last batch's requests, if pat decoded that batch. A later step with an
-        # equal list reuses this list.
+        self._claimed: StepRequests | None = None  # the last claimed step
+        # The last batch's requests, if pat decoded that batch. A step with equal requests gets this
+        # same list.
         self.last_reqs: list[Request] = []
         self._caches: WeakSet[PathCache] = WeakSet()
 
     @property
     def is_within_step(self) -> bool:
-        """Whether the step that is running is known."""
+        """Whether the requests of the running step are known."""
         return self._step is not None
 
     def subscribe(self, keeper: PathCache) -> None:
-        """Tell `keeper`, which is held weakly, which paths may have changed."""
+        """Report to `keeper` which paths may have changed. Keeps only a weak reference."""
         self._caches.add(keeper)
 
     def on_target_batch(self, forward_batch: Any, batch: Any) -> None:
-        """Note the requests of `forward_batch`, which SGLang made of the scheduler's `batch`."""
+        """Note the requests of `forward_batch`, SGLang's copy of the scheduler's `batch`."""
         if not batch.reqs:
             return
         mode = forward_batch.forward_mode
@@ -77,37 +77,37 @@ class RequestTracker:
             reqs, beam_tail = batch.reqs, compat.beam_tail(batch)
             if beam_tail is not None:
                 reqs = batch_with_beams(reqs, beam_tail, self.invalidate)
-            # All microbatches share this list. If they alternate, no step counts as a repeat
-            # of the last one. That is right: the graphs' buffers hold another microbatch's plan.
+            # All microbatches share `last_reqs`, so no step is a repeat if they alternate. That is
+            # correct, because the graphs' buffers then have another microbatch's plan.
             if not same_objects(self.last_reqs, reqs):
                 self.last_reqs = list(reqs)
             step = StepRequests(self.last_reqs, batch.tree_cache, beam_tail is not None)
             note_requests(forward_batch, step)
         elif mode.is_extend():
-            # Requests that decode in a mixed batch keep their rows.
+            # In a mixed batch, requests that decode keep their paths and rows.
             decoding = set(map(id, compat.decoding_requests(batch)))
             self.invalidate(req for req in batch.reqs if id(req) not in decoding)
 
     @contextmanager
     def running(self, forward_batch: Any) -> Iterator[None]:
-        """Enclose SGLang's work on a batch: its preparation or its forward pass.
+        """Enclose SGLang's work on a batch: the preparation or the forward pass.
 
-        Batches do not nest.
+        Calls must not be nested.
         """
         self._step = requests_of(forward_batch)
-        # SGLang may plan a batch in one call and run it in a later one.
+        # SGLang may prepare a batch in one call and run it in a later one.
         self._is_claimed = self._step is not None and self._step is self._claimed
         try:
             yield
         finally:
             self._step = None
-            if not self._is_claimed:  # another backend may have decoded these requests
+            if not self._is_claimed:  # another backend may have decoded them
                 self.last_reqs = []
 
     def claim_step(self, forward_batch: Any = None) -> StepRequests | None:
-        """Return the step that is running, and note that pat decodes it.
+        """Return the running step, and note that pat decodes it.
 
-        forward_batch: the batch, if pat plans it before SGLang runs it.
+        forward_batch: the batch, if pat plans it before it runs.
         """
         step = requests_of(forward_batch) if self._step is None else self._step
         self._is_claimed = True
@@ -127,13 +127,13 @@ class RequestTracker:
 
 
 def requests_of(forward_batch: Any) -> StepRequests | None:
-    """Return the requests that `note_requests` has put on a batch or its original."""
+    """Return the requests that `note_requests` has put on a batch or on its original."""
     step: StepRequests | None = getattr(forward_batch, _NOTE, None)
     return step
 
 
 def note_requests(batch: Any, step: StepRequests) -> None:
-    """Put the requests on a batch, or on the object that stands for it in a replay."""
+    """Put the requests on a batch, or on the object that represents it in a replay."""
     setattr(batch, _NOTE, step)
 
 

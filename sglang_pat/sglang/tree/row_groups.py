@@ -1,11 +1,11 @@
-"""Rows of a step that are not requests: those of beam searches, and draft tokens.
+"""Rows of a step that are not requests: rows of beam searches, and draft tokens.
 
-Such rows belong to a request. They share its path in the tree, and one more node below it.
+Such rows belong to a request. They share the request's path in the tree and one more node below it.
 
-In a beam search the request is the leader, and the node ends where the prompt does. The other rows
-have no Req and follow the batch's requests. SGLang copies the leader's slots of the prompt into
-them, and reassigns the slots beyond the prompt after each step. Plans stay valid: slots of the
-prompt never change, and the slots beyond it are read in each step.
+In a beam search, the request is the leader, and the node ends where the prompt ends. The other rows
+have no Req and follow the batch's requests. SGLang copies the prompt's slots from the leader to
+them, and reassigns the slots after the prompt in each step. Plans stay valid, because the prompt's
+slots never change, and each step reads the slots after the prompt again.
 
 For draft tokens, see `speculative/rows.py`.
 """
@@ -30,7 +30,7 @@ _GROUP = "_sglang_pat_rows"  # attribute of a BeamGroup
 
 
 class VirtualRequest:
-    """Stands in for a Req as one row of a request. Attributes not set here are the request's."""
+    """A row of a request, in place of a Req. Attributes that it does not set are the request's."""
 
     __slots__ = ("group", "kv", "rid")
 
@@ -45,7 +45,7 @@ class VirtualRequest:
 
 
 class _BeamKv:
-    """Stands in for `Req.kv`: a beam has its own row in the table of slots."""
+    """Stands in for `Req.kv`, because a beam has its own row in `req_to_token`."""
 
     __slots__ = ("leader", "req_pool_idx")
 
@@ -60,16 +60,16 @@ class _BeamKv:
 
 
 class RequestRows:
-    """The rows of a request, and the node below its path in the tree."""
+    """The rows of a request, and the node that they share below the request's path."""
 
     __slots__ = ("_node_id", "_span", "end", "ids", "req", "rows")
 
     def __init__(self, req: Request, count: int, end: int = -1) -> None:
         self.req = req
-        # A leader of beams is not among the rows, but shares the node.
+        # A leader of beams is not among these rows, but shares the node.
         self.rows = [VirtualRequest(self) for _ in range(count)]
         self.ids = tuple(map(id, self.rows))
-        self.end = end  # where the node ends, in tokens; -1: not known yet
+        self.end = end  # position where the node ends; -1: not known yet
         self._node_id = -1
         self._span = (-1, -1)
 
@@ -83,7 +83,7 @@ class RequestRows:
         return group
 
     def extended(self, path: Path) -> Path:
-        """Return the request's path in the tree and the node below it."""
+        """Return the request's path in the tree plus the node below it."""
         begin = path[-1][3] if path else 0
         if begin >= self.end:
             return path
@@ -93,23 +93,23 @@ class RequestRows:
 
 
 def _with_group(req: Request | VirtualRequest) -> tuple[Request, RequestRows | None]:
-    """Return the request that `req` is, or is a row of, and the request's group of rows if any."""
+    """Return the request of `req`, which may be a row, and that request's group of rows if any."""
     if isinstance(req, VirtualRequest):
         return req.group.req, req.group
     return req, getattr(getattr(req, "beam_group", None), _GROUP, None)
 
 
 class RowPaths(PathReader):
-    """Reads the paths of rows, and of requests among them."""
+    """Reads the paths of rows, and of plain requests among them."""
 
     def __init__(self, source: PathReader, req_to_token_pool: Any) -> None:
-        """Make a reader from `source`, which reads the tree, and SGLang's table of slots."""
+        """Make a reader. source: reads the tree. req_to_token_pool: SGLang's table of slots."""
         self._source = source
         self._pool = req_to_token_pool
 
     def read(self, reqs: Sequence[Request]) -> list[Path]:
         owners = [_with_group(req) for req in reqs]
-        once = {id(owner): (owner, group) for owner, group in owners}  # one per request
+        once = {id(owner): (owner, group) for owner, group in owners}  # each request once
         found = self._source.read([owner for owner, _ in once.values()])
         paths = {
             key: path if group is None else group.extended(path)
@@ -132,8 +132,8 @@ def batch_with_beams(
 ) -> list[Request]:
     """Return the requests of a batch in row order, and the rows of beams that follow them.
 
-    `beam_tail` is SGLang's description of these rows. A leader with new rows is passed to
-    `invalidate`: its path now ends where its prompt does.
+    beam_tail: SGLang's description of these rows. invalidate: called with a leader that gets rows,
+    because its path then ends where its prompt ends.
     """
     result = list(reqs)
     for entry in beam_tail.entries:

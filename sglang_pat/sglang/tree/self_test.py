@@ -1,7 +1,7 @@
-"""Self-test for versions of SGLang that pat was not tested with.
+"""A self-test for versions of SGLang with which pat was not tested.
 
-The test builds a small tree in SGLang's cache, lets requests find their prompts in it, and reads
-their paths. It takes milliseconds on the CPU.
+It builds a small tree in SGLang's cache, matches prompts with it, and reads the paths. It takes
+milliseconds, on the CPU.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from sglang_pat.sglang.tree.radix_paths import CacheEventMonitor, path_reader
 
 logger = logging.getLogger(__name__)
 
-# The caches of models with full attention in all layers. A version may lack one.
+# The caches of models with full attention in all layers. A version of SGLang may lack one of them.
 _CACHES = (
     "sglang.srt.mem_cache.radix_cache:RadixCache",
     "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache",
 )
 
 _COMMON, _FIRST, _SECOND = [*range(8)], [*range(10, 13)], [*range(20, 25)]
-_NEXT_TOKEN = 99  # SGLang leaves the last token of a prompt to the prefill
+_NEXT_TOKEN = 99  # a prompt's last token is never matched
 _SPANS = [[(0, 8), (8, 11)], [(0, 8), (8, 13)]]
-# Tokens and slots. The second prompt finds the KV of the common tokens in the cache.
+# Tokens and slots of two prompts. The second finds the KV of the common tokens in the cache.
 _PROMPTS = (
     (_COMMON + _FIRST, [*range(100, 111)]),
     (_COMMON + _SECOND, [*range(100, 108), *range(200, 205)]),
@@ -38,9 +38,9 @@ _PROMPTS = (
 
 
 def check_version() -> None:
-    """Test a version of SGLang that is not in the support table, and log a warning.
+    """Run the self-test if SGLang's version is not in the support table, and log a warning.
 
-    RuntimeError names what failed in the self-test.
+    Raises RuntimeError, which says what failed.
     """
     installed = version("sglang")
     if installed in support.SGLANG_VERSIONS:
@@ -56,9 +56,9 @@ def check_version() -> None:
 
 
 def self_test() -> list[str]:
-    """Read a tree of each prefix cache that this SGLang has, and return their names.
+    """Test each prefix cache that this SGLang has, and return their names.
 
-    RuntimeError names what failed: a tree is not read right, or there is no cache.
+    Raises RuntimeError, which says what failed, if pat misreads a tree or there is no cache.
     """
     tested = []
     for place in _CACHES:
@@ -69,7 +69,7 @@ def self_test() -> list[str]:
             continue
         try:
             _test(kind)
-        except Exception as error:  # an SGLang that we do not know may raise anything
+        except Exception as error:  # an unknown SGLang may raise anything
             raise RuntimeError(_failed(name, f"{type(error).__name__}: {error}")) from error
         tested.append(name)
     if not tested:
@@ -85,7 +85,7 @@ def _failed(where: str, what: str) -> str:
 
 
 def _test(kind: type[Any]) -> None:
-    """Raise an exception that says what is wrong if pat misreads this class of caches."""
+    """Raise an exception, which says what is wrong, if pat misreads this class of cache."""
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -120,7 +120,7 @@ def _new_cache(kind: type[Any]) -> Any:
 
     allocator = SimpleNamespace(
         device=torch.device("cpu"),
-        # The tree frees slots of the second prompt, because it already holds the common tokens.
+        # The tree frees the second prompt's slots of common tokens, which it already has.
         free=lambda *args, **kwargs: None,
         free_segment=lambda *args, **kwargs: None,
     )
@@ -135,7 +135,7 @@ def _new_cache(kind: type[Any]) -> Any:
 
 
 def _request(name: str, prompt: list[int], cache: Any) -> Any:
-    """Return a request as SGLang admits it. It finds its prompt in the cache."""
+    """Return a request that SGLang has admitted and whose prompt it has matched with the cache."""
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
