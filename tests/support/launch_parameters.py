@@ -63,7 +63,7 @@ def read(argument: int, struct: str, tensors: dict[str, torch.Tensor]) -> dict[s
     argument
         What the launch is given: the address of the parameters' address.
     struct
-        GatherParams or DecodeParams.
+        GatherParams, FillParams or DecodeParams.
     tensors
         Those that an address may lie in.
 

@@ -23,6 +23,7 @@ from sglang_pat.executors import cuda
 from sglang_pat.executors.cuda import CudaExecutor, PlanBuffers, PlanOverflowError
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.layer import LayerInputs
+from sglang_pat.executors.window_rows import Window
 from sglang_pat.plan import BufferSizes, PlanHeader, copy_plan
 
 CASE = make_case([(-1, 3000)], [(0, 200)] * 4)
@@ -245,6 +246,37 @@ def test_each_tensor_and_number_is_passed_in_its_place(
     monkeypatch.setattr(cuda, "capture_id", lambda stream: 254 + 7)
     expected |= {"launch_tag": 9, "tickets": "counters+72"}  # a counter of the graph's own
     assert passed(executor, numbers) == expected
+
+
+@pytest.mark.parametrize("slot_map", [None, torch.arange(50), torch.arange(50).int()])
+def test_what_the_rows_of_windows_are_written_from(slot_map: torch.Tensor | None) -> None:
+    sizes = BufferSizes(num_cuts=6)
+    window = Window(64, slack=8, ahead=0, chunked=True, slot_map=slot_map)
+    buffers = PlanBuffers(sizes, HEADS, CONFIG, torch.device("cpu"), window)
+    table = torch.zeros(9, 500, dtype=torch.int32)[:, :400]  # rows lie further apart
+    step = Step(table, torch.arange(4), torch.ones(4).int(), np.ones(4, dtype=np.int32))
+    buffers.bind(step)
+    assert buffers.rows is not None
+    tensors = {name: each for name, each in step._asdict().items() if name != "host_seq_lens"}
+    tensors |= {"plan": buffers.plan, "rows": buffers.rows.slots, "row_lens": buffers.rows.seq_lens}
+    if slot_map is not None:
+        tensors["slot_map"] = slot_map
+    assert read(buffers.fill.address, "FillParams", tensors) == {
+        "cuts": "plan+" + str(4 * sizes.plan.layout()["size"]),
+        "req_to_token": "req_to_token",
+        "req_to_token_stride": 500,
+        "table_width": 400,
+        "req_pool_indices": ("req_pool_indices", True),
+        "seq_lens": ("seq_lens", False),
+        "slot_map": ("slot_map", slot_map.dtype == torch.int64)
+        if slot_map is not None
+        else (None, False),
+        "num_requests": 4,
+        "window": 64,
+        "chunked": True,
+        "rows": "rows",
+        "row_lens": "row_lens",
+    }
 
 
 @pytest.mark.parametrize(("reserved", "merged"), [(8, 4), (3, 3), (0, 0)])
