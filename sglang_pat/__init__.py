@@ -1,7 +1,7 @@
 """sglang-pat: decode attention for SGLang that reads each shared KV prefix once per step.
 
-The names below are imported on first use: SGLang loads the package in each of its processes, and
-the command line shows its help without torch and without the scheduler.
+The names below are imported on first use, because SGLang loads the package in each of its
+processes, and the command line must show its help without importing torch or the scheduler.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from enum import Enum
 NUM_LAUNCH_FACTS: int
 
 class SinkType(Enum):
-    """Type of attention sinks."""
+    """Element type of attention sinks."""
 
     FLOAT32 = ...
     BFLOAT16 = ...
@@ -116,7 +116,7 @@ class DecodeArgument:
     ) -> None: ...
 
 class ScaleUse(Enum):
-    """Use of a scale of new keys or values."""
+    """How a scale is applied to new keys or values: not at all, as a factor or as a divisor."""
 
     NONE = ...
     MULTIPLY = ...

@@ -20,11 +20,11 @@ DIRECT_STORE: int
 MAX_GROUP_SIZE: int
 MAX_LATENT_GROUP_SIZE: int
 TILE_TABLE: tuple[tuple[int, int, int], ...]
-"""(block_q, block_kv, num_warps) of every tile body, ascending in block_q."""
+"""(block_q, block_kv, num_warps) of every tile, ascending in block_q."""
 LATENT_TILE_TABLE: tuple[tuple[int, int, int], ...]
-"""The bodies of latent attention."""
+"""The tiles of latent attention, as in TILE_TABLE."""
 MAX_PACKS_PER_REQUEST: int
-"""The packs of a batch have at most this many requests for each request of the batch."""
+"""A request of a batch is in at most this many packs on average."""
 PLAN_SECTIONS: tuple[tuple[str, str, int, int], ...]
 """Every section of a plan after the header, in order: (name, the field of the header with its
 count, entries beyond that count, int32 values per entry)."""
@@ -36,12 +36,12 @@ class _StageTimes(TypedDict):
     assembly: int
 
 class PlanCapacity:
-    """Entries that each section of a plan buffer can hold, by the header's counts."""
+    """Number of entries that each section of a plan buffer can hold."""
 
     def __init__(self, **entries: int) -> None:
-        """Take the counts of PLAN_SECTIONS; those that are not given are 0.
+        """Set the counts of PLAN_SECTIONS. Counts that are not given are 0.
 
-        TypeError names an unknown count, ValueError one that does not fit into int32.
+        Raises TypeError for an unknown count, and ValueError for one that does not fit into int32.
         """
     def entries(self) -> dict[str, int]:
         """Every count, in the order of the sections."""
@@ -56,14 +56,14 @@ def plan_bounds(
     *,
     latent: bool = False,
 ) -> tuple[PlanCapacity, int]:
-    """Give what the plan of any batch of up to `max_requests` requests needs.
+    """Return upper bounds on the plan of any batch of up to `max_requests` requests.
 
-    Returns the capacity of the plan buffer and the number of partials. Shared slots have no such
-    bound. ValueError if an argument is out of range.
+    The bounds are the capacity of the plan buffer and the number of partials. Shared slots have no
+    such bound. ValueError if an argument is out of range.
     """
 
 def invariant_plan_bounds(max_requests: int, max_seq_len: int) -> tuple[PlanCapacity, int]:
-    """Give the same as plan_bounds() for batch-invariant plans.
+    """Return the bounds of plan_bounds() for batch-invariant plans.
 
     Requests have up to `max_seq_len` tokens.
     """
@@ -74,16 +74,16 @@ def num_chunks(length: int) -> int:
 class CostModel:
     """Cost model (scheduler/cost_model.h), in tokens. The defaults are an H100's.
 
-    Packing counts in KV tokens that the whole GPU reads: reread_token, partial_row, packed_item.
-    Splitting counts in KV tokens that one CTA takes: item, query_row, shortest, and a token_<rows>
-    for each body of the tile table.
+    Costs of packing are in KV tokens that the whole GPU reads: reread_token, partial_row,
+    packed_item. Costs of splitting are in KV tokens that one CTA reads: item, query_row, shortest,
+    and token_<rows> for each tile of the tile table.
     """
 
     def __init__(self, **costs: float) -> None:
-        """Take the costs that are given, rounded to 1/64; the others keep their defaults.
+        """Set the given costs, rounded to 1/64. The others have their defaults.
 
-        TypeError names an unknown cost, ValueError one that is negative, above 16384, or not a
-        number.
+        Raises TypeError for an unknown cost, and ValueError for one that is negative, above 16384,
+        or not a number.
         """
     def values(self) -> dict[str, float]:
         """Every cost by its name."""
@@ -93,20 +93,20 @@ SHIPPED_COSTS: tuple[tuple[str, bool, CostModel], ...]
 """(part of the GPU's name, whether the costs were measured there, the costs) of every GPU that has
 costs of its own."""
 SHIPPED_LATENT_COSTS: tuple[tuple[str, bool, CostModel], ...]
-"""As SHIPPED_COSTS, for latent attention. Any other GPU uses the costs of the first entry."""
+"""Like SHIPPED_COSTS, for latent attention. Other GPUs use the costs of the first entry."""
 
 def row_lengths(lengths: _Int32 | _Int64, num_requests: int, num_rows: int) -> _Int32:
-    """Copy the lengths of the first `num_requests` rows, as far as `lengths` has them.
+    """Copy the lengths of the first `num_requests` rows from `lengths`, which may have fewer.
 
-    Returns int32 `[num_rows]`, 0 after the copied lengths. ValueError if a length does not fit into
-    int32, or a number of rows is negative.
+    Returns int32 `[num_rows]`, with 0 after the copied lengths. ValueError if a length does not fit
+    into int32, or if `num_requests` or `num_rows` is negative.
     """
 
 def growth_of(lengths: _Int32 | _Int64, least: _Int32, room: _Int32) -> int | None:
-    """Return by how many tokens all requests together have grown from the lengths `least`.
+    """Return by how many tokens all requests together have grown beyond `least`.
 
-    None if a request has grown by more than its `room`, has shrunk, or is missing. `lengths` may
-    end with padding. ValueError if `least` and `room` differ in size.
+    Returns None if a request has grown by more than its `room`, has shrunk, or is missing.
+    `lengths` may end with padding. ValueError if `least` and `room` differ in size.
     """
 
 def same_objects(a: list[object], b: list[object]) -> bool:
@@ -123,7 +123,7 @@ class PrefixForest:
         moved: set[int],
         read: Callable[[list[_Request]], Sequence[_Path]],
     ) -> tuple[int, int, int, int] | None:
-        """Go from one batch to the next. Requests are told apart by identity.
+        """Replace the batch by the next one. Requests are compared by identity.
 
         Parameters
         ----------
@@ -134,34 +134,33 @@ class PrefixForest:
         moved
             id() of requests whose path may have changed.
         read
-            Gives the paths of requests. update() calls read() with the requests that joined or
-            moved, and then with those whose path the tree has, or may have, split since read() last
-            gave it. A node of a
-            path is a tuple of six integers: id, its parent's id, first position, end, tokens,
-            children that it has in the tree.
+            Returns the paths of requests. update() calls it with the requests that joined or moved,
+            and then with those whose nodes the tree has split, or may have split, since their path
+            was read. A node of a path is a tuple of six integers: id, parent's id, first position,
+            end, number of tokens, number of children in the tree.
 
         Returns
         -------
         tuple or None
-            How many requests joined, left, moved, and were read again. None if the batches are
-            alike and nothing moved.
+            How many requests joined, left, moved, and were read again because of splits. None if
+            the batches are equal and no request moved.
 
         Raises
         ------
         ValueError, TypeError
-            Bad paths. An exception of read() passes through unchanged. After any exception, the
-            next update() must start from an empty batch.
+            A path is not valid. Exceptions of read() pass through. After any exception, the next
+            update() must have an empty `before`.
         """
     def paths(self) -> list[list[tuple[int, int, int]]]:
-        """(node id, first position, end) of the nodes of each request. For checks."""
+        """(node id, first position, end) of each node of each request's path. For checks."""
     @property
     def num_kept(self) -> int:
-        """Requests whose path the last update() kept."""
+        """Number of requests whose path the last update() kept."""
     def __len__(self) -> int:
-        """Requests of the batch."""
+        """Number of requests of the batch."""
 
 class PackScheduler:
-    """Paths and lengths in, plan out. Holds the last plan; not thread-safe."""
+    """Makes plans from paths and lengths, and keeps the last plan. Not thread-safe."""
 
     def __init__(
         self,
@@ -195,21 +194,21 @@ class PackScheduler:
     ) -> None:
         """Build a plan. Rows after the last request of a forest have no path.
 
-        With a window, it is a plan of the rows of a WindowCut (scheduler/window_cut.h).
-        ValueError on bad input, or if the plan is too large for its format. The last plan then
-        stays in force.
+        With a window, the plan is for the rows of a WindowCut (scheduler/window_cut.h). ValueError
+        on bad input, or if the plan is too large for its format. The last plan is then kept.
         """
     def check_lengths(self, seq_lens: _Int32) -> tuple[bool, int, int]:
         """Check the last plan against the same batch with these lengths.
 
-        Returns whether the plan is right and balanced for them, the sum of the lengths, and the
-        longest length. The sum counts each length up to the window.
+        Returns whether the plan is correct and balanced for them, the sum of the lengths, each at
+        most the window, and the longest length.
         """
     def steps_left(self, seq_lens: _Int32, longest: int) -> int:
-        """Tokens that every request except padding (length 0) may grow from `seq_lens`.
+        """Return by how many tokens every request may grow from `seq_lens`.
 
-        The last plan then still serves the batch, and no request exceeds `longest`. ValueError for
-        negative lengths, or if their number differs from the plan's requests.
+        Until then the last plan stays usable and no request exceeds `longest`. Padding (length 0)
+        does not grow. ValueError for negative lengths, or if their number is not that of the plan's
+        requests.
         """
     def required_capacity(self) -> PlanCapacity: ...
     def write(
@@ -222,9 +221,9 @@ class PackScheduler:
     ) -> tuple[int, int, int] | None:
         """Write the last plan into `out`, laid out for `capacity`, and return kv_tokens.
 
-        With a window, the cut of each request follows the layout. Returns None, and writes nothing,
-        if the plan needs more than the capacity, more partials, a longer slot buffer or more cuts
-        than given. ValueError if `out` is shorter than the layout and `num_cuts`.
+        With a window, the cut of each request follows. Returns None, and writes nothing, if the
+        plan needs a larger capacity, more partials, more shared slots or more cuts than given.
+        ValueError if `out` is too short.
         """
     @property
     def num_partials(self) -> int: ...
@@ -232,7 +231,7 @@ class PackScheduler:
     def num_shared_slots(self) -> int: ...
     @property
     def num_cuts(self) -> int:
-        """Requests of the last plan, or 0 without a window."""
+        """Number of requests of the last plan, or 0 without a window."""
     @property
     def tile_table(self) -> tuple[tuple[int, int, int], ...]:
         """TILE_TABLE, or LATENT_TILE_TABLE if latent."""

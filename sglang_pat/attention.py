@@ -1,6 +1,6 @@
-"""PackAttention: the runtime API. plan() once per decode step, run() once per layer.
+"""PackAttention: the runtime API. Call plan() once per decode step, and run() once per layer.
 
-It calls the C++ scheduler, which plans, and an executor, which runs the plan. The SGLang backend
+PackAttention calls the C++ scheduler to plan, and an executor to run the plan. SGLang's backend
 calls it, and so can any code that has radix paths and a paged KV pool.
 """
 
@@ -45,10 +45,10 @@ from sglang_pat.support import GROWTH_TOKENS
 
 logger = logging.getLogger(__name__)
 
-# Workers per KV head in plain torch: enough to cut long ranges in tests.
+# Workers per KV head in plain torch, enough that tests cut long ranges.
 _TORCH_WORKERS = 32
 INTS = (torch.int64, torch.int32)
-# torch.compile(fullgraph=True) shows this message. Without fullgraph, torch breaks its graph and
+# The error message of torch.compile(fullgraph=True). Without fullgraph, torch breaks its graph and
 # calls run().
 _NO_FULL_GRAPH = (
     "PackAttention.run() cannot be part of torch.compile(fullgraph=True): its kernels and the plan "
@@ -58,11 +58,11 @@ _SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Executor(Protocol):
-    """Executes plans: `ReferenceExecutor` in torch, `CudaExecutor` with the kernels.
+    """Executes plans. `ReferenceExecutor` uses torch, and `CudaExecutor` the kernels.
 
-    A step begins with load_plan(), which takes the scheduler's last plan, or with reuse_plan().
-    Then follows one run() per layer. gather: the slots of shared KV may have changed since the last
-    step. rows and refill() are for layers with a window: see `WindowAttention`.
+    A step begins with load_plan(), which loads the scheduler's last plan, or with reuse_plan(). One
+    run() per layer follows. gather: the slots of shared KV may have changed since the last step.
+    rows and refill() are for layers with a window (`WindowAttention`).
     """
 
     name: str
@@ -113,7 +113,7 @@ class PackAttention:
         batch_invariant: bool = False,
         max_seq_len: int | None = None,
     ) -> None:
-        """Check the arguments, and choose the defaults for the device.
+        """Check the arguments and choose defaults for the device.
 
         Parameters
         ----------
@@ -131,26 +131,26 @@ class PackAttention:
         device : torch.device or str
             Device of all tensors.
         policy : str
-            How packs are formed: one of `sglang_pat.support.POLICIES`.
+            How requests are divided into packs: one of `sglang_pat.support.POLICIES`.
         num_workers : int, optional
-            How many CTAs share the work of one KV head. Default: from the device.
+            How many CTAs share the work of one KV head. The default depends on the device.
         growth_tokens : int
-            plan() builds a new plan when a request has grown by more tokens than this, or by 32 or
-            more if the CTAs would then be out of balance.
+            plan() builds a new plan when a request has grown by more tokens than this, or earlier,
+            after at least 32 tokens, if the CTAs are then out of balance.
         executor : {"auto", "cuda", "reference"}
-            `cuda` runs the kernels, `reference` plain torch. `auto` takes the kernels on a CUDA
-            device, unless dtype is float32, for which there are none.
+            `cuda` runs the kernels, `reference` plain torch. `auto` chooses the kernels on a CUDA
+            device, except for float32, for which there are no kernels.
         max_requests : int, optional
-            Allocates the kernels' buffers now, for batches of up to this size. They never move, so
-            run() can be captured in a CUDA graph and replayed with other plans. Default: buffers
-            grow with the batches.
+            Allocate the buffers now, for batches of up to this many requests. Their addresses never
+            change, so run() can be captured in a CUDA graph and replayed with other plans. Default:
+            buffers grow with the batches.
         max_shared_slots : int
-            With `max_requests`: the most KV tokens of all shared ranges of a batch.
+            The most KV tokens of all shared ranges of a batch, for `max_requests`.
         batch_invariant : bool
-            A request's output has the same bits in every batch, shared or not. The output depends
-            only on the request's queries and KV, and on the device. `policy` then has no effect.
+            Make a request's output have the same bits in every batch, whatever is shared. It then
+            depends only on the request's queries and KV, and on the device. `policy` has no effect.
         max_seq_len : int, optional
-            The most KV tokens of a request. `batch_invariant` with `max_requests` needs it, to
+            The most KV tokens of a request. Required for `batch_invariant` with `max_requests`, to
             reserve partials.
 
         Raises
@@ -236,18 +236,18 @@ class PackAttention:
         self._begin()
 
     def _begin(self) -> None:
-        """Set the state before the first step: no plan, nothing counted."""
+        """Set the state before the first step: no plan, and all counters 0."""
         self.stats = PlanStats()
         self._scheduler = self._new_scheduler()
         self._plan: DecodePlan | None = None
-        self._step: Step | None = None  # of the last plan()
-        self._num_requests = 0  # of the plan
+        self._step: Step | None = None  # tensors of the last plan()
+        self._num_requests = 0  # requests of the plan
         self._key: Hashable = None
-        # These describe the last step.
+        # These attributes describe the last step.
         self.step_tokens = KvTokens(0, 0, 0)
         self.step_time = PlanningTime("cold", 0)
         self.seq_lens: IntArray = np.zeros(0, dtype=np.int32)
-        self._checked_table: object = ()  # the req_to_token of the last step
+        self._checked_table: object = ()  # the last step's req_to_token
 
     def plan(
         self,
@@ -257,10 +257,10 @@ class PackAttention:
         req_pool_indices: torch.Tensor,
         seq_lens: torch.Tensor,
     ) -> DecodePlan:
-        """Prepare the next run()s on the host: reuse the last plan, or build one.
+        """Prepare the next calls of run(): reuse the last plan, or build a new one.
 
-        The tensors lie on `device`. plan() borrows them and `batch.seq_lens` until the next plan().
-        They must not change before the last run() of the step.
+        The tensors are on `device`. They and `batch.seq_lens` are borrowed until the next plan(),
+        and must not change before the last run() of the step.
 
         Parameters
         ----------
@@ -271,11 +271,11 @@ class PackAttention:
         req_pool_indices : torch.Tensor
             int64 or int32 `[num_requests]`: the row of each request.
         seq_lens : torch.Tensor
-            int64 or int32 `[num_requests]`: the values of `batch.seq_lens`. If a request has KV
-            after its path, its length here may be one token less or a few more than on the host:
-            only batch-invariant plans depend on the exact length. Each run() reads the lengths, and
-            so does each replay of a captured graph. Plain torch refuses any other length. The
-            kernels do not check lengths, because the host would have to wait for the device.
+            int64 or int32 `[num_requests]`: the values of `batch.seq_lens`. Except in
+            batch-invariant mode, the length of a request with KV after its path may be one token
+            less here, or a few tokens more. Each run() and each replay of a captured graph reads
+            the lengths. Plain torch refuses other lengths. The kernels do not check them, because
+            the host would have to wait for the device.
 
         Returns
         -------
@@ -285,11 +285,11 @@ class PackAttention:
         Raises
         ------
         ValueError, TypeError
-            Bad input. The last plan stays in force, with one exception: if plan() has built a new
-            plan and the executor then refuses the step (a row that `req_to_token` does not have, a
-            stride), there is no plan.
+            Bad input. The last plan stays valid, with one exception: if plan() has built a new plan
+            and the executor then refuses the step, for example because of a stride, there is no
+            plan.
         PlanOverflowError
-            A reservation is too small. Then there is no plan.
+            A reservation is too small. There is no plan then.
         """
         if not isinstance(batch, DecodeBatch):
             raise TypeError(f"batch must be a DecodeBatch, got {type(batch).__name__}")
@@ -331,23 +331,23 @@ class PackAttention:
         return self._plan
 
     def advance(self, seq_lens: torch.Tensor, tokens: int) -> None:
-        """Let the next run()s read later lengths under the plan of the last plan().
+        """Use the last plan for a later step with longer requests.
 
-        For a few steps whose lengths the host knows only relative to plan(). `stats` does not count
-        these steps.
+        This is for a few steps whose lengths the host knows only relative to plan(). `stats` does
+        not count them.
 
         Parameters
         ----------
         seq_lens : torch.Tensor
             As in plan(), on the device.
         tokens : int
-            How many tokens longer each request is than in plan(), padding rows aside.
+            By how many tokens each request, except padding, is longer than in plan().
 
         Raises
         ------
         ValueError, TypeError
-            Bad input, or batch-invariant mode, where a plan depends on the lengths. The last step
-            stays in force.
+            Bad input, or batch-invariant mode, in which plans depend on the lengths. The last step
+            stays valid.
         RuntimeError
             There is no plan.
         """
@@ -425,11 +425,11 @@ class PackAttention:
         v_scale: Scale = 1.0,
         return_lse: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Attention of one layer under the last plan.
+        """Compute the attention of one layer by the last plan.
 
-        Tensors are of dtype `dtype`, or `kv_dtype` for the caches, on `device`. On every device the
-        output has no gradient, autocast changes nothing, and torch.compile() breaks its graph here,
-        or raises with fullgraph=True.
+        Tensors are on `device`, with dtype `dtype`, or `kv_dtype` for the caches. The output has no
+        gradient, autocast has no effect, and torch.compile() breaks its graph here, or raises with
+        fullgraph=True.
 
         Parameters
         ----------
@@ -442,7 +442,7 @@ class PackAttention:
             the view `k_cache[..., :v_head_dim]`.
         q_rope : torch.Tensor, optional
             Only for latent attention: `[num_requests, num_qo_heads, head_dim - v_head_dim]`, the
-            last columns of the queries, if they are in a tensor of their own.
+            last columns of the queries, if they are in a separate tensor.
         out : torch.Tensor, optional
             `[num_requests, num_qo_heads, v_head_dim]`; written. Allocated by default.
         sm_scale : float, optional
@@ -458,7 +458,7 @@ class PackAttention:
             keeps the value of a float. A tensor (float32, one element) is read in each run() and
             each replay. It is allowed only if `kv_dtype` is not `dtype`.
         return_lse : bool
-            Also return the LSE, with which results over disjoint KV can be merged.
+            Also return the LSE, by which results over disjoint KV can be merged.
 
         Returns
         -------
@@ -535,10 +535,10 @@ class PackAttention:
         return out if lse is None else (out, lse)
 
     def sharing_buffers(self) -> PackAttention:
-        """Return a PackAttention for other batches, which uses the buffers of this one.
+        """Return a PackAttention for other batches that uses this one's buffers.
 
-        One captured CUDA graph then serves both objects. Each sends its plan to the device again if
-        the other object's plan has replaced it there. `max_requests` must have been given.
+        The same captured CUDA graph can then run the plans of both objects. Each sends its plan to
+        the device again if the other's plan has replaced it. `max_requests` must have been given.
         """
         sibling = object.__new__(type(self))
         sibling.__dict__.update(self.__dict__)
@@ -553,9 +553,9 @@ class PackAttention:
         )
 
     def steps_left(self) -> int:
-        """Number of further steps that the plan serves if each request grows by a token per step.
+        """Return for how many more steps the plan is usable if requests grow by a token per step.
 
-        Padding rows do not grow. 0 without a plan.
+        Padding rows do not grow. Returns 0 without a plan.
         """
         if self._step is None or self._plan is None:
             return 0
@@ -563,11 +563,11 @@ class PackAttention:
 
     @property
     def executor(self) -> str:
-        """Executor that runs the plans: "cuda" or "reference"."""
+        """The executor that runs the plans: "cuda" or "reference"."""
         return self._executor.name
 
     def _load_kernels(self, name: str) -> LoadedKernels | None:
-        """Return the kernels of executor `name`, compiled if needed. None: torch runs plans."""
+        """Return the kernels of executor `name`, compiled if needed, or None for plain torch."""
         on_gpu = self.device.type == "cuda"
         if name not in ("auto", "cuda", "reference"):
             raise ValueError(f"executor must be auto, cuda or reference, got {name}")
@@ -588,11 +588,11 @@ class PackAttention:
     def _build(
         self, batch: DecodeBatch, read_paths: PrefixPaths | None, key: Hashable, step: Step
     ) -> PlanningClass:
-        """Plan the batch; read_paths: its paths, if they have been read already."""
+        """Plan the batch. read_paths: its paths if they were already read."""
         kind: PlanningClass = "cold"
         if isinstance(batch.paths, PrefixForest):
             self._scheduler.plan(batch.paths, batch.seq_lens)
-            # The plan was outgrown, or some requests stayed and others joined or left.
+            # A request has outgrown the plan, or only some requests have joined or left.
             if key == self._key or batch.paths.num_kept:
                 kind = "changed"
         else:
@@ -600,7 +600,7 @@ class PackAttention:
             self._scheduler.plan(
                 paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end, batch.seq_lens
             )
-        self._plan = None  # the scheduler holds another plan now, even if the executor refuses it
+        self._plan = None  # the scheduler has a new plan, even if the executor refuses it
         self._plan = self._executor.load_plan(self._scheduler, step)
         self._num_requests = len(batch.seq_lens)
         self._key = key
@@ -613,7 +613,7 @@ class PackAttention:
         req_pool_indices: torch.Tensor,
         seq_lens: torch.Tensor,
     ) -> None:
-        # This runs in every step, so it must be fast.
+        # This code runs in every step, so it must be fast.
         lens = batch.seq_lens
         if not isinstance(lens, np.ndarray) or lens.dtype != np.int32 or lens.ndim != 1:
             raise TypeError(f"batch.seq_lens must be a 1-D int32 NumPy array, got {_kind(lens)}")
@@ -663,8 +663,8 @@ class PackAttention:
     def _check_tensor(
         self, name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], *dtypes: torch.dtype
     ) -> None:
-        """Check a tensor. A shape that begins with None allows any number of slots."""
-        if type(tensor) is not torch.Tensor:  # nearly all are; isinstance() takes longer
+        """Check a tensor. None as the first number of a shape allows any number of slots."""
+        if type(tensor) is not torch.Tensor:  # faster than isinstance()
             _check_is_tensor(name, tensor)
         have = tensor.shape
         is_cache = shape[0] is None
@@ -696,14 +696,15 @@ def _check_is_tensor(name: str, value: object) -> None:
 
 
 def _check_positive(name: str, value: float, allowed: str = "positive") -> None:
-    """Raise TypeError if `value` is no number, ValueError if it is not positive and finite."""
+    """Raise TypeError unless `value` is a number, and ValueError unless it is positive."""
     _check_number(name, value)
     if not 0 < value < math.inf:
         raise ValueError(f"{name} must be {allowed}, got {value}")
 
 
 def _check_number(name: str, value: float) -> None:
-    # Nearly all values are floats. NumPy's numbers are Real, and so are bools; tensors are not.
+    # Checks for float first, because nearly all values are floats. Real includes NumPy's numbers
+    # and bools, but not tensors.
     if type(value) is not float and (not isinstance(value, Real) or isinstance(value, bool)):
         raise TypeError(f"{name} must be a number, got {value!r}")
 
@@ -739,7 +740,10 @@ def _canonical_device(device: torch.device | str) -> torch.device:
     given = device
     try:
         device = torch.device(given)
-    except (RuntimeError, TypeError):  # torch's message lists devices that pat lacks
+    except (
+        RuntimeError,
+        TypeError,
+    ):  # torch's message lists devices that pat lacks
         raise ValueError(f"device must be cpu or cuda, got {given!r}") from None
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device}")
@@ -751,14 +755,14 @@ def _canonical_device(device: torch.device | str) -> torch.device:
 
 
 def default_workers(kernels: LoadedKernels | None, num_kv_heads: int) -> int:
-    """CTAs per KV head: those that the device runs at once, divided by the number of KV heads."""
+    """Return the CTAs that the device runs at once, divided by the number of KV heads."""
     if kernels is None:
         return _TORCH_WORKERS
     return max(1, kernels.num_ctas // num_kv_heads)
 
 
 def paths_key(paths: PrefixPaths) -> Hashable:
-    """Return a key that equal paths have."""
+    """Return a key that is equal for equal paths."""
     return tuple(
         array.tobytes() for array in (paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end)
     )

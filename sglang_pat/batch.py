@@ -1,7 +1,7 @@
-"""Input of one decode step: DecodeBatch on the host, Step on the device.
+"""The input of one decode step: a DecodeBatch on the host and a Step on the device.
 
-An adapter (`sglang/tree/radix_paths.py`, or a user's own code) makes the batch.
-`PackAttention.plan` takes it and hands the step to its executor.
+An adapter makes the batch: `sglang/tree/batch_builder.py`, or a user's own code.
+`PackAttention.plan` gets the batch, and passes the step to its executor.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _BOOLS = {bool, np.bool_}
 
 
 class PathNode(NamedTuple):
-    """One radix-tree node on a request's path: KV positions `[kv_begin, kv_end)`.
+    """A radix-tree node on a request's path, with the KV positions `[kv_begin, kv_end)`.
 
-    Two requests share the KV of a node iff both paths hold the same `node_id`, a non-negative
-    integer that is unique within a batch.
+    Two requests share the KV of a node if and only if both paths have the same `node_id`, a
+    non-negative integer that is unique within a batch.
     """
 
     node_id: int
@@ -37,15 +37,15 @@ class PathNode(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixPaths:
-    """The root-to-leaf paths of a batch, flattened (CSR).
+    """The root-to-leaf paths of a batch in flat arrays (CSR).
 
-    Request `i` holds nodes `path_begin[i]` to `path_begin[i + 1]` of the three node arrays, in path
-    order: the first node starts at position 0 and every next one where the previous ended. A
-    request without shared KV has an empty path. The KV after its path is private to the request.
+    The path of request `i` has the nodes `path_begin[i]` to `path_begin[i + 1]` of the three node
+    arrays. The first node begins at position 0, and every other node where the previous one ends. A
+    request without shared KV has an empty path. KV after the path is private to the request.
 
     Shapes: `path_begin` int32 `[num_requests + 1]`; `node_id` int64, `kv_begin` and `kv_end` int32,
-    all `[num_path_nodes]`. Arrays of another kind raise TypeError. The C++ scheduler checks the
-    contents, and its errors name the first request that is wrong.
+    all `[num_path_nodes]`. Other arrays raise TypeError. The C++ scheduler checks the contents, and
+    its errors name the first request that is wrong.
     """
 
     path_begin: IntArray
@@ -61,7 +61,7 @@ class PrefixPaths:
 
     @classmethod
     def from_lists(cls, paths: Iterable[Sequence[PathNode | tuple[int, int, int]]]) -> PrefixPaths:
-        """Flatten one list of nodes per request.
+        """Make the arrays from one list of nodes per request.
 
         Raises
         ------
@@ -93,7 +93,7 @@ class PrefixPaths:
 
     @classmethod
     def private(cls, num_requests: int) -> PrefixPaths:
-        """Empty paths: no request shares anything.
+        """Return empty paths, by which requests share nothing.
 
         Raises TypeError if the number of requests is not an integer, ValueError if it is negative.
         """
@@ -113,17 +113,17 @@ class PrefixPaths:
 
 
 class DecodeBatch(NamedTuple):
-    """One decode step, in batch order.
+    """A decode step as host data, in batch order.
 
-    seq_lens: int32 `[num_requests]`, KV length of every request including the token of this step. 0
-        marks a padding row: its output is 0 and its LSE -inf.
-    paths: the batch's paths, or a forest that holds them until the forest's next update(). Rows
-        after the forest's last request have no path.
-    key: equal keys promise that paths, rows and their order are equal, and that shared KV stays in
-        its slots. A plan may then be reused while `seq_lens` grow. With None, plan() compares the
-        paths themselves, and reads the slots of shared KV again in each step.
+    seq_lens: int32 `[num_requests]`, the KV length of every request, including this step's token. 0
+        marks a padding row, whose output is 0 and whose LSE is -inf.
+    paths: the batch's paths, or a forest that has them until its next update(). Rows after the
+        forest's last request have no path.
+    key: equal keys promise equal paths, equal rows in the same order, and shared KV in the same
+        slots, so that a plan may be reused while `seq_lens` grow. If the key is None, plan()
+        compares the paths themselves, and reads the slots of shared KV again in each step.
     begun_ns: `time.perf_counter_ns()` when work on the step began, if that was before plan(). The
-        step's planning time counts from there.
+        step's planning time counts from then.
     """
 
     seq_lens: IntArray
@@ -132,7 +132,7 @@ class DecodeBatch(NamedTuple):
     begun_ns: int = 0
 
     def read_paths(self) -> PrefixPaths:
-        """The paths as arrays. TypeError if they are neither PrefixPaths nor a forest."""
+        """Return the paths as arrays. TypeError if they are neither PrefixPaths nor a forest."""
         if isinstance(self.paths, PrefixForest):
             padding = len(self.seq_lens) - len(self.paths)
             return PrefixPaths.from_lists([*self.paths.paths(), *[()] * padding])
@@ -145,12 +145,12 @@ class DecodeBatch(NamedTuple):
 
 
 class Step(NamedTuple):
-    """An executor reads these besides the plan. The caller of `PackAttention.plan` owns them."""
+    """The tensors that an executor reads besides the plan, owned by `plan`'s caller."""
 
     req_to_token: torch.Tensor  # int32 [num_rows, max_context_len]
     req_pool_indices: torch.Tensor  # int64 or int32 [num_requests]
     seq_lens: torch.Tensor  # int64 or int32 [num_requests]
-    # Lengths on the host: those of `seq_lens`, or a few tokens less, or one more.
+    # Lengths on the host: equal to `seq_lens`, a few tokens less, or one token more.
     host_seq_lens: IntArray
 
 
@@ -164,7 +164,7 @@ def check_integers(**values: int) -> None:
 
 
 def is_integer(value: object) -> bool:
-    """Return whether a value is an integer of Python or NumPy. A bool is not."""
+    """Return True for an integer of Python or NumPy, but not for a bool."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
@@ -184,17 +184,17 @@ def _check_array(name: str, array: object, dtype: type[np.generic]) -> None:
 def _checked_nodes(
     flat: list[PathNode | tuple[int, int, int]], path_begin: list[int]
 ) -> npt.NDArray[np.int64]:
-    """The nodes as int64 `[num_path_nodes, 3]`."""
+    """Return the nodes as int64 `[num_path_nodes, 3]`."""
     if not flat:
         return np.zeros((0, 3), dtype=np.int64)
     try:
         nodes = np.array(flat)
-    except (ValueError, OverflowError):  # nodes of different lengths
+    except (ValueError, OverflowError):  # not all nodes have the same length
         nodes = np.zeros(0)
     if nodes.dtype == np.int64 and nodes.ndim == 2 and nodes.shape[1] == 3:
         positions = nodes[:, 1:]
         fit = positions.min() >= -1 << 31 and positions.max() < 1 << 31
-        # NumPy turns bools among integers into integers.
+        # The second check is for bools, which NumPy turns into integers.
         if fit and _BOOLS.isdisjoint(map(type, chain.from_iterable(flat))):
             return nodes
     for index, node in enumerate(flat):
@@ -204,7 +204,7 @@ def _checked_nodes(
                 "a path node must be three integers (node_id, kv_begin, kv_end), positions within "
                 f"int32, got {node!r} on the path of request {request}"
             )
-    return np.array(flat, dtype=np.int64)  # integers of other types
+    return np.array(flat, dtype=np.int64)  # other integer types
 
 
 def _is_node(node: object) -> bool:

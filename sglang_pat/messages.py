@@ -1,6 +1,7 @@
-"""Quotes input in messages: shortened, and on one line.
+"""Quotes input in messages, shortened and on one line.
 
-Input may be a user's text in a log, or a whole file on a command line. No message repeats it all.
+Input may be a user's text in a log, or a whole file on a command line, so no message repeats all of
+it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def quoted(value: object) -> str:
 
 
 def listed(names: Iterable[object]) -> str:
-    """Return names with commas between them: the first few, each shortened; `(none)` if empty."""
+    """Return the first few names, each shortened, separated by commas; `(none)` if empty."""
     found = [" ".join(str(name).split()) for name in names]
     shown = [name if len(name) <= _NAME else f"{name[:_NAME]}..." for name in found[:_NAMES]]
     while sum(map(len, shown)) > _LONGEST_RUN:

@@ -1,8 +1,8 @@
-"""Rules of SGLang's model classes for the layers of a `config.json`, by the name of the class.
+"""Rules for the layers of a `config.json`, by the name of SGLang's model class.
 
-SGLang applies a window, a chunk or a sparse backend by the class of a model, not by the keys of its
-configuration: `MistralForCausalLM` ignores a `sliding_window` that `GptOssForCausalLM` obeys. A
-nightly test builds the classes themselves and compares.
+A model's class, not the keys of its configuration, decides whether SGLang applies a window, a chunk
+or a sparse backend: `MistralForCausalLM` ignores the `sliding_window` that `GptOssForCausalLM`
+applies. A nightly test builds the classes and compares them with these rules.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Each layer attends to all tokens of its request, whatever windows the configuration names.
+# Classes whose layers all attend to all tokens, even if the configuration has a window.
 PLAIN = _names(
     """
     ApertusForCausalLM ArceeForCausalLM BaichuanForCausalLM BailingMoEForCausalLM
@@ -50,7 +50,7 @@ PLAIN = _names(
     XverseMoeForCausalLM YiVLForCausalLM
     """
 )
-# `layer_types` says which layers have the window, or keep a state in place of KV.
+# Classes in which `layer_types` says which layers have a window, or a state instead of KV.
 BY_LAYER_TYPES = _names(
     """
     AfmoeForCausalLM Cohere2ForCausalLM Cohere2MoeForCausalLM Cohere2VisionForConditionalGeneration
@@ -64,7 +64,7 @@ BY_LAYER_TYPES = _names(
     SmolLM3ForCausalLM Spark2_5ForCausalLM Step3p5ForCausalLM Step3p7ForConditionalGeneration
     """
 )
-# Each of these classes has its own entry in `_RULES` of `model_layers.py`.
+# Classes with their own entry in `_RULES` of `model_layers.py`.
 OTHER_RULES = _names(
     """
     BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM Exaone4ForCausalLM FalconH1ForCausalLM
@@ -73,7 +73,7 @@ OTHER_RULES = _names(
     Llama4ForConditionalGeneration MiMoV2FlashForCausalLM MiMoV2ForCausalLM NemotronHForCausalLM
     """
 )
-# Sparse attention: a dedicated backend reads a selection of the tokens.
+# Classes with sparse attention, for which SGLang has a backend that reads selected tokens.
 SPARSE = _names(
     """
     DeepseekV4ForCausalLM Dots3NoteForCausalLM HYV4ForCausalLM MiniMaxM3SparseForCausalLM
@@ -88,16 +88,16 @@ SPARSE_WITH_INDEX = _names(
     MistralLarge3ForCausalLM PixtralForConditionalGeneration
     """
 )
-# Of these, the classes that have `index_topk` by default.
+# Those of SPARSE_WITH_INDEX that have `index_topk` by default.
 _INDEX_BY_DEFAULT = frozenset({"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"})
-# Classes that add a bias to the scores, by query and distance.
+# Classes that add a bias to the scores, which depends on query and distance.
 WITH_BIAS = frozenset({"InklingForConditionalGeneration"})
 ENCODER_DECODER = _names(
     """
     MllamaForConditionalGeneration MossVLForConditionalGeneration WhisperForConditionalGeneration
     """
 )
-# Embeddings, scores and encoders: they answer with no tokens, so nothing is decoded.
+# Classes of embedding, reward and encoder models, which generate no tokens.
 WITHOUT_TOKENS = _names(
     """
     BertForSequenceClassification BertModel CLIPModel CLIPVisionModelWithProjection Contriever
@@ -108,7 +108,7 @@ WITHOUT_TOKENS = _names(
     Qwen3ForSequenceClassification Qwen3Model XLMRobertaForSequenceClassification XLMRobertaModel
     """
 )
-# Classes whose layers all have states in place of KV.
+# Classes whose layers all have states instead of KV.
 WITHOUT_ATTENTION = frozenset({"FalconMambaForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM"})
 
 KNOWN = (
@@ -125,14 +125,14 @@ KNOWN = (
 _OF_DRAFTS = ("NextN", "MTP", "Eagle", "Eagle3", "DSpark", "DraftModel", "AssistantModel")
 
 
-# Classes of model types whose configurations need not name a class.
+# model_type -> class, for configurations that need not name a class.
 _BY_TYPE = {
     "deepseek_vl_v2": "DeepseekVL2ForCausalLM",
     "dots_vlm": "DotsVLMForCausalLM",
     "longcat_flash": "LongcatFlashForCausalLM",
     "multi_modality": "MultiModalityCausalLM",
 }
-# Names that stand for another class.
+# Names of classes -> class with the same rules.
 _ALIASES = {
     "DeepseekV41ForCausalLM": "DeepseekV4ForCausalLM",
     "LongcatCausalLM": "LongcatFlashForCausalLM",
@@ -141,7 +141,7 @@ _ALIASES = {
 
 
 def class_name(config: Mapping[str, Any]) -> str:
-    """Return the class that SGLang builds, by `architectures` or `model_type`; empty if neither."""
+    """Return the class that SGLang builds, by `architectures` or `model_type`, or ""."""
     names = config.get("architectures")
     if not isinstance(names, list) or not names:
         return _BY_TYPE.get(str(config.get("model_type")), "")
@@ -154,7 +154,7 @@ def is_draft_model(name: str) -> bool:
 
 
 def answers_with_tokens(config: Mapping[str, Any]) -> bool:
-    """Return False if SGLang takes a model for an embedding, reward or encoder model by default."""
+    """Return False if SGLang by default runs a model as an embedding, reward or encoder model."""
     is_embedding_gemma = (
         config.get("model_type") == "gemma3_text"
         and config.get("use_bidirectional_attention") is True
@@ -163,7 +163,7 @@ def answers_with_tokens(config: Mapping[str, Any]) -> bool:
 
 
 def sparse_name(config: Mapping[str, Any]) -> str:
-    """Return the class if SGLang runs it on a dedicated sparse backend, else an empty string."""
+    """Return the class if SGLang runs it on a backend for sparse attention, else ""."""
     name = class_name(config)
     index = config.get("index_topk", 2048 if name in _INDEX_BY_DEFAULT else None)
     with_index = name in SPARSE_WITH_INDEX and index is not None

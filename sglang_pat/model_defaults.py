@@ -1,7 +1,7 @@
-"""Values that a `config.json` leaves to the configuration classes of transformers, by `model_type`.
+"""Defaults of transformers' configuration classes, for keys that a `config.json` lacks.
 
-Files of multimodal models leave out values that equal the defaults of their decoder's class. Other
-files may also lack keys.
+They are grouped by `model_type`. Files of multimodal models leave out values that equal the
+defaults of their decoder's class. Other files may also lack keys.
 """
 
 from __future__ import annotations

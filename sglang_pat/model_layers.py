@@ -1,8 +1,9 @@
-"""The layers of a model as its `config.json` describes them, and which of them pat accelerates.
+"""The layers of a model, derived from its `config.json`, and which of them pat accelerates.
 
-This module repeats the rules of SGLang's model classes, for machines without SGLang;
-`model_classes.py` names the classes. With SGLang, `model_reader.py` asks the classes themselves,
-and a running server asks the layers. The limits of what pat accelerates are in `support.py`.
+This module repeats the rules of SGLang's model classes, for machines without SGLang.
+`model_classes.py` lists the classes. With SGLang, `workload/model_reader.py` reads the classes
+themselves, and a running server reads its layers. The limits of what pat accelerates are in
+`support.py`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from sglang_pat.support import Unsupported, shape_reason
 FULL = "full attention"
 WINDOW = "sliding window"
 CHUNK = "attention within chunks"
-_CHUNK_TOKENS = 8192  # of a Llama 4 whose configuration does not say
+_CHUNK_TOKENS = 8192  # default of Llama 4
 LATENT = "latent attention"
 STATE = "state, no KV cache"  # linear attention, state spaces, convolutions
-NO_ATTENTION = "no attention"  # a block that is an MLP alone
+NO_ATTENTION = "no attention"  # a block with only an MLP
 
-# Names that configurations use in `layer_types` and similar keys.
+# Names of kinds in `layer_types` and similar keys.
 _KINDS = {
     "full_attention": FULL,
     "attention": FULL,
@@ -47,7 +48,7 @@ _KINDS = {
 }
 # Letters of `hybrid_override_pattern`, as in Nemotron-H.
 _LETTERS = {"*": FULL, "M": STATE, "-": NO_ATTENTION, "E": NO_ATTENTION}
-# By `model_type`: every n-th layer attends to all tokens, unless the configuration gives n.
+# model_type -> n, if every n-th layer attends to all tokens and the configuration may lack n.
 _FULL_EVERY = {
     "cohere2": 4,
     "gemma2": 2,
@@ -57,7 +58,7 @@ _FULL_EVERY = {
     "gpt_oss": 2,
     "olmo3": 4,
 }
-# Keys in which SGLang looks for the decoder of a multimodal model. It takes the first one present.
+# Keys with the decoder of a multimodal model. SGLang uses the first one that is present.
 _DECODERS = ("thinker_config", "llm_config", "language_config", "text_config")
 # Top-level keys of a multimodal model that also apply to its decoder.
 _OF_THE_WHOLE = (
@@ -68,7 +69,7 @@ _OF_THE_WHOLE = (
     "dtype",
     "tie_word_embeddings",
 )
-# Keys of some families, and the usual names of these keys.
+# Names of keys in some families -> usual names of these keys.
 _NAMES = {
     "n_layer": "num_hidden_layers",
     "n_layers": "num_hidden_layers",
@@ -94,25 +95,25 @@ _NAMES = {
     "moe_num_experts": "num_experts",
     "moe_top_k": "num_experts_per_tok",
 }
-_PARTS = ("attn_config", "ffn_config")  # of DBRX
+_PARTS = ("attn_config", "ffn_config")  # parts of DBRX's configuration
 _LARGEST, _MOST_LAYERS = 10**9, 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer of a decoder, with the heads of all GPUs.
+    """A layer of a decoder. Numbers of heads are those of all GPUs together.
 
     Attributes
     ----------
     kind
-        FULL, WINDOW, CHUNK, LATENT, STATE, NO_ATTENTION, or the configuration's own name for a kind
-        that is not known here.
+        FULL, WINDOW, CHUNK, LATENT, STATE, NO_ATTENTION, or the configuration's name of an unknown
+        kind.
     num_qo_heads, num_kv_heads, head_dim, v_head_dim
-        Of attention layers; 0 for other kinds.
+        Shape of attention layers; 0 for other kinds.
     window
         The most KV tokens that a request reads. None: all.
     kv_elements
-        Numbers that one token adds to the KV cache.
+        Number of elements that a token adds to the KV cache.
     refusal
         Why the layer runs on SGLang's default backend. None: pat accelerates it.
     """
@@ -133,10 +134,10 @@ class Layer:
 
 
 def read_layers(config: Mapping[str, Any], tp: int = 1) -> tuple[Layer, ...]:
-    """Return every layer of a `config.json`'s decoder, and whether pat accelerates it.
+    """Return all layers of a `config.json`'s decoder, and whether pat accelerates them.
 
-    tp: how many GPUs share the heads. Raises ValueError if the model's class is not known, or if a
-    key is missing or makes no sense.
+    tp: number of GPUs that share the heads. Raises ValueError if the model's class is unknown, or
+    if a key is missing or not valid.
     """
     config = decoder_config(config)
     check_class(config)
@@ -148,7 +149,7 @@ def read_layers(config: Mapping[str, Any], tp: int = 1) -> tuple[Layer, ...]:
 
 
 def check_architectures(config: Mapping[str, Any]) -> None:
-    """ValueError unless the config names the classes of its model."""
+    """Raise ValueError unless the configuration names the classes of its model."""
     names = config.get("architectures")
     if names is None and class_name(config):
         return
@@ -157,7 +158,7 @@ def check_architectures(config: Mapping[str, Any]) -> None:
 
 
 def check_served(config: Mapping[str, Any]) -> None:
-    """ValueError for a configuration of no model, or of one that decodes nothing."""
+    """Raise ValueError if a configuration is not one of a model, or the model does not decode."""
     check_architectures(config)
     name = class_name(config)
     if not model_classes.answers_with_tokens(config):
@@ -172,7 +173,7 @@ def check_served(config: Mapping[str, Any]) -> None:
 
 
 def check_counts(config: Mapping[str, Any]) -> None:
-    """ValueError for a count of a decoder that makes no sense, whatever class reads it."""
+    """Raise ValueError for a count that is not valid for any class."""
     names = ("num_attention_heads", "num_key_value_heads")
     for key in (*names, "num_hidden_layers", "hidden_size", "vocab_size"):
         if not isinstance(config.get(key), (list, type(None))):  # some classes take a list
@@ -188,7 +189,7 @@ def _check_groups(qo_heads: int, kv_heads: int) -> None:
 
 
 def check_ranks(layers: Sequence[Layer], tp: int) -> None:
-    """ValueError where SGLang cannot divide the heads of layers among `tp` GPUs."""
+    """Raise ValueError if SGLang cannot divide the layers' heads among `tp` GPUs."""
     heads = sorted({layer.num_qo_heads for layer in layers if layer.num_qo_heads})
     if tp < 1 or any(count % tp for count in heads):
         counts = " and ".join(map(str, heads))
@@ -201,10 +202,10 @@ def check_ranks(layers: Sequence[Layer], tp: int) -> None:
 
 
 def check_class(config: Mapping[str, Any]) -> None:
-    """ValueError for a class of models whose layers the rules do not know."""
+    """Raise ValueError for a class of models without rules here."""
     name = class_name(config)
     if not name:
-        return  # this is only a part of a configuration
+        return  # only a part of a configuration
     if name not in model_classes.KNOWN:
         raise ValueError(
             f"{reprlib.repr(name)} is a class of models that sglang-pat has no rules for"
@@ -268,7 +269,7 @@ def _encoders(config: Mapping[str, Any]) -> list[Any]:
 
 
 def summary(layers: Sequence[Layer]) -> list[tuple[int, str, bool]]:
-    """Return (count, description, is accelerated) per group of equal layers, largest first."""
+    """Return (count, description, is accelerated) for each group of equal layers, largest first."""
     counts: Counter[tuple[str, bool]] = Counter()
     for layer in layers:
         words = _description(layer)
@@ -291,12 +292,12 @@ def positive(config: Mapping[str, Any], key: str, default: int | None = None) ->
 
 
 def count(config: Mapping[str, Any], key: str) -> int:
-    """A count in a config that may be 0, null or missing."""
+    """Return a count that may be 0, null or missing."""
     return positive(config, key) if config.get(key) else 0
 
 
 def _numbers(config: Mapping[str, Any], key: str) -> list[int]:
-    """A list of whole numbers in a config. ValueError names the key."""
+    """Return a list of integers. ValueError names the key."""
     listed = config.get(key)
     if not isinstance(listed, list) or any(type(each) is not int for each in listed):
         raise ValueError(f"{key}={reprlib.repr(listed)}; allowed: a list of whole numbers")
@@ -318,14 +319,14 @@ def _description(layer: Layer) -> str:
 
 
 def _rule(config: Mapping[str, Any]) -> str:
-    """Return the class whose rule applies: for some multimodal models, the decoder's class."""
+    """Return the class whose rule applies, which for some multimodal models is the decoder's."""
     inner = class_name({"architectures": config.get("decoder_architectures")})
     special = model_classes.BY_LAYER_TYPES | model_classes.OTHER_RULES
     return inner if inner in special else class_name(config)
 
 
 def _kinds(config: Mapping[str, Any]) -> list[str]:
-    """The kind of every layer, by the rule of the model's class."""
+    """Return the kind of every layer, by the rule of the model's class."""
     name = _rule(config)
     rule = _RULES.get(name)
     if rule is None and name in model_classes.PLAIN:
@@ -347,19 +348,19 @@ def _num_layers(config: Mapping[str, Any]) -> int:
 
 def _plain(config: Mapping[str, Any]) -> list[str]:
     blocks = config.get("block_configs")
-    if blocks is not None:  # Nemotron from architecture search
+    if blocks is not None:  # a Nemotron found by architecture search
         layers = range(_num_layers(config))
         return [NO_ATTENTION if _block(config, i).get("no_op") else FULL for i in layers]
     return [FULL] * (attentions_per_layer(config) * _num_layers(config))
 
 
 def attentions_per_layer(config: Mapping[str, Any]) -> int:
-    """Return how many times each layer of a model attends."""
+    """Return how many attentions each layer of a model has."""
     return 2 if class_name(config) == "LongcatFlashForCausalLM" else 1
 
 
 def _block(config: Mapping[str, Any], index: int) -> Mapping[str, Any]:
-    """Return the attention that Nemotron's architecture search has chosen for a block."""
+    """Return the attention of a block of a Nemotron found by architecture search."""
     blocks = config.get("block_configs")
     block = blocks[index] if isinstance(blocks, list) and index < len(blocks) else None
     attention = block.get("attention") if isinstance(block, Mapping) else None
@@ -369,7 +370,7 @@ def _block(config: Mapping[str, Any], index: int) -> Mapping[str, Any]:
 
 
 def _every(config: Mapping[str, Any], every: int, others: str) -> list[str]:
-    """Return the kinds of layers: each `every`-th is FULL, and the rest are `others`."""
+    """Return the kinds of layers if each `every`-th is FULL and the others are `others`."""
     return [FULL if (index + 1) % every == 0 else others for index in range(_num_layers(config))]
 
 
@@ -438,7 +439,7 @@ def _of_bailing(config: Mapping[str, Any]) -> list[str]:
 
 
 def _of_llama_4(config: Mapping[str, Any]) -> list[str]:
-    # Every fourth layer reads everything: SGLang's class does not read no_rope_layers.
+    # Every fourth layer reads all tokens, because SGLang's class ignores no_rope_layers.
     return _every(config, 4, CHUNK if config.get("attention_chunk_size", _CHUNK_TOKENS) else FULL)
 
 
@@ -461,7 +462,7 @@ def _of_exaone_4(config: Mapping[str, Any]) -> list[str]:
 
 
 def _parallel(config: Mapping[str, Any]) -> list[str]:
-    """Each layer has attention and a state."""
+    """Return the kinds of layers that have attention and a state side by side."""
     return [FULL] * _num_layers(config)
 
 
@@ -492,7 +493,7 @@ def _layer(config: Mapping[str, Any], index: int, kind: str, tp: int) -> Layer:
         return Layer(index, kind, refusal=Unsupported("attention", kind))
     qo_heads = _query_heads(config, kind, index)
     if kind == LATENT:
-        # A token has one vector for all heads in the cache, and one part with rotary positions.
+        # In the cache, a token has one vector for all heads, and one part with rotary positions.
         rank = positive(config, "kv_lora_rank")
         elements = rank + count(config, "qk_rope_head_dim")
         return Layer(
@@ -507,7 +508,7 @@ def _layer(config: Mapping[str, Any], index: int, kind: str, tp: int) -> Layer:
         window = _CHUNK_TOKENS
     if kind == WINDOW and window is None:
         kind = FULL
-    heads = (max(1, qo_heads // tp), max(1, kv_heads // tp))  # of a rank
+    heads = (max(1, qo_heads // tp), max(1, kv_heads // tp))  # heads of a rank
     return Layer(
         index=index,
         kind=kind,
@@ -544,7 +545,7 @@ def _attention_shape(
     heads = positive(config, "num_attention_heads", qo_heads)
     kv_heads = positive(config, "num_key_value_heads", heads)
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
-        kv_heads = 1  # StarCoder, older Falcons; newer Falcons give a number of KV heads
+        kv_heads = 1  # StarCoder and older Falcons
     if config.get("block_configs") is not None:
         kv_heads = max(1, heads // positive(_block(config, index), "n_heads_in_group"))
     hidden = count(config, "hidden_size")
@@ -569,23 +570,23 @@ def _attention_shape(
 def _refusal(
     config: Mapping[str, Any], kind: str, heads: tuple[int, int], head_dim: int, v_head_dim: int
 ) -> Unsupported | None:
-    """Return why SGLang's default backend runs this attention layer, or None."""
+    """Return why an attention layer falls back, or None."""
     if kind not in (FULL, WINDOW, CHUNK):
         return Unsupported("attention", kind)
     return shape_reason(*heads, head_dim, v_head_dim)
 
 
 def quantisation_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The checkpoint's `quantization_config`; empty without one."""
+    """Return the checkpoint's `quantization_config`, or {}."""
     quantisation = config.get("quantization_config")
     return quantisation if isinstance(quantisation, Mapping) else {}
 
 
 def has_float8_cache(config: Mapping[str, Any]) -> bool:
-    """True if the checkpoint asks for fp8 KV.
+    """Return True if the checkpoint asks for fp8 KV.
 
-    With `--kv-cache-dtype auto`, the newest SGLang then stores fp8 KV. Older versions ignore what a
-    compressed-tensors checkpoint asks for.
+    With `--kv-cache-dtype auto`, the newest SGLang then stores fp8 KV. Older versions ignore this
+    for compressed-tensors checkpoints.
     """
     quantisation = quantisation_of(config)
     scheme = quantisation.get("kv_cache_scheme")

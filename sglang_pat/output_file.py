@@ -1,8 +1,8 @@
-"""Checks of the files that a command will write. Every check runs before the work starts.
+"""Checks the files that a command will write, before the work starts.
 
-`output_file` and `output_or_stdout` are the types of a single option. `check_outputs` looks at all
-options of one command together. `write_output` writes a file in the end. `replace_file` is for
-files that something else may be reading.
+`output_file` and `output_or_stdout` are argparse types of one option. `check_outputs` checks all
+options of a command together. `write_output` writes a file at the end. `replace_file` is for files
+that another process may be reading.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
 
-STDOUT = Path("-")  # what `output_or_stdout` makes of `-`
-_LONGEST_SUFFIX = 20  # such as .gz, by which a writer chooses the format
-_stdout: TextIO | None = None  # the real stdout, while prints go to stderr
+STDOUT = Path("-")  # stands for standard output
+_LONGEST_SUFFIX = 20  # such as .gz, which decides the format
+_stdout: TextIO | None = None  # the real stdout while prints go to stderr
 
 
 def output_file(text: str) -> Path:
-    """The argparse type of every option that names a file to write.
+    """Return the path of a file to write: an argparse type.
 
     Raises
     ------
@@ -40,13 +40,13 @@ def output_file(text: str) -> Path:
 
 
 def output_or_stdout(text: str) -> Path:
-    """Path of an option that also takes `-` for standard output; otherwise like `output_file`."""
+    """Return a path as `output_file` does, or `STDOUT` for `-`: an argparse type."""
     return STDOUT if text == str(STDOUT) else output_file(text)
 
 
 @contextlib.contextmanager
 def nothing_else_on_stdout() -> Iterator[None]:
-    """Send prints to stderr in this context. Only what is written to `STDOUT` goes to stdout."""
+    """Redirect prints to stderr in this context. Only output to `STDOUT` goes to stdout."""
     global _stdout
     _stdout = sys.stdout
     try:
@@ -57,15 +57,15 @@ def nothing_else_on_stdout() -> Iterator[None]:
 
 
 def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[Path] = ()) -> None:
-    """Check all files of one command: each is writable, and none replaces another one.
+    """Check that all files of a command are writable and that none replaces another.
 
-    Two paths are the same file if they lead to one inode, through links of either kind, or if they
-    resolve to one path. Devices and pipes (`/dev/null`, `/dev/stdout`) may be named twice.
+    Two paths are the same file if they lead to the same inode, also through links, or resolve to
+    the same path. Devices and pipes (`/dev/null`, `/dev/stdout`) may be named twice.
 
     Parameters
     ----------
     outputs
-        The path that each option names, by the option (`"--json"`). None: the option is not given.
+        The path by option (`"--json"`). None: the option is not given.
     inputs
         The files that the command reads. They need not exist.
 
@@ -100,7 +100,7 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[Path] = (
 
 
 def problem_with(path: Path) -> str | None:
-    """Why no file can be written at `path`. None if one can."""
+    """Return why no file can be written at `path`, or None if one can."""
     try:
         target = path.resolve()
         if target.is_dir():
@@ -113,10 +113,11 @@ def problem_with(path: Path) -> str | None:
             return f"{target.parent} is not a folder"
         if not os.access(target.parent, os.W_OK | os.X_OK):
             return f"its folder {target.parent} is not writable"
-        # resolve() and exists() accept a name that is too long or that is a loop of links.
+        # Raises OSError for a name that is too long or a loop of links, which resolve() and
+        # exists() accept.
         with contextlib.suppress(FileNotFoundError):
             os.stat(path)
-        # The permissions of /proc do not tell that nothing can be made there.
+        # The permissions of /proc do not show that no file can be made there.
         with tempfile.TemporaryFile(dir=target.parent):
             return None
     except (OSError, RuntimeError, ValueError) as error:
@@ -124,7 +125,7 @@ def problem_with(path: Path) -> str | None:
 
 
 class OutputError(Exception):
-    """A file can no longer be written, though it could be at start. The message is one line."""
+    """A file could be written when the command started, and cannot now. The message is one line."""
 
 
 class StdoutError(OutputError):
@@ -132,7 +133,7 @@ class StdoutError(OutputError):
 
 
 class CheckedStdout:
-    """Standard output that raises StdoutError, or BrokenPipeError if the reader has gone."""
+    """Standard output that raises StdoutError, or BrokenPipeError if the reader has closed it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -182,7 +183,7 @@ def write_output(option: str, path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def written(option: str, path: Path) -> Iterator[Path]:
-    """Yield the path of a draft, which replaces the file of `option` once it is complete.
+    """Yield the path of a draft, which replaces the file of `option` when it is complete.
 
     If the folder is not writable, or the path is a device, the draft is the file itself. If writing
     fails, a new file is removed. Raises OutputError, for example if the disk is full.
@@ -208,8 +209,8 @@ def written(option: str, path: Path) -> Iterator[Path]:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Give a file a new content, all at once. OSError if it cannot be written."""
-    # Nobody can foresee the name of the new file, so nobody can have put a link there.
+    """Replace the contents of a file atomically. OSError if it cannot be written."""
+    # Nobody can predict the name of the new file and put a link there.
     descriptor, new = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(descriptor, "w") as file:
@@ -222,7 +223,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def _keeps_one_content(path: Path) -> bool:
-    """True if a second write to `path` replaces the first: not so for a device or a pipe."""
+    """True if a second write to `path` replaces the first, as in a file but not a pipe."""
     return path.is_file() or not path.exists()
 
 

@@ -1,7 +1,7 @@
-"""DecodePlan: a view of the buffer that the C++ scheduler writes and executors read.
+"""DecodePlan: a view of the plan buffer, which the C++ scheduler writes and executors read.
 
-`kernels/contract/plan_format.h` defines the format; this file gives its sections names and shapes.
-The module also computes the sizes of the buffers, and makes schedulers.
+`kernels/contract/plan_format.h` defines the format. This module gives its sections names and
+shapes, computes the sizes of the buffers, and makes schedulers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sglang_pat.reasons import StepReason
 from sglang_pat.support import GROWTH_TOKENS, is_latent
 
 MIN_ITEM_TOKENS = 256
-_ONE_BYTE_LATENT_TILE = 32  # query rows
+_ONE_BYTE_LATENT_TILE = 32  # query rows of a tile
 _Integers = TypeVar("_Integers", int, npt.NDArray[np.int64])
 
 
@@ -42,7 +42,7 @@ def _capacity_of(entries: dict[str, int]) -> PlanCapacity:
     return PlanCapacity(**entries)
 
 
-# A plan can be copied and pickled: the copy has a buffer of its own.
+# Makes plans copyable and picklable. A copy has its own buffer.
 copyreg.pickle(PlanCapacity, lambda capacity: (_capacity_of, (capacity.entries(),)))
 
 
@@ -63,12 +63,11 @@ def new_scheduler(
     ahead: int = 0,
     chunked: bool = False,
 ) -> PackScheduler:
-    """Make a scheduler with the constants of PackAttention.
+    """Make a scheduler, with PackAttention's constants for growth and item lengths.
 
-    by_time: a small step may get other packs than those of `memory`, or none, if the costs predict
-    that it then ends earlier on a GPU. latent: the layers are latent attention. one_byte: the KV
-    cache is fp8. cost: None takes the scheduler's default, an H100's costs. window, slack, ahead,
-    chunked: see scheduler/window_cut.h.
+    by_time: give a small step other packs than those of `memory`, or none, if it then ends earlier
+    by the cost model. latent: plan for latent attention. one_byte: the KV cache is fp8. cost: None
+    for an H100's costs. window, slack, ahead, chunked: see scheduler/window_cut.h.
     """
     return PackScheduler(
         group_size=group_size,
@@ -92,9 +91,9 @@ def new_scheduler(
 def largest_tile(group_size: int, *, latent: bool = False, one_byte: bool = False) -> int:
     """Return the query rows of the largest tile that plans use.
 
-    Over fp8 KV, latent attention takes 0.64 to 0.94 times as long with two tiles of 32 rows as with
-    one tile of 64 rows (the shared cases of `benchmarks/kernel mla`). A group of more than 16 query
-    heads needs the tile of 64 rows.
+    With fp8 KV, latent attention uses tiles of 32 rows. Two of them take 0.64 to 0.94 times as long
+    as one tile of 64 rows (the shared cases of `benchmarks/kernel mla`). A group of more than 16
+    query heads needs the tile of 64 rows.
     """
     if latent and one_byte and 2 * group_size <= _ONE_BYTE_LATENT_TILE:
         return _ONE_BYTE_LATENT_TILE
@@ -102,13 +101,13 @@ def largest_tile(group_size: int, *, latent: bool = False, one_byte: bool = Fals
 
 
 def shipped_latent_costs(gpu: str) -> CostModel:
-    """Shipped costs of latent attention on a GPU; the H100's if the GPU is unknown."""
+    """Return the shipped costs of latent attention on a GPU, or the H100's if it is unknown."""
     first = SHIPPED_LATENT_COSTS[0][2]
     return next((costs for name, _, costs in SHIPPED_LATENT_COSTS if name in gpu), first)
 
 
 class HeadConfig(NamedTuple):
-    """The heads of this rank, and the lengths of their keys and values."""
+    """The number of heads on this rank, and the lengths of keys and values."""
 
     num_qo_heads: int
     num_kv_heads: int
@@ -127,11 +126,11 @@ class HeadConfig(NamedTuple):
 
 
 class LayerKind(NamedTuple):
-    """The shape and the window of a layer. Layers of one kind attend under the same plans."""
+    """The shape and the window of a layer. Layers of the same kind have the same plans."""
 
     heads: HeadConfig
     window: int = 0  # the most tokens that a request attends to; 0: all
-    chunked: bool = False  # whether windows are chunks, which do not slide
+    chunked: bool = False  # whether the window is a chunk, which does not slide
 
 
 class PlanHeader(NamedTuple):
@@ -156,8 +155,8 @@ class PlanHeader(NamedTuple):
 class KvTokens(NamedTuple):
     """KV tokens of one KV head that one decode step reads.
 
-    query_centric: every request reads its own KV. planned: what the work items load, where a range
-    counts once per item that reads it. lower_bound: every distinct token counts once.
+    query_centric: the tokens if every request read its KV alone. planned: the tokens that the work
+    items read, where a range counts once per item that reads it. lower_bound: the distinct tokens.
     """
 
     query_centric: int
@@ -166,7 +165,7 @@ class KvTokens(NamedTuple):
 
 
 class _Section:
-    """The section of a DecodePlan that has the attribute's name, as an int32 view of the buffer.
+    """Descriptor of a DecodePlan's section: an int32 view of the buffer, named as the section.
 
     Its shape is `[entries]` if an entry is one integer, else `[entries, integers per entry]`.
     """
@@ -188,8 +187,8 @@ class DecodePlan:
 
     A deep copy stays valid.
 
-    Header and sections are read on access, because only the reference executor and checks need
-    them. plan_format.h says what the columns of a section mean.
+    Header and sections are read when they are accessed, because only the reference executor and
+    checks need them. plan_format.h says what the columns of a section mean.
 
     Parameters
     ----------
@@ -200,7 +199,7 @@ class DecodePlan:
     kv_tokens
         KV tokens that a step reads at the planned lengths.
     tile_table
-        The scheduler's tile bodies, which work items refer to by index.
+        The scheduler's tiles. Work items have indices in this table.
     """
 
     ticket_begin = _Section()
@@ -224,12 +223,12 @@ class DecodePlan:
 
     @cached_property
     def header(self) -> PlanHeader:
-        """The header as it was at the first access."""
+        """The header, as it was when it was first accessed."""
         begin = self.capacity.layout()["header"]
         return PlanHeader(*self.buffer[begin : begin + len(PlanHeader._fields)].tolist())
 
     def live_requests(self) -> IntArray:
-        """Requests whose KV each run() reads up to their current length, not the planned length."""
+        """Requests that each run() reads up to the current length, not the planned length."""
         segments = self.kv_segments
         live: IntArray = segments[segments[:, 2] == OPEN_END, 0]
         return live
@@ -240,7 +239,7 @@ class DecodePlan:
         return self.buffer[begin : begin + num_requests]
 
     def describe(self) -> str:
-        """The plan as text, a line per work item: its ticket, tile, KV segments and requests."""
+        """Return the plan as text, a line per work item: ticket, tile, KV segments, requests."""
         return "\n".join(self._describe_lines())
 
     def _describe_lines(self) -> Iterator[str]:
@@ -277,7 +276,7 @@ class DecodePlan:
 
 
 def segment_interval(requests: _Integers) -> tuple[_Integers, _Integers]:
-    """First and end of a segment's requests, counted from the first request of its work item."""
+    """Return the first and the end of a segment's requests, counted within its work item."""
     return requests & (READ_ONCE - 1), requests >> 16
 
 
@@ -296,16 +295,16 @@ def write_plan(scheduler: PackScheduler, sizes: BufferSizes, buffer: IntArray) -
     Parameters
     ----------
     scheduler
-        Holds the plan.
+        The scheduler that has made the plan.
     sizes
-        What the buffer, the partials and the slot buffer can hold.
+        The capacities of the plan buffer, the partials and the slot buffer.
     buffer
         int32, C-contiguous, at least as long as `sizes.buffer_size`. It is written.
 
     Returns
     -------
     DecodePlan or None
-        A view of the buffer. None if the plan needs more than `sizes`; nothing is written then.
+        A view of the buffer, or None if the plan needs more than `sizes`. Nothing is written then.
 
     Raises
     ------
@@ -319,7 +318,7 @@ def write_plan(scheduler: PackScheduler, sizes: BufferSizes, buffer: IntArray) -
 
 
 def copy_plan(scheduler: PackScheduler) -> DecodePlan:
-    """The scheduler's last plan in a buffer of its own."""
+    """Return the scheduler's last plan in a new buffer."""
     sizes = BufferSizes.needed_by(scheduler)
     plan = write_plan(scheduler, sizes, np.zeros(sizes.buffer_size, dtype=np.int32))
     assert plan is not None
@@ -327,10 +326,11 @@ def copy_plan(scheduler: PackScheduler) -> DecodePlan:
 
 
 def replan_cause(*, planned: bool, same_batch: bool, lengths_served: bool) -> StepReason | None:
-    """Return why the last plan does not serve a step, or None if it does.
+    """Return why the last plan cannot be used for a step, or None if it can.
 
-    planned: there is a plan. same_batch: the step has the plan's key. lengths_served: the plan
-    serves the step's lengths, by `PackScheduler.check_lengths`.
+    planned: whether there is a plan. same_batch: whether the step has the plan's key.
+    lengths_served: whether the plan is usable for the step's lengths
+    (`PackScheduler.check_lengths`).
     """
     if not planned:
         return StepReason.FIRST
@@ -340,11 +340,11 @@ def replan_cause(*, planned: bool, same_batch: bool, lengths_served: bool) -> St
 
 
 class BufferSizes(NamedTuple):
-    """Capacity of the buffers of a plan.
+    """The capacity of a plan's buffers.
 
-    plan: entries of each section. num_partials: partial slots of 2 * num_qo_heads * (v_head_dim +
-    2) bytes. num_shared_slots: KV tokens of all shared ranges, 4 bytes each. num_cuts: one cut per
-    request if the layers have a window, else 0. Cuts follow the plan in its buffer, 4 bytes each.
+    plan: entries of each section. num_partials: partials, of 2 * num_qo_heads * (v_head_dim + 2)
+    bytes each. num_shared_slots: KV tokens of all shared ranges, 4 bytes each. num_cuts: one per
+    request if layers have a window, else 0. The cuts follow the plan in its buffer, 4 bytes each.
     """
 
     plan: PlanCapacity = PlanCapacity()
@@ -354,7 +354,7 @@ class BufferSizes(NamedTuple):
 
     @property
     def buffer_size(self) -> int:
-        """The length of the plan's buffer, in int32."""
+        """Length of the plan buffer, in int32."""
         return self.plan.layout()["size"] + self.num_cuts
 
     @classmethod
@@ -368,15 +368,15 @@ class BufferSizes(NamedTuple):
         latent: bool = False,
         one_byte: bool = False,
     ) -> BufferSizes:
-        """Capacity for the plan of any batch of up to `max_requests` requests.
+        """Return the capacity for the plan of any batch of up to `max_requests` requests.
 
-        Only `num_shared_slots` may be too small, because only the KV pool bounds the shared slots.
-        `plan_bounds` in scheduler/pack_scheduler.cpp gives the other bounds.
+        Plans always fit, unless they have more shared slots than `num_shared_slots`, which only the
+        KV pool bounds. `plan_bounds` in scheduler/pack_scheduler.cpp gives the other bounds.
 
         Parameters
         ----------
         max_requests
-            Rows of a batch, padding included.
+            Rows of a batch, including padding.
         num_shared_slots
             KV tokens of all shared ranges of a batch.
         num_workers, group_size, latent, one_byte
@@ -397,7 +397,7 @@ class BufferSizes(NamedTuple):
     def for_invariant(
         cls, max_requests: int, num_shared_slots: int, max_seq_len: int
     ) -> BufferSizes:
-        """Capacity for any batch-invariant plan within these limits.
+        """Return the capacity for any batch-invariant plan within these limits.
 
         A batch has up to `max_requests` requests of up to `max_seq_len` KV tokens each. Raises
         ValueError if a parameter is out of range.
@@ -407,7 +407,7 @@ class BufferSizes(NamedTuple):
 
     @classmethod
     def needed_by(cls, scheduler: PackScheduler) -> BufferSizes:
-        """Capacity that the scheduler's last plan needs."""
+        """Return the capacity that the scheduler's last plan needs."""
         return cls(
             scheduler.required_capacity(),
             scheduler.num_partials,
@@ -416,7 +416,7 @@ class BufferSizes(NamedTuple):
         )
 
     def grown(self, needed: BufferSizes) -> BufferSizes:
-        """Sizes that hold `needed`: each size that is too small becomes twice the needed size.
+        """Return sizes for `needed`. Each size that is too small becomes twice the needed size.
 
         So a growing batch allocates its buffers a logarithmic number of times.
         """

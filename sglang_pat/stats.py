@@ -1,4 +1,4 @@
-"""PlanStats: counts and planning times of decode steps.
+"""PlanStats: counters and planning times of decode steps.
 
 `PackAttention` counts the steps that it plans. SGLang's log line, metrics and stats file
 (`sglang/report/reports.py`) read them through `read_counters()`.
@@ -27,7 +27,7 @@ class PlanningTime(NamedTuple):
 
 
 def bound_of(nanoseconds: int) -> int:
-    """Return the smallest histogram bound of `PlanningTimes` above a time."""
+    """Return the smallest histogram bound of `PlanningTimes` that is above a time."""
     shift = max(nanoseconds.bit_length() - 5, 0)
     return ((nanoseconds >> shift) + 1) << shift
 
@@ -35,13 +35,12 @@ def bound_of(nanoseconds: int) -> int:
 class PlanningTimes(dict[str, Counter[int]]):
     """Histograms of planning times, by kind of step.
 
-    A histogram maps a bound in ns to the number of times between it and the next smaller bound.
-    There are 16 bounds per octave, so a percentile is at most a 16th too high. Histograms add up
-    with `+`, and serialise to JSON as they are.
+    A histogram maps each bound, in ns, to the number of times between the next smaller bound and
+    it. There are 16 bounds per octave, so a percentile is at most 1/16 too high. Histograms can be
+    added with `+` and serialised to JSON.
 
     "unchanged": the plan was reused. "changed": a plan was built, and the forest had kept at least
-    one path (all of them if a request outgrew its plan). "cold": a plan was built from paths that
-    were all new, or that came as arrays.
+    one path. "cold": a plan was built, and all paths were new or came as arrays.
     """
 
     def record(self, kind: PlanningClass, nanoseconds: int) -> None:
@@ -52,7 +51,7 @@ class PlanningTimes(dict[str, Counter[int]]):
         histogram[bound] += 1
 
     def since(self, before: PlanningTimes) -> PlanningTimes:
-        """The times recorded since an earlier reading of the same histograms."""
+        """Return the times recorded since `before`, an earlier copy of these histograms."""
         return PlanningTimes(
             {kind: each - before.get(kind, Counter()) for kind, each in self.items()}
         )
@@ -60,13 +59,13 @@ class PlanningTimes(dict[str, Counter[int]]):
     def __add__(self, other: PlanningTimes) -> PlanningTimes:
         total = PlanningTimes()
         for times in (self, other):
-            # Copies, each made at once: another thread may be recording.
+            # Iterates over copies, because another thread may be recording.
             for kind, histogram in dict(times).items():
                 total.setdefault(kind, Counter()).update(dict(histogram))
         return total
 
     def percentile_us(self, kind: PlanningClass, percent: float) -> float:
-        """The bound in microseconds below which `percent` % of the times lie; nan without times.
+        """Return the bound, in us, below which `percent` % of the times lie; nan without times.
 
         Raises ValueError if percent is not above 0 and at most 100.
         """
@@ -83,13 +82,13 @@ class PlanningTimes(dict[str, Counter[int]]):
 
 @dataclass(slots=True)
 class PlanStats:
-    """Counters, summed over decode steps.
+    """Counters of decode steps.
 
-    `causes` splits plans_built by cause. "first": there was no plan. "batch_changed": the step
-    had another key or number of rows. "tail_growth": a request outgrew its planned length, or
-    became shorter than that. The kv_tokens_* fields sum `KvTokens` at the lengths of each step.
-    planning_ns has one time per step. It begins at `DecodeBatch.begun_ns`, or with the call of
-    plan(). It ends when plan() returns, or when the step is known to repeat the last step.
+    `causes` splits plans_built by cause. "first": there was no plan. "batch_changed": the step had
+    another key or number of rows. "tail_growth": a request outgrew its planned length, or became
+    shorter. The kv_tokens_* fields are sums of `KvTokens` over the steps, at each step's lengths.
+    planning_ns has one time per step. It begins at `DecodeBatch.begun_ns` or at the call of plan(),
+    and ends when plan() returns, or when the step is known to repeat the last one.
     """
 
     plans_built: int = 0
@@ -107,14 +106,14 @@ class PlanStats:
         self.kv_tokens_lower_bound += tokens.lower_bound
 
 
-# A number, or numbers by name: {"plans_built": 3, "causes": {"first": 1, "tail_growth": 2}, ...}
+# Values are numbers, or dicts: {"plans_built": 3, "causes": {"first": 1, "tail_growth": 2}, ...}
 Counters = dict[str, Any]
 
 
 def read_counters(stats: Sequence[PlanStats], **more: Sequence[Mapping[str, int]]) -> Counters:
-    """Sum `stats` field by field, and the mappings that are given by name.
+    """Return the sums of `stats`, field by field, and of further mappings, by name.
 
-    Returns a copy. Any thread may call read_counters() while another thread counts.
+    The result is a copy. Any thread may call this while another thread counts.
     """
     counters: Counters = {}
     for name in (each.name for each in fields(PlanStats)):
@@ -129,5 +128,5 @@ def read_counters(stats: Sequence[PlanStats], **more: Sequence[Mapping[str, int]
 def _sum(mappings: Sequence[Mapping[str, int]]) -> dict[str, int]:
     total: Counter[str] = Counter()
     for numbers in mappings:
-        total.update(dict(numbers))  # copied at once: it may grow while it is being iterated over
+        total.update(dict(numbers))  # copied, because it may grow during iteration
     return dict(total)

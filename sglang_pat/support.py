@@ -1,10 +1,9 @@
-"""Support of SGLang's features: the source of the documented table and of all refusals.
+"""Which features of SGLang pat supports: the source of the documentation and of all refusals.
 
-`sglang-pat doctor --support-table` prints the table. This module also has the reasons for which a
-layer or a model falls back to SGLang's default backend.
+`sglang-pat doctor --support-table` prints the support table. This module also has the reasons for
+which a layer or a model falls back to SGLang's default backend.
 
-Every public entry that refuses an argument takes its words from here, so messages and documentation
-promise the same.
+All messages that refuse an argument get their words from here, so messages and documentation agree.
 """
 
 from __future__ import annotations
@@ -13,22 +12,22 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 BACKEND = "pat"  # the name of the attention backend in SGLang
-# Tested versions (docs/sglang-versions.json). Each change is tested on the oldest and the newest.
+# Tested versions of SGLang (docs/sglang-versions.json). CI tests the oldest and the newest.
 SGLANG_VERSIONS = ("0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23")
 PYTHON_VERSIONS = ("3.11", "3.12")
 DTYPES = ("float16", "bfloat16", "float32")
-KERNEL_DTYPES = ("float16", "bfloat16")  # of DTYPES, those that the CUDA kernels compute in
-# dtypes that the KV cache may have besides the dtype of the queries.
+KERNEL_DTYPES = ("float16", "bfloat16")  # dtypes in which the kernels compute
+# dtypes of the KV cache other than the dtype of the queries.
 CONVERTED_KV_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 WIDE_HEAD_DIMS = (512, 512)  # the full layers of Gemma 4
-# head_dims of keys (and queries) and of values, of layers whose KV heads store both. A pair that is
-# taken out here is refused everywhere.
+# (head_dim of keys and queries, head_dim of values) of layers whose KV heads store both. All other
+# pairs are refused.
 GQA_HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), WIDE_HEAD_DIMS)
 # Latent attention (MLA, absorbed): all query heads attend to one KV head, whose values are the
 # first numbers of its keys.
 LATENT_HEAD_DIMS = (576, 512)
 HEAD_DIMS = (*GQA_HEAD_DIMS, LATENT_HEAD_DIMS)
-OLDEST_CAPABILITY = (8, 0)  # of GPUs that have kernels: Ampere
+OLDEST_CAPABILITY = (8, 0)  # oldest GPUs with kernels: Ampere
 # Compute capabilities that the kernels can be compiled for.
 CAPABILITIES = (
     OLDEST_CAPABILITY,
@@ -42,27 +41,28 @@ CAPABILITIES = (
     (12, 0),
     (12, 1),
 )
-# GPUs with kernels for latent attention. On the GPUs left out, the default backends use
+# GPUs with kernels for latent attention. The list leaves out GPUs on which default backends use
 # instructions (tcgen05) that pat's kernels do not use.
 LATENT_CAPABILITIES = (OLDEST_CAPABILITY, (8, 6), (8, 7), (8, 9), (9, 0), (12, 0), (12, 1))
-# GPUs with kernels for head_dim 512, in which two warpgroups share a row.
+# GPUs with kernels for head_dim 512, which need wgmma because two warpgroups share a row.
 WIDE_CAPABILITIES = ((9, 0),)
-# kMaxGroupSize and kMaxLatentGroupSize of kernels/contract/tile_table.h.
+# Must equal kMaxGroupSize and kMaxLatentGroupSize of kernels/contract/tile_table.h.
 MAX_GROUP_SIZE = 16
 MAX_LATENT_GROUP_SIZE = 64
-# Requests that a tile of latent attention must hold for pat to be 3% faster on a shared prefix than
-# the better of FA3 and FlashMLA (`h100/mla-near-tile*.json`). With an fp8 cache, FlashMLA
-# multiplies fp8 numbers directly, and the other backends convert the whole pool first.
+# How many requests a tile of latent attention must hold for pat to be 3% faster on a shared prefix
+# than the better of FA3 and FlashMLA (`h100/mla-near-tile*.json`): in general, and with an fp8
+# cache beside FlashMLA, which multiplies fp8 numbers directly. Other backends first convert the
+# whole pool.
 _LEAST_IN_TILE, _LEAST_BESIDE_FLASHMLA = 1.5, 4
-# SGLang's fa3 converts the whole pool of latent KV from fp8 in every layer, which takes 1.65 ns a
-# token on an H200. Where requests fill a tile, pat takes 0.45 ns longer for a token of a tile of
-# 64 rows (`h200/mla-fp8-pool-*.json`). So pat needs a pool of at least _POOL_PER_ROW tokens for
-# each query row of the largest step. With that pool, pat wins while requests average up to some
-# 60,000 tokens.
+# SGLang's fa3 converts the whole pool of latent KV from fp8 in every layer, which takes 1.65 ns per
+# token on an H200. If requests fill a tile of 64 rows, pat takes 0.45 ns longer per token of a tile
+# (`h200/mla-fp8-pool-*.json`). So pat needs a pool of at least _POOL_PER_ROW tokens for each query
+# row of the largest step. With that pool, pat is faster for requests of up to about 60,000 tokens
+# on average.
 _CONVERTS_POOL, _POOL_PER_ROW = "fa3", 256
 GROWTH_TOKENS = 256  # default of SGLANG_PAT_GROWTH_TOKENS and of PackAttention
-# SGLang's backends that pat can decode for. They compute dense attention over the whole paged KV of
-# a request; the other backends do not.
+# SGLang's backends in whose place pat can decode, because they compute dense attention over the
+# whole paged KV of a request.
 DEFAULT_BACKENDS = (
     "fa3",
     "fa4",
@@ -77,7 +77,7 @@ POLICIES = ("memory", "paper", "compute", "per-node", "query-centric")
 
 REFUSED = "refused at start-up"
 PRIVATE_ROWS = "correct, but nothing is shared"
-# SGLang's default backend runs the layers or models that pat does not accelerate.
+# What happens to layers and models that pat does not accelerate.
 DEFAULT_DECODES = "runs on SGLang's default backend"
 LAYER = "these layers run on SGLang's default backend"
 MODEL = "the model runs on SGLang's default backend"
@@ -85,7 +85,7 @@ MODEL = "the model runs on SGLang's default backend"
 
 @dataclass(frozen=True, slots=True)
 class SupportRow:
-    """One line of the support table: what is supported, and what happens to everything else."""
+    """A row of the support table: what is supported, and what happens to everything else."""
 
     topic: str
     supported: str
@@ -93,27 +93,27 @@ class SupportRow:
 
 
 def head_dim_name(head_dim: int, v_head_dim: int) -> str:
-    """`128`, or `192/128` where values have another head_dim than keys."""
+    """Return `128`, or `192/128` if the head_dims of keys and values differ."""
     return f"{head_dim}" if head_dim == v_head_dim else f"{head_dim}/{v_head_dim}"
 
 
 def is_latent(head_dim: int, v_head_dim: int) -> bool:
-    """Return whether layers with these head_dims have latent attention."""
+    """Return True if layers with these head_dims are latent attention."""
     return (head_dim, v_head_dim) == LATENT_HEAD_DIMS
 
 
 def max_group_size(head_dim: int, v_head_dim: int) -> int:
-    """Return the most query heads per KV head that pat decodes, for these head_dims."""
+    """Return the most query heads per KV head that pat supports for these head_dims."""
     return MAX_LATENT_GROUP_SIZE if is_latent(head_dim, v_head_dim) else MAX_GROUP_SIZE
 
 
 def fills_tile(
     num_heads: int, num_drafts: int = 1, *, one_byte: bool = False, default: str = ""
 ) -> bool:
-    """Return True if so few requests of latent attention fit a tile that packing does not pay.
+    """Return True if a tile holds so few requests of latent attention that packing does not pay.
 
     num_drafts: rows of a request in a step, each with `num_heads` query heads. one_byte: the KV
-    cache is fp8. default: SGLang's backend that would decode.
+    cache is fp8. default: the backend that decodes if pat does not.
     """
     beside_flashmla = one_byte and default == "flashmla"
     least = _LEAST_BESIDE_FLASHMLA if beside_flashmla else _LEAST_IN_TILE
@@ -121,19 +121,19 @@ def fills_tile(
 
 
 def pool_decides(num_heads: int, *, one_byte: bool = False, default: str = "") -> bool:
-    """Return True if a large pool lets pat win even if `fills_tile` is true."""
+    """Return True if pat is faster with a large pool even if `fills_tile` is true."""
     return one_byte and default == _CONVERTS_POOL and num_heads <= MAX_LATENT_GROUP_SIZE
 
 
 def is_wide(head_dim: int, v_head_dim: int) -> bool:
-    """True if a row is so wide that only some kernels have a body for it."""
+    """Return True for wide rows, for which only some GPUs have kernels."""
     return (head_dim, v_head_dim) == WIDE_HEAD_DIMS
 
 
 def has_kernels(
     head_dim: int, v_head_dim: int, capability: tuple[int, int], *, one_byte: bool = False
 ) -> bool:
-    """True if there are CUDA kernels for these head_dims on GPUs of a compute capability.
+    """Return True if there are kernels for these head_dims and this compute capability.
 
     one_byte: the KV cache is fp8.
     """
@@ -149,7 +149,7 @@ def has_kernels(
 def device_reason(
     head_dim: int, v_head_dim: int, capability: tuple[int, int]
 ) -> Unsupported | None:
-    """Return why pat decodes no layer of these head_dims on GPUs of a compute capability."""
+    """Return why pat does not decode these head_dims on GPUs of this compute capability."""
     if has_kernels(head_dim, v_head_dim, capability):
         return None
     where = "on compute capability {}.{}".format(*capability)
@@ -257,24 +257,24 @@ _BY_TOPIC = {row.topic: row for row in _MATRIX}
 
 
 def support_matrix() -> tuple[SupportRow, ...]:
-    """Every row of the support table, in the order of the documentation."""
+    """Return all rows of the support table, in the order of the documentation."""
     return _MATRIX
 
 
 def row_of(topic: str) -> SupportRow:
-    """The row of the support table under `topic`."""
+    """Return the row of the support table on `topic`."""
     return _BY_TOPIC[topic]
 
 
 def unsupported(topic: str, value: object) -> ValueError:
-    """The error to raise for `value`: names it and what is supported under `topic`."""
+    """Return an error that names `value` and what is supported on `topic`."""
     return ValueError(
         f"pat does not support {topic} = {value}; supported: {_BY_TOPIC[topic].supported}"
     )
 
 
 class Unsupported(NamedTuple):
-    """Why pat does not decode something: a value under one of the topics of the support table."""
+    """Why pat does not decode something: a topic of the support table and an unsupported value."""
 
     topic: str
     value: object
@@ -284,7 +284,7 @@ class Unsupported(NamedTuple):
         return str(self.value) if self.topic in alone else f"{self.topic} {self.value}"
 
     def refusal(self, where: str = "") -> ValueError:
-        """Return the error to raise where pat must not fall back."""
+        """Return the error to raise if pat must not fall back."""
         return unsupported(self.topic, f"{self.value}{where}")
 
 
@@ -299,7 +299,7 @@ def shape_reason(
 ) -> Unsupported | None:
     """Return why pat does not decode a layer of this shape, or None if it does.
 
-    The numbers of heads are those of one rank.
+    num_qo_heads, num_kv_heads: heads of one rank.
 
     one_byte, default: see `fills_tile`.
     """
@@ -321,7 +321,7 @@ def shape_reason(
 def nothing_to_gain(
     num_heads: int, num_drafts: int = 1, *, one_byte: bool = False, default: str = ""
 ) -> Unsupported | None:
-    """Return why latent attention is left to SGLang, by the arguments of `fills_tile` alone."""
+    """Return why latent attention falls back, by the arguments of `fills_tile` alone."""
     if not fills_tile(num_heads, num_drafts, one_byte=one_byte, default=default):
         return None
     if pool_decides(num_heads, one_byte=one_byte, default=default):
@@ -339,7 +339,7 @@ def pool_too_small(
     one_byte: bool = False,
     default: str = "",
 ) -> Unsupported | None:
-    """Return why a small pool leaves latent attention to SGLang, if `pool_decides`.
+    """Return why latent attention falls back with a small pool, if `pool_decides`.
 
     max_requests: the number of requests in the largest step.
     """
@@ -359,7 +359,7 @@ def _no_gain(num_heads: int, num_drafts: int, more: str) -> Unsupported:
 
 
 def markdown_table() -> str:
-    """The table of the documentation."""
+    """Return the support table as Markdown."""
     rows = [(row.topic, row.supported, row.everything_else) for row in _MATRIX]
     head = ("", "Supported", "Anything else")
     lines = [head, ("---",) * 3, *rows]

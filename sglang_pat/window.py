@@ -1,18 +1,19 @@
-"""WindowAttention: PackAttention for layers that attend to the last tokens of a request only.
+"""WindowAttention: PackAttention for layers that attend only to a request's last tokens.
 
-Attention does not depend on the order of keys. So a row of such a layer becomes an ordinary row of
-another table, which begins at a cut that several requests have in common:
+Attention does not depend on the order of keys. So the last tokens of a request become a row of a
+new table, with another order of tokens. The row begins at a cut, a position that several requests
+share:
 
     the cut to the end of the path    shared, as far as paths are
     the end of the path to the end    the tail, which grows
     the window's begin to the cut     private, and shrinks as the window moves on
 
-The row is as long as the window. A plan serves the row until the window's begin reaches the cut.
-Only the table changes from step to step, on the device. The scheduler and the kernels are the same
-as for layers without a window.
+The row is as long as the window. Its plan is usable until the window's begin reaches the cut. Only
+the table changes from step to step, on the device. The scheduler and the kernels are the same as
+for layers without a window.
 
-Windows may be chunks (Llama 4): a request attends from the last multiple of `window` on. The cut is
-then the begin of the chunk, nothing before it is private, and a plan serves until the chunk ends.
+Windows may be chunks (Llama 4): a request attends to the tokens from the last multiple of `window`
+on. The cut is then the begin of the chunk, and a plan is usable until the chunk ends.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from sglang_pat.attention import INTS, PackAttention
 from sglang_pat.batch import check_integers
 from sglang_pat.executors.window_rows import Window
 
-# A request may grow by SLACK tokens before it gets another cut. Its row reads as many more private
-# tokens. In small windows, 1 / SLACK_PART of the window takes the place of SLACK.
+# A request may grow by SLACK tokens, or by 1 / SLACK_PART of a small window, before it gets another
+# cut. So cuts lie that many tokens after the window's begin, and the tokens between are private.
 SLACK, SLACK_PART = 64, 8
 AHEAD = 4  # the default of `ahead`
 _MAX_INT32 = 2**31 - 1
@@ -36,9 +37,9 @@ _MAX_INT32 = 2**31 - 1
 class WindowAttention(PackAttention):
     """Decode attention over the last `window` tokens of each request.
 
-    It is used like PackAttention, with three differences. A request may be at most `ahead` tokens
-    longer on the device than `batch.seq_lens` says, and not shorter. plan() and refill() read the
-    `seq_lens` on the device; a captured graph begins with refill(). There is no advance().
+    It is used like PackAttention, with three differences. On the device, a request may be up to
+    `ahead` tokens longer than in `batch.seq_lens`, and not shorter. plan() and refill() read the
+    `seq_lens` on the device; a captured graph must begin with refill(). There is no advance().
     """
 
     def __init__(
@@ -53,20 +54,20 @@ class WindowAttention(PackAttention):
         ahead: int | None = None,
         **options: Any,
     ) -> None:
-        """Refuse what is unsupported, and size everything else from the device.
+        """Check the arguments and choose defaults for the device.
 
         Parameters
         ----------
         num_qo_heads, num_kv_heads, head_dim
             As in PackAttention.
         window : int
-            Tokens that a request attends to, its new token included. With `chunked`, the most
-            tokens that it attends to.
+            Tokens that a request attends to, including its new token. With `chunked`, the tokens of
+            a chunk.
         chunked : bool
             A request of n tokens attends to those from `(n - 1) // window * window` on.
         slot_map : torch.Tensor, optional
-            int64 or int32 `[num_slots]`: the slot in the layers' caches, by the slot in
-            `req_to_token`. It is borrowed, and read in each step. Default: both slots are equal.
+            int64 or int32 `[num_slots]`: the slot in the layers' caches for each slot in
+            `req_to_token`. Borrowed, and read in each step. Default: both slots are equal.
         ahead : int
             Tokens by which a request may be longer on the device than `batch.seq_lens` says.
             Default: AHEAD, or 0 with `chunked`, which allows no other value.
@@ -87,8 +88,8 @@ class WindowAttention(PackAttention):
         if options.get("batch_invariant"):
             raise ValueError("batch_invariant must be False with a window: cuts depend on others")
         if type(max_requests := options.get("max_requests")) is int:
-            # There are fewer shared ranges than rows, and each range lies within a row. The size of
-            # the KV pool is no bound: several ranges may hold the same slots.
+            # There are fewer shared ranges than rows, and each range is part of a row. The size of
+            # the KV pool is no bound, because several ranges may have the same slots.
             options["max_shared_slots"] = min(max_requests * window, _MAX_INT32)
         slack = min(SLACK, int(window) // SLACK_PART)
         self._window = Window(int(window), slack, int(ahead), bool(chunked), slot_map)
@@ -106,9 +107,9 @@ class WindowAttention(PackAttention):
         return int(self._window.attended(np.int64(length)))
 
     def refill(self) -> None:
-        """Read the tensors of the last plan() again, as they are now.
+        """Write the rows again, from the current tensors of the last plan().
 
-        A captured graph does so before its layers.
+        A captured graph must call this before its layers.
         """
         self._executor.refill()
 
@@ -117,7 +118,7 @@ class WindowAttention(PackAttention):
         raise ValueError("advance() has no windows; call plan() for each step")
 
     def slots(self) -> list[torch.Tensor]:
-        """Return the slots that each request reads now. For checks, on the CPU."""
+        """Return the slots that each request currently reads, on the CPU. For checks."""
         rows = self._executor.rows
         assert rows is not None
         lens = rows.seq_lens[: len(self.seq_lens)].tolist()

@@ -1,1 +1,1 @@
-"""Measurements of `bench`, `check`, `calibrate`: servers, answers and kernels on this machine."""
+"""Measurements for `bench`, `check` and `calibrate`: of servers, answers and kernels."""

@@ -1,7 +1,7 @@
-"""Compares the greedy answers of two runs, as far as rounding lets them agree.
+"""Compares the greedy answers of two runs, up to the first tie of each answer.
 
-A tie: two tokens are equally probable within rounding. Either may be the answer, and the texts may
-differ from there on. Any other difference is an error. The probabilities are those of one of the
+In a tie, two tokens are equally probable within rounding. Either may be the answer, and the texts
+may differ afterwards. Any other difference is an error. The probabilities come from one of the
 runs, the reference.
 """
 
@@ -15,19 +15,19 @@ from typing import Any, NamedTuple
 
 
 def with_candidates(count: int) -> dict[str, Any]:
-    """Asks SGLang for the `count` most probable tokens at each position."""
+    """Return request fields that ask SGLang for the `count` most probable tokens per position."""
     return {"return_logprob": True, "top_logprobs_num": count}
 
 
 class Candidate(NamedTuple):
-    """One of the most probable tokens at a position. logprob: NaN if the server gave null."""
+    """One of the most probable tokens at a position. logprob: NaN if the server returned null."""
 
     logprob: float
     token: int
 
 
 def number(logprob: float | None) -> float:
-    """Return a log-probability, NaN for the null of JSON."""
+    """Return a log-probability, with NaN for JSON's null."""
     return math.nan if logprob is None else logprob
 
 
@@ -51,11 +51,11 @@ class Answer:
 
 
 class Parting(NamedTuple):
-    """A position at which two answers part. A token is None after the end of its answer.
+    """The position at which two answers first differ. token None: the answer has ended there.
 
-    gap: the log-probability of the reference's own token minus that of the other token, both in the
-    reference. None if the other token is not among the reference's candidates, if one token is
-    None, or if a log-probability is not a number.
+    gap: the reference's log-probability of its own token minus its log-probability of the other
+    token. None if the other token is not among the reference's candidates, if one token is None, or
+    if a log-probability is not a number.
     """
 
     request: int
@@ -67,7 +67,7 @@ class Parting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Two runs of the same requests. positions: number of tokens that were equal."""
+    """How far two runs of the same requests agree. positions: number of equal tokens."""
 
     requests: int
     positions: int
@@ -91,9 +91,8 @@ class Agreement:
 def agreement(answers: Sequence[Answer], reference: Sequence[Answer], tie: float) -> Agreement:
     """Compare the answers to all requests.
 
-    tie: two tokens tie if they are no further apart than this in the reference. If logits may
-    differ by d between the runs, tie is 2 d: the answer's token may have gained d, and the
-    reference's lost d. Other tokens, between the two or above one of them, do not matter.
+    tie: largest gap of two tokens that tie. If logits may differ by d between the runs, tie is 2 d,
+    because one token may have gained d, and the other lost d. Other tokens do not matter.
     """
     positions, partings = 0, []
     for request, (a, b) in enumerate(zip(answers, reference, strict=True)):
@@ -108,7 +107,7 @@ def agreement(answers: Sequence[Answer], reference: Sequence[Answer], tie: float
 def _parting(
     left: Sequence[int], right: Sequence[int]
 ) -> tuple[int, tuple[int | None, int | None] | None]:
-    """Return the number of equal tokens, and the two tokens that differ; None if all are equal."""
+    """Return the number of equal tokens, and the first two that differ or None."""
     for position, tokens in enumerate(zip_longest(left, right)):
         if tokens[0] != tokens[1]:
             return position, tokens

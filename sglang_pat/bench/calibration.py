@@ -1,12 +1,12 @@
 """Measures plans on this GPU and fits the cost model to them, for `sglang-pat calibrate`.
 
-Each of a designed set of plans is timed as a graph of several layers. A layer's time is taken to be
+A set of designed plans is timed, each in a graph of several layers. The model of a layer's time is
 a sum: a constant, and a cost for each KV token from memory, each token that is read again, each
-partial row, each work item and each query row of an item. A short item takes as long as one of
-`shortest` tokens. The sum is fitted by non-negative least squares on the relative error, for each
-of some values of `shortest`; the best one is kept. The bodies of the kernel are timed separately,
-with prefixes that have exactly as many query rows as a body. Latent attention has separate costs,
-which are measured with 16 query heads, over a cache of the queries' dtype and over an fp8 cache.
+partial row, each work item and each query row of an item. A short item takes as long as an item of
+`shortest` tokens. The sum is fitted by non-negative least squares on the relative error, for
+several values of `shortest`, and the best fit is kept. The tiles are timed separately, with
+prefixes that have exactly as many query rows as a tile. Latent attention has separate costs. They
+are measured with 16 query heads, with a cache of the queries' dtype and with an fp8 cache.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from sglang_pat.support import LATENT_HEAD_DIMS
 
 FloatArray = npt.NDArray[np.float64]
 
-LARGEST_ERROR = 0.10  # root mean square of the relative errors
+LARGEST_ERROR = 0.10  # largest RMS of the relative errors
 LAYERS = 8
 ROUNDS = 9
-POOL_BYTES = 8 << 30  # at most
+POOL_BYTES = 8 << 30  # upper limit
 SHORTEST = (0, 16, 32, 48, 64, 80, 96, 128, 192)  # tokens
 
 
 class Layers(NamedTuple):
-    """Layers that are timed."""
+    """The shape and the KV dtype of the timed layers."""
 
     shape: HeadConfig
     kv_dtype: torch.dtype = torch.bfloat16
 
     @property
     def one_byte(self) -> bool:
-        """True if the KV cache holds fp8 numbers."""
+        """True if the KV cache is fp8."""
         return self.kv_dtype.itemsize == 1
 
     def bodies(self) -> list[int]:
-        """Query rows of the bodies that plans use, ascending."""
+        """Query rows of the tiles that plans use, ascending."""
         latent = self.shape.is_latent
         most = largest_tile(self.shape.group_size, latent=latent, one_byte=self.one_byte)
         table = LATENT_TILE_TABLE if latent else TILE_TABLE
@@ -65,7 +65,7 @@ class Layers(NamedTuple):
     def attention(
         self, *, policy: str, device: str = "cuda", num_workers: int | None = None
     ) -> PackAttention:
-        """Return attention of such layers under a packing policy."""
+        """Return a PackAttention for these layers and a packing policy."""
         return PackAttention(
             *self.shape[:3],
             v_head_dim=self.shape.v_head_dim,
@@ -90,12 +90,12 @@ class CalibrationError(RuntimeError):
 
 
 class Features(NamedTuple):
-    """Terms of a layer's time, counted over all KV heads."""
+    """How often each cost occurs in a layer, counted over all KV heads."""
 
     layer: float  # always 1
     merge: float  # 1 if partials are merged
-    token: float  # tokens that are read from memory
-    reread: float  # repeated reads, by further items
+    token: float  # tokens read from memory
+    reread: float  # repeated reads of tokens
     partial_row: float
     item: float
     query_row: float
@@ -115,7 +115,7 @@ class Features(NamedTuple):
 
 
 def missing_tokens(plan: DecodePlan, seq_lens: IntArray, num_kv_heads: int) -> list[float]:
-    """Return, for each length of `SHORTEST`, how many tokens shorter work items lack in all."""
+    """Return how many tokens all shorter items lack, for each length of `SHORTEST`."""
     kv_request, begin, end, _ = plan.kv_segments.T
     end = np.where(end == OPEN_END, seq_lens[np.maximum(kv_request, 0)], end)
     ends = np.concatenate([[0], np.cumsum(end - begin)])
@@ -127,9 +127,9 @@ def missing_tokens(plan: DecodePlan, seq_lens: IntArray, num_kv_heads: int) -> l
 class Design(NamedTuple):
     """A plan to measure.
 
-    It has `prefixes` prefixes of `prefix` tokens. `sharers` requests share each, and each request
-    has `private` tokens more. body: rows of the body that the plan measures; 0: it measures the
-    sum.
+    It has `prefixes` prefixes of `prefix` tokens. `sharers` requests share each prefix, and each
+    request has `private` more tokens. body: query rows of the tile that the plan measures, or 0 if
+    it measures the other costs.
     """
 
     prefixes: int
@@ -155,7 +155,7 @@ class Design(NamedTuple):
 
 
 def designs(kind: str = PLAIN) -> list[Design]:
-    """Return memory-bound plans of different composition, and one plan for each body."""
+    """Return memory-bound plans of different composition, and one plan for each tile."""
     unshared = [
         Design(count, 0, 1, tokens)
         for count, tokens in (
@@ -169,14 +169,14 @@ def designs(kind: str = PLAIN) -> list[Design]:
             (1, 65536),
         )
     ]
-    one_item_each = [  # has many query rows, and no partials
+    one_item_each = [  # many query rows, no partials
         Design(512, 64, 16, 0),
         Design(1024, 64, 8, 0),
         Design(2048, 64, 4, 0),
         Design(256, 512, 16, 0),
     ]
-    cut = [Design(1, 65536, sharers, 0) for sharers in (4, 8, 16)]  # many partials of many rows
-    shared = [  # a pack per node, so with partials
+    cut = [Design(1, 65536, sharers, 0) for sharers in (4, 8, 16)]  # many partials, many query rows
+    shared = [  # a pack per node, and so partials
         Design(*shape, "per-node")
         for shape in (
             (64, 256, 4, 64),
@@ -189,7 +189,7 @@ def designs(kind: str = PLAIN) -> list[Design]:
             (128, 64, 16, 16),
         )
     ]
-    # Several tiles read a prefix at the same time, as in real plans: then it comes from the L2.
+    # Several tiles read a prefix at the same time, as in real plans, so that it comes from the L2.
     read_again = [
         Design(*shape)
         for shape in (
@@ -217,7 +217,7 @@ def _for_body(rows: int, shape: HeadConfig) -> Design:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The measured time of a layer of a design. missing: see `missing_tokens`."""
+    """The measured time of a layer of one design. missing: see `missing_tokens`."""
 
     design: Design
     features: Features
@@ -226,9 +226,9 @@ class Measurement:
 
 
 def measure(report: Callable[[str], None], kind: str = PLAIN) -> list[Measurement]:
-    """Time all designs on the present CUDA device.
+    """Time all designs on the current CUDA device.
 
-    report: called with a line for each. kind: of the layers.
+    report: called with a line for each design. kind: kind of the layers.
     """
     timer = _Timer(LAYERS_OF[kind], max(design.num_tokens for design in designs(kind)))
     found = []
@@ -240,7 +240,7 @@ def measure(report: Callable[[str], None], kind: str = PLAIN) -> list[Measuremen
 
 
 class _Timer:
-    """Times designs over K and V of its own. In latent attention, V is a view of K."""
+    """Times designs, with its own K and V. In latent attention, V is a view of K."""
 
     def __init__(self, layers: Layers, most_tokens: int) -> None:
         self._of = layers
@@ -265,7 +265,7 @@ class _Timer:
         shape = (slots, self._of.shape.num_kv_heads, columns)
         if not self._of.one_byte:
             return torch.empty(shape, dtype=self._of.kv_dtype, device="cuda").normal_()
-        # These bytes are the e4m3 numbers from 0.25 to below 2.
+        # As e4m3 numbers, these bytes are 0.25 to less than 2.
         drawn = torch.randint(0x28, 0x40, shape, dtype=torch.uint8, device="cuda")
         return drawn.view(self._of.kv_dtype)
 
@@ -304,9 +304,9 @@ class _Timer:
 class Fit:
     """Fitted costs.
 
-    microseconds: cost of each feature. shortest: tokens of a short item. bodies: by rows of a body,
-    the cost of a token in it over that of a token from memory. errors: the relative error of each
-    fitted plan.
+    microseconds: cost of each feature. shortest: tokens that a short item costs at least. bodies:
+    query rows of a tile -> cost of a token there, relative to a token from memory. errors: relative
+    error of each fitted plan.
     """
 
     microseconds: Features
@@ -334,14 +334,14 @@ class Fit:
             "shortest": self.shortest,
             **{f"token_{rows}": rate for rows, rate in self.bodies.items()},
         }
-        # Latent attention over fp8 KV computes 64 rows in two passes of its body of 32.
+        # With fp8 latent KV, 64 rows take two passes of 32 rows.
         if 64 not in self.bodies:
             costs["token_64"] = 2 * self.bodies[max(self.bodies)]
         return {name: round(value, 3) for name, value in costs.items()}
 
 
 def fit(measurements: Sequence[Measurement]) -> Fit:
-    """Fit the costs. CalibrationError if a sum of costs does not describe the measured times."""
+    """Fit the costs. CalibrationError if no sum of costs describes the measured times."""
     summed = [each for each in measurements if not each.design.body]
     found = min((_fit(summed, least) for least in SHORTEST), key=lambda each: each.error)
     _check(found)
@@ -354,7 +354,8 @@ def fit(measurements: Sequence[Measurement]) -> Fit:
 def _fit(measurements: Sequence[Measurement], shortest: int) -> Fit:
     matrix = np.array([_counted(each, shortest) for each in measurements])
     us = np.array([each.us for each in measurements])
-    # Scale the columns to one size, and divide each row by its time: its error is then relative.
+    # Scales the columns to the same size. Divides each row by its time, so that errors are
+    # relative.
     scale = matrix.max(axis=0)
     scale[scale == 0] = 1
     relative = matrix / scale / us[:, None]
@@ -363,13 +364,13 @@ def _fit(measurements: Sequence[Measurement], shortest: int) -> Fit:
 
 
 def _counted(measured: Measurement, shortest: int) -> Features:
-    """Return the features. The tokens that short items lack are added."""
+    """Return the features, with the tokens added that short items lack."""
     missing = measured.missing[SHORTEST.index(shortest)]
     return measured.features._replace(token=measured.features.token + missing)
 
 
 def nnls(matrix: FloatArray, target: FloatArray) -> FloatArray:
-    """The x >= 0 with the least |matrix @ x - target|, by Lawson and Hanson's active sets."""
+    """Return the x >= 0 that minimises |matrix @ x - target| (Lawson and Hanson's algorithm)."""
     count = matrix.shape[1]
     x = np.zeros(count)
     passive = np.zeros(count, dtype=bool)
@@ -398,7 +399,7 @@ def nnls(matrix: FloatArray, target: FloatArray) -> FloatArray:
 
 
 def samples_json(machine: Machine, measured: Mapping[str, Sequence[Measurement]]) -> str:
-    """Measurements of each kind of layer as JSON, for fits that are made elsewhere."""
+    """Return the measurements of each kind of layer as JSON, to fit them elsewhere."""
     samples = [
         asdict(each)
         | {"kind": kind, "design": each.design._asdict(), "features": each.features._asdict()}
@@ -411,7 +412,7 @@ def samples_json(machine: Machine, measured: Mapping[str, Sequence[Measurement]]
 def calibrate(
     machine: Machine, measurements: Sequence[Measurement], kind: str = PLAIN
 ) -> Calibration:
-    """Fit the costs, and return what is kept. CalibrationError if the fit is bad."""
+    """Fit the costs and return the calibration. CalibrationError if the fit is bad."""
     found = fit(measurements)
     microseconds = found.microseconds._asdict()
     return Calibration(
@@ -436,9 +437,9 @@ def _check(found: Fit) -> None:
 
 
 def _rate(measured: Measurement, found: Fit) -> float:
-    """Return the cost of a token in a body, over the cost of a token from memory.
+    """Return the cost of a token in a tile, relative to a token from memory.
 
-    The measured time minus all other costs is taken for the time of the tokens.
+    The time of the tokens is the measured time minus all other costs.
     """
     us = found.microseconds
     tokens = measured.features.token * us.token

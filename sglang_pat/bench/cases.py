@@ -1,4 +1,4 @@
-"""The batches of requests that a server is timed with. The requests of a batch start together."""
+"""The batches of requests by which servers are timed. The requests of a batch start together."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ FIRST_TOKEN = 256  # lower ids are special tokens in some models
 class Case:
     """A batch of requests to time.
 
-    There are `groups` prefixes of `prefix` tokens, with `batch / groups` requests each. A request
-    has `private` more tokens and gets `generated` tokens. At temperature 0 answers can be compared.
+    `batch / groups` requests share each of the `groups` prefixes of `prefix` tokens. A request has
+    `private` more prompt tokens and generates `generated` tokens. With temperature 0, answers can
+    be compared.
     """
 
     batch: int
@@ -24,7 +25,7 @@ class Case:
     temperature: float = 0.0
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
-        """Random tokens, the same for every server. The requests of a group are neighbours."""
+        """Return prompts of random tokens, the same for every server, ordered by group."""
         source = random.Random(0)
 
         def tokens(count: int) -> list[int]:
@@ -36,7 +37,7 @@ class Case:
 
     @property
     def pool_tokens(self) -> int:
-        """Slots of the KV pool that the whole batch takes."""
+        """Number of KV slots that the whole batch needs."""
         return self.groups * self.prefix + self.batch * (self.private + self.generated)
 
     @property

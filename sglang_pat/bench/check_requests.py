@@ -1,11 +1,11 @@
 """Requests of `sglang-pat check`: shared prefixes that change while others decode.
 
-Generated requests share up to three levels (root, document, thread) with ragged tails. Some branch
-inside a level, so that SGLang splits a node of its radix tree. Some repeat or continue another
-request, some share nothing, and some are longer than a chunk of prefill. Their answers differ in
-length. The server runs fewer requests at once than it gets, so that requests join as others leave.
-The KV pool holds half of the running requests, so that nodes are evicted and requests are
-retracted.
+Generated requests share up to three levels (root, document, thread) and have tails of different
+lengths. Some branch within a level, so that SGLang splits a node of its radix tree. Some repeat or
+continue another request, some share nothing, and some are longer than a prefill chunk. Answers
+differ in length. The server runs fewer requests at once than it gets, so that requests join while
+others leave. The KV pool is large enough for half of the running requests, so that nodes are
+evicted and requests retracted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from sglang_pat.bench.cases import FIRST_TOKEN
 
-LEAST_PROMPTS = 8  # with fewer, resamples hardly differ
+LEAST_PROMPTS = 8  # with fewer prompts, resamples hardly differ
 SAMPLED_EVERY = 4  # every fourth prompt is also sampled
 TAIL_TOKENS = (1, 48)
 KINDS = (
@@ -39,9 +39,9 @@ class Asked:
     prompt : list of int
         Token ids.
     tokens : int
-        Tokens of an answer.
+        Length of each answer in tokens.
     samples : int
-        Answers that are sampled at temperature 1. 0: one greedy answer.
+        Number of answers sampled at temperature 1. 0: one greedy answer.
     """
 
     prompt: list[int]
@@ -49,10 +49,10 @@ class Asked:
     samples: int = 0
 
     def body(self) -> dict[str, Any]:
-        """Return the request as SGLang takes it, at `/generate` or by `Engine.generate`."""
+        """Return the request as `/generate` or `Engine.generate` takes it."""
         sampling: dict[str, Any] = {"max_new_tokens": self.tokens, "ignore_eos": True}
         if self.samples:
-            # All parameters are given: a model's own defaults would change the probabilities.
+            # All parameters are set, because a model's own defaults would change the probabilities.
             sampling |= {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
             sampling["n"] = self.samples
         else:
@@ -68,15 +68,15 @@ def generate(
     Parameters
     ----------
     number : int
-        Number of prompts. At `len(KINDS)` or more, all kinds occur.
+        Number of prompts. With `len(KINDS)` or more, all kinds occur.
     prefix : int
-        Tokens of the longest shared prefix, about.
+        Approximate tokens of the longest shared prefix.
     tokens : int
         Tokens of the longest answer.
     samples : int
-        Sampled answers to every fourth prompt. 0: none.
+        Number of sampled answers to every fourth prompt.
     chunk : int
-        Tokens of a chunk of prefill.
+        Tokens of a prefill chunk.
     vocab_size : int
     seed : int
     """
@@ -110,9 +110,9 @@ def generate(
 
 
 def ask(prompts: Sequence[Sequence[int]], *, tokens: int, samples: int, seed: int) -> list[Asked]:
-    """Ask every prompt once greedily, and every fourth one also for samples.
+    """Return a greedy request for every prompt, and one for samples for every fourth prompt.
 
-    Answers have from a quarter of `tokens` to all of them.
+    Answers have from `tokens` / 4 to `tokens` tokens.
     """
     rng = random.Random(seed)
     asked = []
@@ -125,9 +125,9 @@ def ask(prompts: Sequence[Sequence[int]], *, tokens: int, samples: int, seed: in
 
 
 def pool_tokens(asked: Sequence[Asked], running: int) -> int:
-    """Return the tokens of a KV pool that holds half of `running` requests with their prefixes.
+    """Return the size of a KV pool for half of `running` requests with their prefixes.
 
-    The longest request fits.
+    It is large enough for the longest request.
     """
     ordered = sorted((each.prompt for each in asked), key=tuple)
     shared = (_common(left, right) for left, right in pairwise(ordered))
@@ -172,7 +172,7 @@ def read_prompts(path: Path, model: Path, *, vocab_size: int, most: int) -> list
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: no text in UTF-8: {error.reason}") from None
-    # Not splitlines(): a text may hold other characters that end a line.
+    # Not splitlines(), which also splits at other characters that may be in a text.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -198,7 +198,7 @@ def read_prompts(path: Path, model: Path, *, vocab_size: int, most: int) -> list
 
 
 def _are_tokens(tokens: Any, vocab_size: int) -> bool:
-    """Return True for a list of tokens that is not empty."""
+    """Return True for a non-empty list of token ids."""
     is_list = isinstance(tokens, list) and bool(tokens)
     return is_list and all(type(token) is int and 0 <= token < vocab_size for token in tokens)
 

@@ -1,9 +1,10 @@
 """The limits of `sglang-pat check`: when pat is as close to a model as another backend.
 
-The distance of a token is the difference between its log-probability in decode and in a prefill
-under a reference backend. Both backends answer the same requests, and both have distances, since
-each rounds in another order than the reference. pat is as close if its distances are no larger than
-the other backend's. Five measures have a limit, a multiple of the other backend's own measure:
+The distance of a token is the difference between its log-probability in decode and in a prefill by
+a reference backend. pat and the other backend answer the same requests. Both have distances,
+because each rounds in another order than the reference. pat is as close if its distances are no
+larger than the other backend's. Five measures have a limit, a multiple of the other backend's
+measure:
 
 - mean distance and 99th percentile: 1.1; mean KL divergence: 1.21, since it grows with the square
   of a distance. They find errors of many tokens. An excess counts only if it appears in
@@ -13,18 +14,19 @@ the other backend's. Five measures have a limit, a multiple of the other backend
 - worst token: 3. It finds an error of a single step. The largest distances of two correct backends
   can well be a factor of two apart, since their tail is heavy.
 
-A third backend as the reference treats both sides equally. If the reference is the other backend
-itself, its decode and its prefill share roundings, and a correct pat is further from that prefill:
-1.3 to 1.6 times on average, measured in bfloat16 on a CPU where both were equally far from float32.
-All distances may then be 1.8 times as large.
+A third backend as the reference treats both sides equally. If the other backend itself is the
+reference, its decode and prefill share roundings, so a correct pat has larger distances: 1.3 to 1.6
+times on average, in bfloat16 on a CPU where both were equally far from float32. pat's distances may
+then be 1.8 times as large.
 
-No limit is below the rounding of the model's type, because a ratio of two roundings says nothing.
-It is 2^-8 for bfloat16 and 2^-11 for float16: half a unit in the last place of a log-probability
-of 1. For float32 it is 2^-16, which is 256 such units, for sums in another order.
+No limit is below the rounding of the model's dtype, because a ratio of two roundings says nothing.
+The rounding is 2^-8 for bfloat16 and 2^-11 for float16: half a unit in the last place of a
+log-probability of 1. For float32 it is 2^-16, which is 256 such units, to allow sums in another
+order.
 
 Greedy answers must agree with the other backend's up to a near tie: two tokens whose
-log-probabilities differ by at most twice the other backend's largest distance. Either of the two
-may have moved by that.
+log-probabilities differ by at most twice the other backend's largest distance, by which either may
+have moved.
 """
 
 from __future__ import annotations
@@ -43,13 +45,13 @@ from sglang_pat.bench.prefill_scores import Distances, Reply
 RATIO = 1.1
 ANSWER_RATIO = 2.0
 WORST_RATIO = 3.0
-SHARED_ROUNDING = 1.8  # where the other backend's own prefill is the reference
+SHARED_ROUNDING = 1.8  # if the other backend is the reference
 TIE_RATIO = 2.0
 ROUNDING = {"float32": 2.0**-16, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-LEAST_KL = 1e-6  # log-probabilities are float32
+LEAST_KL = 1e-6  # precision of float32 log-probabilities
 RESAMPLES = 1000
-CERTAIN = 0.995  # of the resamples
-_NOT_A_NUMBER = 1e6  # the distance if a log-probability is NaN
+CERTAIN = 0.995  # share of the resamples
+_NOT_A_NUMBER = 1e6  # distance if a log-probability is NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +62,12 @@ class Measure:
     ----------
     name : str
     pat, other : float
-        In natural units of log-probability.
+        Values of the measure, in natural log-probability.
     limit : float
-        The largest value with which pat counts as close.
+        The largest value of `pat` that counts as close.
     certainty : float
-        The share of resamples in which pat is beyond the limit. A worst value has no resamples: 1
-        beyond the limit, otherwise 0.
+        The share of resamples in which pat is beyond the limit. For a worst value, which has no
+        resamples: 1 if it is beyond the limit, else 0.
     """
 
     name: str
@@ -76,7 +78,7 @@ class Measure:
 
     @property
     def is_close(self) -> bool:
-        """True if pat is within the limit, or beyond it by accident."""
+        """True if pat is within the limit, or beyond it by chance."""
         return self.pat <= self.limit or self.certainty < CERTAIN
 
 
@@ -90,7 +92,7 @@ class LogprobVerdict:
     greedy : Agreement
         pat's greedy answers and the other backend's.
     tie : float
-        Two tokens tie if they are no further apart, in log-probability.
+        Largest difference of log-probabilities of two tokens that tie.
     tokens : dict of str to int
         Number of tokens compared, of `pat` and of `other`.
     """
@@ -107,12 +109,12 @@ class LogprobVerdict:
 
     @property
     def first_parting(self) -> Parting | None:
-        """Where greedy answers first part: at an error, or at a tie if there are no errors."""
+        """Where greedy answers first differ: at an error, or at a tie if there are no errors."""
         partings = self.greedy.errors or self.greedy.partings
         return min(partings, key=lambda each: each.position, default=None)
 
     def excesses(self) -> list[str]:
-        """Return what is beyond its limit, in words."""
+        """Return a description of each measure that is beyond its limit."""
         found = [
             f"{each.name} {each.pat:.3g} (limit {each.limit:.3g})"
             for each in self.measures
@@ -133,7 +135,7 @@ class LogprobVerdict:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it, ready for JSON."""
+        """Return all fields, ready for JSON."""
         parting = self.first_parting
         return {
             "is_close": self.is_close,
@@ -158,11 +160,11 @@ def judge(
     Parameters
     ----------
     asked : sequence of Asked
-        The requests of both.
+        The requests of both backends.
     replies, distances : tuple
-        pat's, and the other backend's.
+        Those of pat, and of the other backend.
     dtype : str
-        The model's, a key of `ROUNDING`.
+        The model's dtype, a key of `ROUNDING`.
     own_prefill : bool
         True if the reference of the distances is the other backend itself.
 
@@ -171,7 +173,7 @@ def judge(
     ValueError
         `dtype` is no key of `ROUNDING`, or no answer has two tokens.
     RuntimeError
-        A log-probability of the other backend is no number.
+        A log-probability of the other backend is not a number.
     """
     if dtype not in ROUNDING:
         raise ValueError(f"dtype {dtype!r}; allowed: {', '.join(ROUNDING)}")
@@ -224,7 +226,7 @@ class _Tokens:
         )
 
     def measures(self, weights: npt.NDArray[np.int64]) -> list[npt.NDArray[np.float64]]:
-        """Return mean distance, its 99th percentile and mean KL for each row of `weights`.
+        """Return mean distance, 99th percentile and mean KL for each row of `weights`.
 
         weights: how often each prompt counts, int64 `[rows, prompts]`.
         """

@@ -1,7 +1,7 @@
-"""pat against another attention backend, in SGLang's server, on this machine's GPUs.
+"""Compares pat with another attention backend in SGLang's server, on this machine's GPUs.
 
-`sglang-pat bench` runs this. One server after the other serves the same batches; both are timed in
-the steps in which all requests decode (`decoding.py`).
+`sglang-pat bench` uses this module. One server after the other serves the same batches. Both are
+timed in the steps in which all requests decode (`decoding.py`).
 """
 
 from __future__ import annotations
@@ -26,15 +26,13 @@ from sglang_pat.model_layers import check_served, decoder_config, positive
 
 PAT = "pat"
 ROUNDS = 3
-POOL_SHARE = (
-    0.8  # of the KV pool that a batch may take: answers of earlier rounds stay in the cache
-)
-MOST_NOISE = 0.10  # interquartile range of a ratio, over its median
+POOL_SHARE = 0.8  # of the KV pool for a batch, because answers of earlier rounds stay cached
+MOST_NOISE = 0.10  # of a ratio: interquartile range / median
 Tell = Callable[[str], None]
 
 
 class ComparedModel(NamedTuple):
-    """The model of both servers. path: its folder. vocab_size, context_len: of its decoder."""
+    """The model of both servers. path: folder. vocab_size, context_len: of the decoder."""
 
     path: Path
     vocab_size: int
@@ -42,7 +40,7 @@ class ComparedModel(NamedTuple):
 
     @classmethod
     def of(cls, config: Mapping[str, Any], path: Path) -> ComparedModel:
-        """Read the model of a `config.json` in folder `path`. ValueError names what is wrong."""
+        """Read the model of a `config.json` in folder `path`. ValueError says what is wrong."""
         check_served(config)
         decoder = decoder_config(config)
         vocab_size = positive(decoder, "vocab_size")
@@ -53,7 +51,7 @@ class ComparedModel(NamedTuple):
 
 @dataclass(slots=True)
 class Measured:
-    """Results of one server so far. cases, runs: by the name of the case, in the order of serving.
+    """Results of a server so far. cases, runs: by name of the case, in the order of serving.
 
     start_seconds: how long the server took to start. None until it answers.
     """
@@ -67,7 +65,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One case: milliseconds per token of both, and the other's time over pat's."""
+    """The result of a case: ms per token of both servers, and the other's time over pat's."""
 
     name: str
     case: Case
@@ -115,24 +113,24 @@ def measure(
     Parameters
     ----------
     backend
-        A name of SGLang, or `default`: what SGLang chooses.
+        SGLang's name of a backend, or `default` for SGLang's choice.
     model
-        What is served.
+        The model to serve.
     cases
-        By name. They are made smaller if the server's KV pool or context do not hold them, unless
-        `exactly`.
+        Cases by name. They are made smaller if the server's KV pool or context is too small for
+        them, unless `exactly`.
     folder
         For the log.
     arguments, flags
-        Of the server: keywords of sglang.Engine, and flags as they are.
+        Arguments of the server: keywords of sglang.Engine, and command-line flags.
     report
         Called with a line for each event.
     into
-        Gets each number at once, so that measured numbers are kept if the rest fails.
+        Gets each number when it is measured, so that it is kept if the rest fails.
     exactly
-        Another server has served these cases: they must not change.
+        Whether another server has served these cases, so that they must not change.
     rounds
-        Passes of each case.
+        Number of passes of each case.
 
     Raises
     ------
@@ -163,9 +161,9 @@ def measure(
 def fit(
     case: Case, model: ComparedModel, info: Mapping[str, Any], share: float = POOL_SHARE
 ) -> Case:
-    """Return the case, or a smaller one that fits into a share of the server's KV pool.
+    """Return the case, or a smaller one that fits into its share of the server's KV pool.
 
-    RuntimeError if there is none.
+    RuntimeError if no case fits.
     """
     context = min(int(info.get("context_length") or model.context_len), model.context_len)
     most = context - case.private - case.generated - 1
@@ -187,9 +185,9 @@ def _runs(
 ) -> list[DecodeRun]:
     prompts = case.prompts(vocab_size)
     server.flush()
-    if case.prefix:  # alone at first, so that the prompts find it in the tree
+    if case.prefix:  # caches the prefixes before the prompts
         server.generate([prompts[0][: case.prefix]], sampling_of(1))
-    server.generate(prompts, sampling_of(4))  # warm-up: some kernels are compiled at first use
+    server.generate(prompts, sampling_of(4))  # warm-up, because kernels are compiled at first use
 
     def ask() -> DecodeRun:
         return decode_run(server, prompts, case.generated)
@@ -200,9 +198,9 @@ def _runs(
 
 
 def compare(pat: Measured, other: Measured) -> list[Compared]:
-    """Compare case by case, as far as both servers have been timed.
+    """Compare all cases in which both servers have been timed.
 
-    RuntimeError if two runs have no token in common.
+    RuntimeError if two runs of a case have no slices to compare.
     """
     return [
         Compared(

@@ -1,11 +1,11 @@
 """Time per output token of a batch, over the steps in which all of its requests decode.
 
-Prefill, admission and the end of a batch are left out: the window opens when the last request has
-its first token, and closes when the first one ends. One request, the observer, streams each of its
-tokens; the others report their first token and their last, because streams of a whole batch would
-keep SGLang's tokenizer process busier than the GPU. The window is cut into slices of SLICE tokens.
-Two servers are compared by slices that begin at the same token, because steps take longer as the
-context grows.
+Prefill, admission and the end of a batch are left out: the measured window begins when the last
+request has its first token, and ends when the first request ends. One request, the observer,
+streams each of its tokens. The others report only their first and last token, because streams of a
+whole batch would keep SGLang's tokenizer process busier than the GPU. The window is cut into slices
+of SLICE tokens. Two servers are compared by slices that begin at the same token, because steps take
+longer as the context grows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DecodeRun:
     Attributes
     ----------
     slices_ms
-        Milliseconds per token, by the token of the observer with which a slice begins.
+        Milliseconds per token of each slice, by the observer's token at which the slice begins.
     first_ms, ttft_ms
         Time until the last request had its first token, and the mean time to first token.
     job_ms
@@ -38,9 +38,9 @@ class DecodeRun:
     cached
         Share of the prompts' tokens that were in the prefix cache.
     answers
-        The last chunk of each request.
+        The last chunk of each request's stream.
     held_up_ms
-        Milliseconds per token of the pass that this pass replaces. None: it replaces no pass.
+        Milliseconds per token of the pass that this one replaces, or None.
     """
 
     slices_ms: Mapping[int, float]
@@ -59,9 +59,9 @@ class DecodeRun:
 def decode_run(
     server: Server, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float = 0.0
 ) -> DecodeRun:
-    """Answer all prompts with `num_tokens` each.
+    """Generate `num_tokens` tokens for all prompts, and time it.
 
-    RuntimeError if too few steps had all requests running.
+    RuntimeError if all requests were running in too few steps.
     """
     sampling = [
         sampling_of(num_tokens, temperature, stream_interval=1 if index == 0 else num_tokens)
@@ -101,12 +101,12 @@ def decode_run(
 def ask_again_if_held_up(
     runs: list[DecodeRun], ask: Callable[[], DecodeRun], report: Callable[[str], object]
 ) -> None:
-    """Replace passes whose tokens were held up between GPU and client, and then came all at once.
+    """Replace passes whose tokens were held up on the way to the client, and then came at once.
 
-    It was seen where the prompts of a batch have a million tokens: tokens came 0.13 ms apart, while
-    a step took 5 ms. A pass counts as held up if its time per token is less than half of the
-    slowest pass's. `ask` makes one other pass for each, which records the time of the
-    replaced one in `held_up_ms`. `report` gets a line for each.
+    This happened in batches whose prompts have a million tokens: tokens came 0.13 ms apart, while a
+    step took 5 ms. A pass counts as held up if its time per token is less than half of the slowest
+    pass's. `ask` runs one more pass for each, whose `held_up_ms` is the time of the replaced pass.
+    `report` gets a line for each.
     """
     slowest = max(run.tpot_ms for run in runs)
     for index, run in enumerate(runs):
@@ -121,10 +121,10 @@ def held_up_ms(runs: Iterable[DecodeRun]) -> list[float]:
 
 
 def slices_of(arrivals: Sequence[tuple[float, int]]) -> dict[int, float]:
-    """Milliseconds per token of each slice of SLICE tokens that lies between arrivals.
+    """Return the milliseconds per token of each slice of SLICE tokens.
 
-    arrivals: times, and how many tokens the observer's answer had then. Where several tokens arrive
-    together, a slice begins with the first arrival at or after its token.
+    arrivals: (time, number of tokens of the observer's answer then). If several tokens arrive
+    together, a slice begins with the first arrival at or after its first token.
     """
     at: dict[int, tuple[float, int]] = {}
     for when, tokens in arrivals:
@@ -134,14 +134,14 @@ def slices_of(arrivals: Sequence[tuple[float, int]]) -> dict[int, float]:
         if number + 1 in at:
             end, has = at[number + 1]
             result[number * SLICE] = 1000 * (end - begin) / (has - had)
-    if at:  # the measured window opens within the first slice
+    if at:  # drops the first slice, which began before the window
         result.pop(min(at) * SLICE, None)
     return result
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A median with its quartiles, and the standard error of the median, estimated from them."""
+    """A median, its quartiles, and its standard error, which is estimated from the quartiles."""
 
     median: float
     low: float
@@ -150,18 +150,18 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """Return the quartiles of values, of which there is at least one."""
+        """Return the spread of at least one value."""
         ordered = sorted(values)
         if len(ordered) == 1:
             return cls(ordered[0], ordered[0], ordered[0], math.inf)
         low, median, high = statistics.quantiles(ordered, n=4, method="inclusive")
-        # In a normal distribution, sigma is the distance of the quartiles / 1.349, and the error
-        # of a median 1.253 sigma / sqrt(n).
+        # In a normal distribution, the quartiles are 1.349 sigma apart, and the standard error of
+        # the median is 1.253 sigma / sqrt(n).
         return cls(median, low, high, 1.253 * (high - low) / 1.349 / math.sqrt(len(ordered)))
 
     @property
     def noise(self) -> float:
-        """Return the interquartile range over the median."""
+        """Return the interquartile range divided by the median."""
         return (self.high - self.low) / self.median
 
     def as_dict(self) -> dict[str, float | None]:
@@ -170,15 +170,15 @@ class Spread:
 
 
 def tpot(runs: Sequence[DecodeRun]) -> Spread:
-    """Milliseconds per token, over all slices of all runs."""
+    """Return the spread of milliseconds per token over all slices of all runs."""
     return Spread.of(value for run in runs for value in run.slices_ms.values())
 
 
 def ratio(slower: Sequence[DecodeRun], faster: Sequence[DecodeRun]) -> Spread:
-    """Return the time of one server over the time of the other.
+    """Return the spread of one server's time divided by the other's.
 
-    The n-th runs of both are compared, by slices that begin at the same token. RuntimeError if no
-    two slices do.
+    Compares the n-th runs of both servers, by slices that begin at the same token. RuntimeError if
+    there are no such slices.
     """
     found = [
         milliseconds / other.slices_ms[token]

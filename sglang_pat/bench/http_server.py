@@ -1,6 +1,6 @@
-"""A SGLang server in a process group of its own, and its HTTP interface.
+"""Starts SGLang's server in its own process group, and waits for its HTTP interface.
 
-`bench`, `check` and the serving benchmarks start one, on a machine with or without a GPU.
+`bench`, `check` and the serving benchmarks use this, with or without a GPU.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _WRONG_USAGE = 2  # exit status of argparse
 
 
 class RefusedArguments(RuntimeError):
-    """The server refuses its command line. The message is the last line that it printed."""
+    """The server has refused its command line. The message is the last line that it printed."""
 
 
 @dataclass
 class HttpServer:
-    """A running server. log: what all of its processes print."""
+    """A running server. log: the file with the output of all of its processes."""
 
     process: subprocess.Popen[bytes]
     url: str
     log: Path
 
     def is_ready(self) -> bool:
-        """Return True if the server answers. Raise an error if it has ended.
+        """Return True if the server answers. Raise an error if the server has ended.
 
-        RefusedArguments if it has refused its command line, otherwise RuntimeError with the end of
-        the log.
+        Raises RefusedArguments if it has refused its command line, else RuntimeError with the end
+        of the log.
         """
         if self.process.poll() == _WRONG_USAGE:
             raise RefusedArguments(self.tail().rstrip().rpartition("\n")[2])
@@ -53,16 +53,16 @@ class HttpServer:
     def wait_until_ready(self, seconds: float) -> None:
         """Wait until the server answers.
 
-        RuntimeError with the end of the log if it ends instead, TimeoutError if it takes longer.
+        RuntimeError with the end of the log if it ends instead, TimeoutError after `seconds`.
         """
         wait_for_all({self.url: self}, seconds)
 
     def tail(self) -> str:
-        """The end of the log."""
+        """Return the end of the log."""
         return self.log.read_text(errors="replace")[-_TAIL_CHARACTERS:]
 
     def processes(self) -> list[int]:
-        """Ids of the processes in the server's group that are still running."""
+        """Return the ids of processes in the server's group that are still running."""
         alive = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(ValueError, OSError):
@@ -77,9 +77,9 @@ class HttpServer:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        """End all of its processes, and wait until they are gone: they hold the GPU's memory.
+        """Kill all of its processes, and wait until they no longer hold the GPU's memory.
 
-        TimeoutError, with their ids, if one does not go.
+        TimeoutError, with their ids, if some do not end.
         """
         self.signal_all()
         self.process.wait()
@@ -91,9 +91,9 @@ class HttpServer:
 
 
 def wait_for_all(servers: Mapping[str, HttpServer], seconds: float) -> dict[str, float]:
-    """Wait until all answer. Returns, by name, after how many seconds each one did.
+    """Wait until all servers answer. Return the seconds that each took, by name.
 
-    RuntimeError with the end of the log if one ends instead, TimeoutError if one takes longer.
+    RuntimeError with the end of the log if one ends instead, TimeoutError after `seconds`.
     """
     begun = time.monotonic()
     ready: dict[str, float] = {}
@@ -120,11 +120,11 @@ def running_process(
     environment: Mapping[str, str] | None = None,
     flags: Sequence[str] = (),
 ) -> Iterator[HttpServer]:
-    """`command` with `arguments` as flags and a free port, until the block ends.
+    """Run a server, `command` with `arguments` as flags and a free port, until the block ends.
 
-    arguments: the keyword arguments of sglang.Engine. start_seconds: how long to wait until it is
-    ready; None: not at all. environment: in addition to this process's own. flags: follow
-    those of `arguments`. Raises what `wait_for_all` does.
+    arguments: keyword arguments of sglang.Engine. start_seconds: longest time to wait for it, or
+    None to not wait. environment: variables added to this process's. flags: further flags. Raises
+    like `wait_for_all`.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -148,9 +148,9 @@ def running_process(
 
 
 def as_flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Keyword arguments of sglang.Engine as command-line flags.
+    """Return keyword arguments of sglang.Engine as command-line flags.
 
-    A switch that is False is left out, and a list is a flag with several values.
+    A switch that is False is left out. A list is a flag with several values.
     """
     flags: list[str] = []
     for name, value in arguments.items():

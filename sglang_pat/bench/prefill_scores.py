@@ -1,8 +1,8 @@
-"""Answers of a server, and the distance of their log-probabilities in decode from a prefill.
+"""Gets answers of a server, and compares their log-probabilities in decode with a prefill.
 
-A prefill of prompt and answer computes the log-probability of each token of the answer a second
-time, by another kernel and from KV that no decode step wrote. The first token of an answer comes
-from a prefill in any case and does not count.
+A prefill of prompt and answer computes the log-probability of each token of the answer again, by
+another kernel and from KV that no decode step wrote. The first token of an answer does not count,
+because a prefill has generated it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from sglang_pat.bench.answers import Answer, Candidate, candidates_of, number, w
 from sglang_pat.bench.check_requests import Asked
 from sglang_pat.bench.server import Server
 
-CANDIDATES = 20  # most probable tokens, over which KL is computed
-_LEAST_REST = 1e-6  # the precision of float32 for the rest of a distribution
+CANDIDATES = 20  # most probable tokens, from which KL is computed
+_LEAST_REST = 1e-6  # least probability of all other tokens, for float32
 
 Ask = Callable[[Sequence[dict[str, Any]]], Sequence[Any]]
 """Sends all requests at once, each a body of `/generate`; returns what SGLang answers to each."""
@@ -28,7 +28,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class Reply(NamedTuple):
-    """One answer. request: into the requests. logprobs: of its tokens, as decode computed them."""
+    """One answer. request: index of the request. logprobs: those of its tokens in decode."""
 
     request: int
     answer: Answer
@@ -36,10 +36,10 @@ class Reply(NamedTuple):
 
 
 class Distances(NamedTuple):
-    """Distances of one answer, without its first token.
+    """Distances of one answer's tokens, except its first token.
 
-    request: into the requests. distance, kl: float64 `[tokens - 1]`, in natural units; infinite
-    where a log-probability is no number.
+    request: index of the request. distance, kl: float64 `[tokens - 1]`, natural logarithms;
+    infinite if a log-probability is not a number.
     """
 
     request: int
@@ -48,7 +48,7 @@ class Distances(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Log-probabilities of an answer's tokens by a prefill. Lists are as long as the answer."""
+    """A prefill's log-probabilities of an answer's tokens. Lists are as long as the answer."""
 
     logprobs: list[float]
     candidates: list[list[Candidate]]
@@ -58,7 +58,7 @@ Scores = Mapping[tuple[int, ...], Score]
 
 
 def over_http(server: Server) -> Ask:
-    """Return a function that asks a server, each request by a connection of its own."""
+    """Return a function that sends requests to a server, each on its own connection."""
 
     def send(body: dict[str, Any]) -> Any:
         more = {name: body[name] for name in body.keys() - {"input_ids", "sampling_params"}}
@@ -72,7 +72,7 @@ def over_http(server: Server) -> Ask:
 
 
 def serve(ask: Ask, asked: Sequence[Asked]) -> tuple[list[Reply], int]:
-    """Ask all requests at once. Returns the answers, and how often requests were retracted.
+    """Send all requests at once. Return the answers, and how often requests were retracted.
 
     RuntimeError if a request is aborted.
     """
@@ -90,9 +90,9 @@ def serve(ask: Ask, asked: Sequence[Asked]) -> tuple[list[Reply], int]:
 
 
 def score(ask: Ask, asked: Sequence[Asked], replies: Sequence[Reply]) -> Scores:
-    """Let a prefill score each distinct answer. Returns scores by prompt and answer.
+    """Score each distinct answer by a prefill. Return the scores by prompt and answer.
 
-    RuntimeError if the server scores other tokens than it was asked to.
+    RuntimeError if the server returns the scores of other tokens.
     """
     wanted = {
         (*asked[reply.request].prompt, *reply.answer.tokens): len(asked[reply.request].prompt)
@@ -101,9 +101,9 @@ def score(ask: Ask, asked: Sequence[Asked], replies: Sequence[Reply]) -> Scores:
     bodies = [
         {
             "input_ids": [*tokens],
-            # The one token comes from the prefill: nothing is decoded.
+            # The prefill generates the one token, so nothing is decoded.
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
-            "logprob_start_len": prompt - 1,  # SGLang scores only what follows this token
+            "logprob_start_len": prompt - 1,  # SGLang scores only the tokens after this one
             **with_candidates(CANDIDATES),
         }
         for tokens, prompt in wanted.items()
@@ -115,7 +115,7 @@ def score(ask: Ask, asked: Sequence[Asked], replies: Sequence[Reply]) -> Scores:
         if (
             len(entries) != len(tokens) - prompt
             or any(
-                token not in (given, 0)  # SGLang names the last token of a vocabulary 0 here
+                token not in (given, 0)  # SGLang returns 0 here for a vocabulary's last token
                 for (_, token, *_), given in zip(entries, tokens[prompt:], strict=True)
             )
         ):
@@ -144,9 +144,10 @@ def distances(asked: Sequence[Asked], replies: Sequence[Reply], scores: Scores) 
 
 
 def divergence(reference: Sequence[Candidate], other: Sequence[Candidate]) -> float:
-    """Kullback-Leibler divergence of `other` from `reference`, over tokens that both name.
+    """Return the Kullback-Leibler divergence of `other` from `reference`.
 
-    All other tokens count as one outcome, which makes it a lower bound. Never negative.
+    Tokens that are not candidates of both count as one outcome, so the result is a lower bound. It
+    is never negative.
     """
     named = {each.token: each.logprob for each in other}
     pairs = [(each.logprob, named[each.token]) for each in reference if each.token in named]

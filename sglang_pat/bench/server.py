@@ -1,6 +1,6 @@
-"""A SGLang server with one of the contenders as its attention backend, and how it is asked.
+"""A SGLang server with one of the contenders as its attention backend, and its requests.
 
-Everything goes through HTTP: one start serves all measurements, and the client is a separate
+Everything goes over HTTP, so that one start serves all measurements, and the client is a separate
 process.
 """
 
@@ -23,17 +23,17 @@ from sglang_pat.bench.http_server import HttpServer, running_process, wait_for_a
 from sglang_pat.sglang.report.stats_file import read_stats
 
 START_SECONDS = 420  # FlashInfer compiles before it answers
-ANSWER_SECONDS = 600  # FlashInfer also compiles when it meets a new shape
+ANSWER_SECONDS = 600  # FlashInfer also compiles for each new shape
 MAX_RUNNING_REQUESTS = 256
 LAUNCH = (sys.executable, "-m", "sglang_pat.sglang.cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A server to measure.
+    """A kind of server to measure.
 
-    It has a name for tables, SGLang's name of the backend (None: SGLang chooses), and the
-    environment variables of its process.
+    It has a name for tables, SGLang's name of the backend (None: SGLang's choice), and environment
+    variables.
     """
 
     name: str
@@ -45,19 +45,19 @@ class Contender:
         return self.backend == "pat"
 
 
-# `pat-replan` makes a new plan at every other step, to measure what planning costs.
+# `pat-replan` makes a new plan in every other step, to measure the cost of planning.
 REPLAN = Contender("pat-replan", "pat", {"SGLANG_PAT_GROWTH_TOKENS": "1"})
 DEFAULT = Contender("default", None)
 _SPECIAL = {special.name: special for special in (REPLAN, DEFAULT)}
 
 
 def contender(name: str) -> Contender:
-    """`pat-replan`, `default`, or a backend of SGLang by its own name."""
+    """Return the contender of a name: `pat-replan`, `default`, or SGLang's name of a backend."""
     return _SPECIAL.get(name, Contender(name, name))
 
 
 def sampling_of(num_tokens: int, temperature: float = 0.0, **more: Any) -> dict[str, Any]:
-    """SGLang's sampling parameters for a greedy answer of exactly this many tokens."""
+    """Return SGLang's sampling parameters for an answer of exactly this many tokens."""
     return {
         "temperature": temperature,
         "max_new_tokens": num_tokens,
@@ -67,7 +67,7 @@ def sampling_of(num_tokens: int, temperature: float = 0.0, **more: Any) -> dict[
 
 
 class Server:
-    """One server. `stats_file`: where pat writes its counters."""
+    """A running server. `stats_file`: the file to which pat writes its counters."""
 
     def __init__(self, process: HttpServer, stats_file: Path | None) -> None:
         self.process = process
@@ -77,9 +77,9 @@ class Server:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Any, **more: Any
     ) -> list[dict[str, Any]]:
-        """Send all prompts as one batch; return the answers in order.
+        """Send all prompts as one batch. Return the answers in the same order.
 
-        sampling: for all, or a list with one for each.
+        sampling: parameters for all prompts, or a list with parameters for each.
         """
         body = {"input_ids": prompts, "sampling_params": sampling, **more}
         answers: list[dict[str, Any]] = orjson.loads(self._post("generate", body).content)
@@ -103,30 +103,30 @@ class Server:
                 raise RuntimeError(f"stream: {error}\n{self.process.tail()}") from error
 
     def flush(self) -> None:
-        """Empty the radix cache, as soon as the last step has been dealt with."""
+        """Empty the radix cache, after the last step has ended."""
         self._post("flush_cache?timeout=30", {})
 
     def abort(self, rid: str) -> None:
         self._post("abort_request", {"rid": rid})
 
     def release_memory(self) -> None:
-        """Let a server with `enable_memory_saver` give back weights and KV pool, on a GPU."""
-        self.flush()  # this waits until the server is idle
+        """Make a server with `enable_memory_saver` free the GPU memory of weights and KV pool."""
+        self.flush()  # waits until the server is idle
         self._post("release_memory_occupation", {"tags": ["kv_cache", "weights"]})
 
     def resume_memory(self, tag: str) -> None:
-        """Let the server take memory again. tag: `weights` or `kv_cache`."""
+        """Make the server allocate memory again. tag: `weights` or `kv_cache`."""
         self._post("resume_memory_occupation", {"tags": [tag]})
 
     def update_weights(self, serialized: str) -> None:
-        """Give the server other weights, which empties its cache.
+        """Send the server new weights, which empties its cache.
 
         serialized: names and tensors, pickled for another process, in base64.
         """
         try:
             self._post("begin_weight_update", {})
             has_sessions = True
-        except RuntimeError as error:  # SGLang 0.5.17 has none
+        except RuntimeError as error:  # SGLang 0.5.17 lacks this
             if not str(error).startswith("begin_weight_update: 404"):
                 raise
             has_sessions = False
@@ -146,7 +146,7 @@ class Server:
         return info
 
     def stats(self) -> dict[str, Any]:
-        """Counters of pat once everything is answered; empty if pat decodes no layer."""
+        """Return pat's counters when all requests are answered; {} if pat decodes no layer."""
         if self.stats_file is None:
             return {}
         if not self.stats_file.exists() and not self.info()["pat"]["pat_layers"]:
@@ -154,7 +154,7 @@ class Server:
         return read_stats(self.stats_file)
 
     def _post(self, path: str, body: dict[str, Any], *, stream: bool = False) -> requests.Response:
-        """Send a request. RuntimeError with the answer or the end of the log if it fails."""
+        """Send a request. If it fails, RuntimeError with the answer or the end of the log."""
         try:
             response = requests.post(
                 f"{self.url}/{path}",
@@ -182,33 +182,33 @@ def running_server(
     flags: Sequence[str] = (),
     **arguments: Any,
 ) -> Iterator[Server]:
-    """One server, until the block ends.
+    """Run a server until the block ends.
 
     Parameters
     ----------
     contender
-        Its backend.
+        The server's backend.
     model
         The folder of the model.
     folder
-        For the log and pat's counters.
+        The folder for the log and pat's counters.
     environment
-        Variables beside those of the contender.
+        Environment variables in addition to the contender's.
     name
         Name of the files in `folder`. None: the contender's name.
     wait
-        Whether to wait until it can be asked. If not, `http_server.wait_for_all` does.
+        Whether to wait until the server answers. Otherwise call `http_server.wait_for_all`.
     flags
-        Of the server's command line, after all others.
+        Flags at the end of the server's command line.
     arguments
-        As of sglang.Engine.
+        Arguments of sglang.Engine.
 
     Raises
     ------
     RuntimeError, TimeoutError
         The server does not start. The message has the end of the log.
     """
-    # On SIGTERM, a benchmark must end its servers too: they are in other process groups.
+    # On SIGTERM, a benchmark must also end its servers, which are in other process groups.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     name = contender.name if name is None else name
     stats_file = folder / f"{name}-stats.json" if contender.is_pat else None
@@ -233,10 +233,10 @@ def running_server(
 
 
 def unused_ports(count: int) -> list[int]:
-    """Find ports that no connection takes before a server listens there.
+    """Return ports that no outgoing connection can take before a server listens on them.
 
     SGLang 0.5.17 chooses a port from the kernel's ephemeral range, and listens on it seconds later.
-    If servers start together, some of them then find their port taken.
+    If several servers start together, some then find their port in use.
     """
     candidates = random.sample(range(20_000, 30_000), 100)
     with contextlib.ExitStack() as stack:
@@ -266,25 +266,25 @@ class Start(NamedTuple):
 def running_servers(
     starts: Mapping[str, Start], folder: Path, *, wait: bool = True
 ) -> Iterator[dict[str, Server]]:
-    """Start servers at the same moment, until the block ends.
+    """Start servers at the same time, and run them until the block ends.
 
-    They share the device, so each one's `max_total_tokens` must be given: SGLang would size its
-    pool by what the others happen to leave. Where the process is told to end, the end of each log
-    is shown.
+    They share the device, so `max_total_tokens` must be given for each. Otherwise the free memory
+    that the others leave would determine the size of its pool. If this process gets SIGTERM, it
+    prints the end of each log.
 
     Parameters
     ----------
     starts
-        By name.
+        The servers to start, by name.
     folder
-        For logs and pat's counters.
+        The folder for logs and pat's counters.
     wait
-        Whether to wait until all can be asked.
+        Whether to wait until all servers answer.
 
     Raises
     ------
     ValueError, RuntimeError, TimeoutError
-        `max_total_tokens` is missing; one does not start (only if `wait`).
+        `max_total_tokens` is missing. With `wait`, also if a server does not start.
     """
     for name, start in starts.items():
         if "max_total_tokens" not in start.arguments:
@@ -294,13 +294,13 @@ def running_servers(
         servers: dict[str, Server] = {}
         for port, (name, start) in zip(ports, starts.items(), strict=True):
             contender, model, arguments, environment = start
-            # The groups of data parallelism need a port each, which SGLang finds itself.
+            # With data parallelism, each group needs a port, and SGLang finds these itself.
             own_port = {} if "dp_size" in arguments else {"nccl_port": port}
             more = {"environment": environment, "name": name, "wait": False}
             options = {**own_port, **arguments, **more}
             server = running_server(contender, model, folder, **options)
             servers[name] = stack.enter_context(server)
-        # Signal all before waiting for one: each takes time to free the GPU's memory.
+        # Signals all servers before it waits for one, because each takes time to free GPU memory.
         for started in servers.values():
             stack.callback(started.process.signal_all)
         try:

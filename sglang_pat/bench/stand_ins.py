@@ -1,10 +1,10 @@
-"""Finds stand-ins: modules that only look like a package that SGLang imports.
+"""Finds stand-ins: modules that replace a package which SGLang imports, without its function.
 
-An empty module in place of a missing package lets a server start, but its functions compute
-nothing. The answers and the speed of such a server mean nothing.
+With an empty module in place of a missing package, a server may start, but compute nothing where it
+should. The answers and the speed of such a server mean nothing.
 
-A package is a stand-in if no installed distribution has it where it would be imported from, if it
-holds nothing, or if it answers any name. Submodules are not looked at.
+A package is a stand-in if no installed distribution owns the place from which it is imported, if it
+is empty, or if it has every attribute that is asked for. Submodules are not checked.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from sglang_pat.sglang.cpu import STUB_DIR, cuda_driver_is_present
 _IMPORT = re.compile(
     rb"^[ \t]*(?:import|from(?=[\w. \t]* import\b))[ \t]+([A-Za-z_]\w*)", re.MULTILINE
 )
-_TOP_LEVEL = re.compile(r'^"?([^/.,\n]+)', re.MULTILINE)  # of the files that RECORD lists
-_TINY = 4096  # bytes of Python files: packages up to this size are imported and tested
+_TOP_LEVEL = re.compile(r'^"?([^/.,\n]+)', re.MULTILINE)  # top-level name of a file in RECORD
+_TINY = 4096  # packages with at most this many bytes of Python files are imported and tested
 _NO_NAME = "no_package_has_this_name"
 _COMPILED = (".so", ".pyd", ".dll")
 
 
 def find_stand_ins() -> dict[str, str]:
-    """Look at all packages that the servers of the installed SGLang import.
+    """Check all packages that the installed SGLang's server imports.
 
     Returns
     -------
@@ -49,14 +49,14 @@ def find_stand_ins() -> dict[str, str]:
 
 
 def refuse_stand_ins() -> None:
-    """ValueError that names the first stand-in, if there is one."""
+    """Raise ValueError, which names the first stand-in, if there is one."""
     for name, wrong in find_stand_ins().items():
         raise ValueError(f"{name}, a package that SGLang imports, is only a stand-in: {wrong}")
 
 
 @cache
 def _imported(folder: Path) -> set[str]:
-    """Top-level names that the files of a folder import, without its tests."""
+    """Return the top-level names that a folder's files, except its tests, import."""
     found: set[bytes] = set()
     for path in folder.rglob("*.py"):
         if "test" not in path.relative_to(folder).parts:
@@ -65,14 +65,13 @@ def _imported(folder: Path) -> set[str]:
 
 
 def _owned() -> dict[Path, set[str] | None]:
-    """Return what the installed distributions own in each folder of packages.
+    """Return which names installed distributions own in each folder of packages.
 
-    A name stands for a file or a folder there. None: the whole folder belongs to an
-    editable distribution.
+    A name is a file or a folder there. None: an editable distribution owns the whole folder.
     """
     owned: dict[Path, set[str] | None] = {}
     for distribution in metadata.distributions():
-        listed = distribution.read_text("top_level.txt") or ""  # the system's packages have this
+        listed = distribution.read_text("top_level.txt") or ""  # in system packages
         files = _TOP_LEVEL.findall(distribution.read_text("RECORD") or "")
         names = owned.setdefault(Path(str(distribution.locate_file(""))).resolve(), set())
         if names is not None:
@@ -92,37 +91,37 @@ def _is_owned(place: Path, owned: Mapping[Path, set[str] | None]) -> bool:
 
 
 def _places(name: str) -> list[Path] | None:
-    """Return the file to be imported, or a namespace package's folders. None: not found."""
+    """Return the file that is imported, or a namespace package's folders, or None."""
     try:
         spec = find_spec(name)
-    except (ImportError, ValueError):  # a module without a spec
+    except (ImportError, ValueError):  # for a module without a spec
         return []
     if spec is None:
         return None
     if spec.has_location and spec.origin:
         return [Path(spec.origin).resolve()]
     folders = [Path(each).resolve() for each in spec.submodule_search_locations or ()]
-    # Any folder beside a script, or of the working directory, could be imported.
+    # Folders next to the script, or in the working directory, could be imported by accident.
     anybody = {Path(sys.path[0]).resolve(), Path.cwd()}
     return [each for each in folders if each.parent not in anybody] or (None if folders else [])
 
 
 def _wrong(name: str, owned: Mapping[Path, set[str] | None]) -> str | None:
-    """Say what is wrong with a package. None: nothing, or it is not there."""
+    """Return what is wrong with a package, or None if it is right or missing."""
     places = _places(name)
     if places is None:
         return None
     if not places:
         return "a module without a file"
     if all(each.is_relative_to(STUB_DIR) for each in places) and not cuda_driver_is_present():
-        return None  # this package's own, where no kernel can run
+        return None  # stubs of this package, where no kernel can run
     if not any(_is_owned(each, owned) for each in places):
         return f"{places[0]} belongs to no installed distribution"
     module = sys.modules.get(name)
     if module is None and _is_tiny(places[0]):
         try:
             module = import_module(name)
-        except Exception:  # SGLang will find the error, too
+        except Exception:  # SGLang will report the error
             return None
     return None if module is None else _hollow(module, places[0])
 
@@ -140,7 +139,7 @@ def _is_tiny(place: Path) -> bool:
 
 
 def _hollow(module: ModuleType, place: Path) -> str | None:
-    """Say what is wrong with an imported module: it is empty, or it answers any name."""
+    """Return what is wrong with an imported module: it is empty, or has any attribute."""
     try:
         getattr(module, _NO_NAME)
     except Exception:

@@ -1,4 +1,4 @@
-"""GPU timing for benchmarks: graph replays, cold L2, contenders interleaved, clocks reported."""
+"""GPU timing for benchmarks: replays of graphs with a cold L2, contenders in turn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FLUSH_BYTES = 256 << 20  # several times the L2 of any GPU
 
 
 def capture(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Record `function` as a graph, after a warm-up call."""
+    """Capture `function` in a graph, after a warm-up call."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -32,9 +32,8 @@ def interleaved_us(
 ) -> dict[str, float]:
     """Return the median microseconds of each contender. Each round runs every contender once.
 
-    Before a contender runs, other data is read, so that it fills the L2. The data is not written,
-    because its write-back would be part of the time. dirty: write the data instead, as an earlier
-    layer may do.
+    Before each run, other data is read to fill the L2. It is not written, because its write-back
+    would be part of the time. dirty: write the data instead, as an earlier layer may do.
     """
     flush = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     total = torch.empty((), dtype=torch.int64, device="cuda")
@@ -66,9 +65,9 @@ def layer_us(
     warmup: int = 3,
     dirty: bool,
 ) -> dict[str, dict[str, float]]:
-    """Microseconds per layer of graphs of `layers` layers each, by name.
+    """Return the microseconds per layer of graphs with `layers` layers each, by name.
 
-    Returns `us`, and with dirty also `us_dirty_l2`: see interleaved_us().
+    The values are `us`, and with dirty also `us_dirty_l2`. See interleaved_us().
     """
     found = {}
     for key, is_dirty in {"us": False, "us_dirty_l2": True}.items():
@@ -83,7 +82,7 @@ def _event() -> torch.cuda.Event:
 
 
 def copy_bandwidth() -> float:
-    """Device-to-device copy, bytes read and written per second."""
+    """Return the bytes read and written per second by a device-to-device copy."""
     source = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
     target = torch.empty_like(source)
     us = interleaved_us({"copy": lambda: target.copy_(source)}, rounds=10)["copy"]

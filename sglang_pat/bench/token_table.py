@@ -1,4 +1,4 @@
-"""KV slots for a batch without a KV pool."""
+"""Assigns KV slots to a batch, for measurements without a KV pool."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sglang_pat.batch import IntArray, PrefixPaths
 
 
 def token_table(paths: PrefixPaths, seq_lens: IntArray) -> IntArray:
-    """req_to_token for paths without a pool: int32 `[num_requests, longest length]`."""
+    """Return `req_to_token` for paths: int32 `[num_requests, longest length]`."""
     table = np.zeros((len(seq_lens), int(seq_lens.max(initial=1))), dtype=np.int32)
     first_slot: dict[int, int] = {}
     next_slot = 1

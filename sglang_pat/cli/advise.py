@@ -1,6 +1,6 @@
-"""`sglang-pat advise`: whether pat pays for a workload.
+"""`sglang-pat advise`: estimate whether pat pays for a workload.
 
-Needs neither SGLang nor a GPU. All input is checked before anything slow is imported.
+It needs neither SGLang nor a GPU. All input is checked before slow imports.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Estimate and report. Returns the exit status: 0, or 2 for what cannot be done."""
+    """Estimate and report. Return the exit status: 0, or 2 for wrong input."""
     needed = {"jinja2": arguments.html is not None, "sglang": arguments.tree == "sglang"}
     missing = [name for name, is_needed in needed.items()
                if is_needed and importlib.util.find_spec(name) is None]  # fmt: skip
@@ -87,7 +87,7 @@ def _advise(arguments: argparse.Namespace, command: str) -> int:
 
 
 def _wrote(path: Path | None, write: Callable[[Path], object]) -> int:
-    """Write a file if its path is given. If that fails, say so. Returns the exit status."""
+    """Write a file if its path is given. Print an error that occurs. Return the exit status."""
     if path is not None:
         try:
             write(path)
@@ -97,13 +97,13 @@ def _wrote(path: Path | None, write: Callable[[Path], object]) -> int:
 
 
 class Progress:
-    """Signs of life on stderr, for work of more than a few seconds."""
+    """Reports progress on stderr, for work of more than a few seconds."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + _QUIET_SECONDS
 
     def __call__(self, what: str, done: int, of: int) -> None:
-        """Tell how many requests are done, if the last line is some seconds old."""
+        """Print how many requests are done, if the last line is some seconds old."""
         now = time.monotonic()
         if now >= self._next:
             self._next = now + _EVERY_SECONDS

@@ -16,13 +16,13 @@ from typing import Any, NoReturn
 
 from sglang_pat.messages import one_line, quoted
 
-FLAGS = "--server-args"  # the option whose value is flags
+FLAGS = "--server-args"  # the option whose value has flags
 LARGEST_SEED = (1 << 32) - 1
-_words: list[str] = []  # of the command line that was parsed last
+_words: list[str] = []  # words of the last parsed command line
 
 
 class Parser(argparse.ArgumentParser):
-    """Answers wrong input with one line that names the value and what is allowed."""
+    """A parser whose errors are one line that names the value and what is allowed."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments, allow_abbrev=False)
@@ -33,11 +33,11 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
         _words[:] = words
-        if FLAGS in words[:-1]:  # argparse would take a text of one flag for an option
+        if FLAGS in words[:-1]:  # argparse would take a value of one flag for an option
             place = words.index(FLAGS)
             words[place : place + 2] = [f"{FLAGS}={words[place + 1]}"]
         given = Counter(word.partition("=")[0] for word in words)
-        for action in self._actions:  # the last value would win silently
+        for action in self._actions:  # without this, the last value would win silently
             names = action.option_strings
             if type(action) is argparse._StoreAction and sum(given[name] for name in names) > 1:
                 self.error(f"argument {'/'.join(names)}: given twice; allowed: once")
@@ -50,14 +50,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def bounded(error: object) -> str:
-    """Return a message on one line, without the long words of the command line."""
+    """Return a message on one line, with long words of the command line shortened."""
     return one_line(str(error), _words)
 
 
 def fail(command: str, error: object, status: int = 2) -> int:
-    """Print one line that says why a command ends, and return its exit status.
+    """Print one line that says why a command fails, and return its exit status.
 
-    command: empty for an error that belongs to no single command.
+    command: the command's name, or "" for an error of no single command.
     """
     name = f"sglang-pat {command}: error" if command else "sglang-pat"
     print(f"{name}: {bounded(error)}", file=sys.stderr)
@@ -101,7 +101,7 @@ def real_number(least: float, most: float, *, or_inf: bool = False) -> Callable[
 
 def input_file(text: str) -> Path:
     """Return the path of a file that exists: an argparse type."""
-    if not os.path.isfile(text):  # unlike Path.is_file(), False for a name that is too long
+    if not os.path.isfile(text):  # for too long names, Path.is_file() raises
         raise argparse.ArgumentTypeError(f"{quoted(text)}: there is no such file")
     return Path(text)
 

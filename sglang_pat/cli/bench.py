@@ -1,11 +1,11 @@
-"""`sglang-pat bench`: pat against the server's present attention backend, on this machine's GPUs.
+"""`sglang-pat bench`: compare pat with the current attention backend, on this machine's GPUs.
 
-Two starts of SGLang's server and the batches between take two to five minutes. Weights are random
-unless `--weights` is given: the time of a token does not depend on them. If the command is stopped,
+Two starts of SGLang's server and the batches take two to five minutes. Weights are random unless
+`--weights` is given, because the time per token does not depend on them. If the command is stopped,
 it shows and keeps what it has measured.
 
-The server with pat starts second. On a new machine, the first start also compiles modules of
-SGLang. A warm GPU is no faster, so the second server gains nothing by the order.
+The server with pat starts second, because on a new machine the first start also compiles modules of
+SGLang. A warm GPU is not faster, so this order gives pat no advantage.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from sglang_pat.bench.comparison import Compared, Measured
 
 DESCRIPTION = "measure pat against the present attention backend in SGLang's server"
-TOKENS = 136  # of an answer
+TOKENS = 136  # tokens of an answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -134,7 +134,7 @@ def _conclude(
     measured: dict[str, Measured],
     failure: str | None,
 ) -> bool:
-    """Show and write what was measured, and report a failure. Return True without a failure."""
+    """Show and write the results, and report a failure. Return True if there is no failure."""
     from sglang_pat.bench import comparison
 
     compared: list[Compared] = []
@@ -148,7 +148,7 @@ def _conclude(
         verdict = comparison.verdict(compared, other)
         console = new_console()
         console.print(_table(compared, other))
-        console.print(verdict, soft_wrap=True)  # one line in a pipe
+        console.print(verdict, soft_wrap=True)  # one line, if in a pipe
     if failure is not None:
         print(f"sglang-pat bench: {failure}", file=sys.stderr)
     if arguments.json is not None:
@@ -163,7 +163,7 @@ def _refuse(error: object) -> int:
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for options that servers refuse, or that would spoil the comparison."""
+    """Raise ValueError for options that servers refuse or that make the comparison invalid."""
     if arguments.weights and arguments.model in MODEL_NAMES:
         raise ValueError(f"--weights: {arguments.model} has none; allowed: with a model's folder")
     check_server_options(arguments)
@@ -183,7 +183,7 @@ def _cases(arguments: argparse.Namespace) -> dict[str, Case]:
 def _measure(
     arguments: argparse.Namespace, model: Any, folder: Path, measured: dict[str, Measured]
 ) -> None:
-    """Measure both servers. The first server decides how large the cases are."""
+    """Measure both servers. The first server determines the sizes of the cases."""
     from sglang_pat.bench import comparison
 
     given = {
@@ -244,7 +244,7 @@ def _as_json(
                 **{name: each.info[name] for name in info if name in each.info},
                 "tpot_ms": {name: tpot(runs).as_dict() for name, runs in each.runs.items()},
                 "held_up_ms": {name: held_up_ms(runs) for name, runs in each.runs.items()},
-                # All requests arrive at once, group after group; the cache has their prefixes.
+                # All requests arrive at once, ordered by group. The cache has their prefixes.
                 "ttft_ms": {
                     name: [run.ttft_ms for run in runs] for name, runs in each.runs.items()
                 },

@@ -1,4 +1,4 @@
-"""`sglang-pat build`: compile the CUDA kernels ahead of their first use, e.g. into an image."""
+"""`sglang-pat build`: compile the CUDA kernels before their first use, e.g. for an image."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compile every combination asked for, and print the path of each image.
+    """Compile all requested combinations, and print the path of each image.
 
     Returns the exit status: 0, 1 if the kernels cannot be compiled here, 2 for wrong input.
     """
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _build(arguments: argparse.Namespace, source: str, words: list[str]) -> int:
-    """Compile as `run` does, for the model that SGLang loads from `source` if --model is given."""
+    """Compile like `run`. source: where SGLang loads the model of --model from."""
     archs = arguments.arch or _archs_here()
     if not archs:
         oldest = _name(support.OLDEST_CAPABILITY)
@@ -122,7 +122,7 @@ def _build(arguments: argparse.Namespace, source: str, words: list[str]) -> int:
             return needs
         dtypes, kv_dtypes, head_dims = [needs.dtype], needs.kv_dtypes, needs.head_dims
     variants = list(product(archs, dtypes, kv_dtypes, head_dims))
-    if arguments.model is not None:  # layers without kernels run on SGLang's default backend
+    if arguments.model is not None:  # its other layers run on SGLang's default backend
         variants = [each for each in variants if _has_kernels(*each)] or variants
     try:
         configs = [
@@ -135,7 +135,7 @@ def _build(arguments: argparse.Namespace, source: str, words: list[str]) -> int:
             )
             for arch, dtype, kv_dtype, (head_dim, v_head_dim) in variants
         ]
-    except ValueError as error:  # not all GPUs have kernels for each kind of layer
+    except ValueError as error:  # a GPU may have no kernels for a kind of layer
         return _fail(2, str(error))
     try:
         for image in jit.build_all(configs, cache=cache, force=arguments.force):
@@ -154,14 +154,14 @@ def _has_kernels(
 
 
 def _check_alone(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for an option whose value --model decides."""
+    """Raise ValueError for an option whose value follows from --model."""
     for name in ("dtype", "kv_dtype", "head_dim"):
         if getattr(arguments, name):
             raise ValueError(f"--{name.replace('_', '-')}: allowed: without --model, which says it")
 
 
 def _needs_of(model: str, source: str, words: list[str]) -> KernelNeeds | int:
-    """Return the needs of a server with these arguments, or the exit status."""
+    """Return the kernels that a server with these arguments needs, or the exit status."""
     try:
         with sign_of_life("building the model without weights"):
             from sglang_pat.sglang.cpu import enable_cpu_engine
@@ -188,7 +188,7 @@ def _needs_of(model: str, source: str, words: list[str]) -> KernelNeeds | int:
 
 
 def _advised(error: Exception, arguments: argparse.Namespace) -> str:
-    """Return the message of an error. If `--cache` was given, its advice names that option."""
+    """Return the message of an error. If `--cache` is given, the advice names that option."""
     from sglang_pat.executors.kernel_cache import ANOTHER_FOLDER
 
     if arguments.cache is None:

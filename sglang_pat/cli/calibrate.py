@@ -1,7 +1,7 @@
 """`sglang-pat calibrate`: fit the planner's cost model to the GPU of this machine.
 
-Takes less than a minute. Every server that is started later with the same GPU, driver and kernels
-reads the result. Each kind of layer has separate costs: `plain`, `latent` (MLA) and `latent-fp8`.
+It takes less than a minute. Every later server with the same GPU, driver and kernels uses the
+result. Each kind of layer has separate costs: `plain`, `latent` (MLA) and `latent-fp8`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sglang_pat.bench.calibration import Measurement
     from sglang_pat.executors.calibration import Machine
 
-KINDS = ("plain", "latent", "latent-fp8")  # those of executors/calibration.py, without torch
+KINDS = ("plain", "latent", "latent-fp8")  # as in executors/calibration.py, which needs torch
 DESCRIPTION = "measure on this GPU what planning weighs; servers started later use it"
 
 
@@ -78,11 +78,11 @@ def run(arguments: argparse.Namespace) -> int:
         kinds = {PLAIN: None}
     measured: dict[str, Sequence[Measurement]] = {}
     statuses = []
-    for kind in kinds:  # saves each kind before it measures the next, which may fail
+    for kind in kinds:  # saves each kind before it measures the next one
         try:
             report = print if arguments.verbose else lambda _: None
             measured[kind] = calibration.measure(report, kind)
-            if arguments.samples is not None:  # before the fit: samples are needed most if it fails
+            if arguments.samples is not None:  # before the fit, which may fail
                 arguments.samples.write_text(calibration.samples_json(machine, measured))
         except calibration.CalibrationError as error:
             statuses.append(_fail(1, f"{kind}: {error} Its file was not changed."))

@@ -1,9 +1,9 @@
-"""`sglang-pat check`: pat must be as close to a model as the present attention backend.
+"""`sglang-pat check`: test that pat is as close to a model as the current attention backend.
 
-The command starts servers one after the other. The first server runs pat, and the second runs the
-present backend; both answer the same requests. A third server runs a reference backend, and scores
-all answers by prefills. If the default reference backend does not serve the model, the second
-server scores them. The limits of the verdict are in `bench/closeness.py`.
+The command starts servers one after the other. The first runs pat and the second the current
+backend, and both answer the same requests. A third server runs a reference backend and scores all
+answers by prefills. If the default reference backend does not support the model, the second server
+scores them. The limits of the verdict are in `bench/closeness.py`.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "check that pat is as close to a model as the present attention backend is"
 MAX_RUNNING_REQUESTS = 24
-CHUNK_TOKENS = 256  # of prefill: small, so that prompts are cut; a multiple of any page size
-ENVIRONMENT = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"}  # admitted as if answers were short
-LEAST_CONTEXT = 4 * CHUNK_TOKENS  # the longest generated prompt has two chunks and a prefix
+CHUNK_TOKENS = 256  # prefill chunk: small, so that prompts are cut, and a multiple of any page size
+ENVIRONMENT = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"}  # admits more requests
+LEAST_CONTEXT = 4 * CHUNK_TOKENS  # two chunks and a prefix
 _CPU_BACKEND = "torch_native"  # SGLang's default needs a CPU with AMX
-_GPU_REFERENCE = "triton"  # serves nearly every model
+_GPU_REFERENCE = "triton"  # supports nearly every model
 _SHARE_OF_CONTEXT = 4  # shared prefixes fill at most 1 / _SHARE_OF_CONTEXT of the context
 
 
 class _Served(NamedTuple):
-    """Answers of one server, and its server info."""
+    """The answers of a server, and its server info."""
 
     replies: list[Reply]
     retractions: int
@@ -68,7 +68,7 @@ class _Served(NamedTuple):
 
 
 class _Scored(NamedTuple):
-    """Distances of pat and of the other backend from the prefills of the backend named `by`."""
+    """Distances of pat and of the other backend from prefills by the backend `by`."""
 
     by: str
     distances: tuple[list[Distances], list[Distances]]
@@ -175,10 +175,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prepare(arguments: argparse.Namespace) -> tuple[ComparedModel, str, list[Asked]]:
-    """Check the input.
+    """Check the input and prepare the requests.
 
-    Returns the model, the dtype that SGLang would choose, and the requests. ValueError,
-    RuntimeError and OSError name what is wrong.
+    Returns the model, the dtype that SGLang would choose, and the requests. Raises ValueError,
+    RuntimeError and OSError, which say what is wrong.
     """
     file = config_file(arguments.model)
     if not file.is_file():
@@ -229,13 +229,13 @@ def _prepare(arguments: argparse.Namespace) -> tuple[ComparedModel, str, list[As
 
 
 def _chosen_dtype(config: Any) -> str:
-    """Return the type in which SGLang runs a model if it may choose: float32 becomes float16."""
+    """Return the dtype that SGLang chooses for a model: float32 becomes float16."""
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
     return "float16" if dtype == "float32" else dtype
 
 
 def _resolved(chosen: str, info: dict[str, Any]) -> str:
-    """Return the dtype that the server has run: the one in its info, or else the chosen one."""
+    """Return the dtype of a server: the one in its info, or else the chosen one."""
     named = {"half": "float16", "float": "float32", "auto": chosen}
     dtype = str(info.get("dtype", "auto")).removeprefix("torch.")
     return named.get(dtype, dtype)
@@ -246,14 +246,14 @@ def _backend(arguments: argparse.Namespace, name: str) -> str:
 
 
 def _chosen(info: dict[str, Any]) -> str:
-    """Return the backend of a server's prefills."""
+    """Return the name of a server's prefill backend."""
     return str(info.get("prefill_attention_backend") or info.get("attention_backend"))
 
 
 def _serve(
     arguments: argparse.Namespace, model: ComparedModel, asked: list[Asked], folder: Path
 ) -> tuple[_Served, _Served, _Scored]:
-    """Start one server after the other. RuntimeError if pat has decoded nothing."""
+    """Start the servers one after the other. RuntimeError if pat has decoded nothing."""
     from sglang_pat.bench.prefill_scores import distances, over_http, score, serve
     from sglang_pat.bench.server import contender, running_server
 
@@ -262,7 +262,7 @@ def _serve(
         "skip_tokenizer_init": True,
         "max_running_requests": MAX_RUNNING_REQUESTS,
         "chunked_prefill_size": CHUNK_TOKENS,
-        "schedule_conservativeness": 0.1,  # admits more than the pool holds, and retracts
+        "schedule_conservativeness": 0.1,  # admits more than fits, to force retractions
         "random_seed": arguments.seed,
         **(CPU_ARGUMENTS if on_cpu else GPU_ARGUMENTS),
         "max_total_tokens": check_requests.pool_tokens(asked, MAX_RUNNING_REQUESTS),

@@ -1,7 +1,7 @@
-"""`sglang-pat doctor`: check that everything pat needs is here, and say what to do if not.
+"""`sglang-pat doctor`: check that everything pat needs is there, and advise if not.
 
-A check never raises: it reports what goes wrong. torch and SGLang may be missing or broken,
-so they are imported by the checks, not by this module.
+A check does not raise, but reports what is wrong. The checks import torch and SGLang, which may be
+missing or broken; this module does not.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ Status = Literal["ok", "warning", "failed"]
 NO_GPU = "no NVIDIA GPU: torch executes the plans (tests only)"
 _INSTALL = "pip install '.[sglang]' in a clone of sglang-pat"
 _INSTALL_TORCH = "install torch, in a CUDA build where there is a GPU (pytorch.org)"
-_SHOWN_PLACES = 5  # the most places or packages that a check names
+_SHOWN_PLACES = 5  # most places or packages that a check names
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report. advice: what to do about it; empty if there is nothing to do."""
+    """A line of the report. advice: what to do; empty if there is nothing to do."""
 
     topic: str
     status: Status
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check everything, print a table. The exit status is 1 if a check failed, else 0."""
+    """Check everything and print a table. Return the exit status: 1 if a check failed, else 0."""
     if arguments.support_table:
         print(support.markdown_table())
         return 0
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _no_warnings() -> Iterator[None]:
-    """Hide what SGLang and torch log on every import. Errors still come through."""
+    """Hide what SGLang and torch log on every import. Errors are still shown."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -126,7 +126,7 @@ def _print(checks: list[Check]) -> None:
     for title in ("", "check", "found", "what to do"):
         table.add_column(title, overflow="fold")
     for check in checks:
-        # Text objects: brackets in a finding are no markup.
+        # Text objects, because brackets in strings would be markup.
         rest = map(Text, (check.topic, check.found, check.advice))
         table.add_row(Text(check.status, style=_STYLES[check.status]), *rest)
     Console().print(table)
@@ -148,7 +148,7 @@ _DRAFTS = "Drafts: pat verifies those of {}. Otherwise {}."
 
 
 def _print_routes(arguments: argparse.Namespace, words: list[str]) -> int:
-    """Print the routes of a model's layers. words: the server's arguments.
+    """Print which backend decodes each layer of a model. words: the server's arguments.
 
     Returns the exit status: 1 if SGLang cannot build the model here, 2 for wrong input.
     """
@@ -198,7 +198,7 @@ def _refuse(error: Exception) -> int:
 
 
 def all_checks() -> list[Check]:
-    """Every check, in the order in which their failures should be mended."""
+    """Run all checks, in the order in which failures should be fixed."""
     gpus, sglang = find_gpus(), check_sglang()
     checks = [check_packages(), check_scheduler(), check_gpu(gpus), check_torch(gpus)]
     checks += [*check_kernels(gpus), *check_calibration(gpus)]
@@ -210,7 +210,7 @@ def all_checks() -> list[Check]:
 
 
 def worst(checks: Sequence[Check]) -> Status:
-    """The status of the whole report."""
+    """Return the status of the whole report."""
     found = {check.status for check in checks}
     return "failed" if "failed" in found else "warning" if "warning" in found else "ok"
 
@@ -222,7 +222,7 @@ def _describe(error: Exception) -> str:
 def _checks_by_sglang() -> list[Check]:
     from sglang_pat.sglang.cpu import enable_cpu_engine
 
-    enable_cpu_engine()  # without a driver SGLang can be imported in no other way
+    enable_cpu_engine()  # needed to import SGLang without a driver
     try:
         checks = [check_registration()]
     except Exception as error:
@@ -236,7 +236,7 @@ def _checks_by_sglang() -> list[Check]:
 
 
 def check_registration() -> Check:
-    """Check that `pat` is an attention backend once SGLang has loaded its plug-ins."""
+    """Check that `pat` is an attention backend after SGLang has loaded its plug-ins."""
     missing = missing_registrations()
     if missing:
         return Check(
@@ -256,13 +256,13 @@ def check_registration() -> Check:
 
 
 def check_hooks() -> Check:
-    """Check that the hooks find their targets."""
+    """Check that SGLang has the targets of all hooks."""
     from sglang_pat.sglang.start.hooks import install_hooks
     from sglang_pat.sglang.tree.request_tracker import TRACKER_HOOKS
 
     try:
         install_hooks(TRACKER_HOOKS)
-    except Exception as error:  # an import of SGLang's may raise anything
+    except Exception as error:  # imports by SGLang may raise anything
         advice = "use a supported version of SGLang"
         return Check("hooks", "failed", _describe(error), advice)
     return Check("hooks", "ok", "applied to SGLang in this process")
@@ -280,7 +280,7 @@ def check_self_test() -> Check:
 
 
 def import_failed(error: Exception) -> Check:
-    """Return the check that replaces all checks by SGLang if SGLang cannot be imported."""
+    """Return the check that replaces all checks that import SGLang if the import fails."""
     return Check(
         "import of SGLang",
         "failed",
@@ -293,7 +293,7 @@ def import_failed(error: Exception) -> Check:
 
 
 def check_packages() -> Check:
-    """sglang-pat itself, and the packages that it needs."""
+    """Check sglang-pat itself and the packages that it needs."""
     try:
         found = f"sglang-pat {version('sglang-pat')}"
         names = [re.split(r"[^\w.-]", each)[0] for each in requires("sglang-pat") or ()]
@@ -324,7 +324,7 @@ def check_scheduler() -> Check:
 
 
 def check_environment() -> Check:
-    """The SGLANG_PAT_* variables of this shell."""
+    """Check the SGLANG_PAT_* variables of this shell."""
     try:
         from sglang_pat.sglang.start.environment import Environment
 
@@ -342,7 +342,7 @@ def check_environment() -> Check:
 
 
 def check_gpu(gpus: Sequence[Gpu]) -> Check:
-    """Check that the kernels run on every GPU here."""
+    """Check that there are kernels for every GPU of this machine."""
     if not gpus:
         return Check("GPU", "warning", NO_GPU, "nothing, for tests; else install NVIDIA's driver")
     found = ", ".join(f"{gpu.name} (compute capability {gpu.arch})" for gpu in gpus)
@@ -378,7 +378,7 @@ def check_torch(gpus: Sequence[Gpu]) -> Check:
 
 
 def check_kernels(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Check]:
-    """The compiler of the kernels, and which kernels are compiled for the GPUs here.
+    """Check the kernels' compiler, and list which kernels are compiled for these GPUs.
 
     Parameters
     ----------
@@ -390,12 +390,12 @@ def check_kernels(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Check]
     Returns
     -------
     list[Check]
-        One for the compiler, one for the cache. The compiler may be missing where the cache holds
+        A check of the compiler and one of the cache. The compiler may be missing if the cache has
         kernels.
     """
     try:
         from sglang_pat.executors.jit import Compiler, KernelBuildError
-    except Exception as error:  # torch, or another package that is missing, may raise anything
+    except Exception as error:  # a missing torch or another package
         advice = "mend the checks above first"
         return [Check("kernels", "failed", f"not checked: {_describe(error)}", advice)]
 
@@ -404,14 +404,14 @@ def check_kernels(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Check]
         newest = max((gpu.capability for gpu in gpus), default=None)
         compiler = Compiler.find(newest)
     except KernelBuildError as error:
-        # Without a GPU, or with kernels in the cache, nothing need be compiled here.
+        # Without a GPU, or with kernels in the cache, no compiler is needed.
         status: Status = "failed" if gpus and not has_kernels else "warning"
         return [Check("compiler", status, *_found_and_advice(error)), cache_check]
     return [Check("compiler", "ok", f"{compiler.name}, {compiler.cuda_headers}"), cache_check]
 
 
 def check_calibration(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Check]:
-    """Check the cost models: one check for each kind of GPU, and more for measured latent layers.
+    """Check the cost models of each type of GPU, and those of latent layers if measured.
 
     Parameters
     ----------
@@ -422,7 +422,7 @@ def check_calibration(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Ch
     """
     try:
         from sglang_pat.executors import calibration, jit, kernel_cache
-    except Exception:  # raised by torch: the checks above name it
+    except Exception:  # from torch; another check reports it
         return []
     checks = []
     for name, kind in itertools.product(sorted({gpu.name for gpu in gpus}), calibration.KINDS):
@@ -433,7 +433,7 @@ def check_calibration(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Ch
             checks.append(Check("calibration", "failed", *_found_and_advice(error)))
             continue
         if found is None and kind != calibration.PLAIN:
-            continue  # the planner uses estimates, which no check names
+            continue  # uses estimates, about which there is nothing to report
         if found is None:
             _, origin = calibration.shipped_costs(name)
             text = f"{name}: not measured, the costs of planning are {origin}"
@@ -452,7 +452,7 @@ def _found_and_advice(error: Exception) -> tuple[str, str]:
 
 
 def _check_cache(gpus: Sequence[Gpu], given: Path | None) -> tuple[Check, bool]:
-    """The check of the cache, and whether it holds kernels for a GPU here."""
+    """Return the check of the cache, and whether it has kernels for a GPU of this machine."""
     from sglang_pat.executors import kernel_cache
 
     topic = "kernel cache"
@@ -479,7 +479,7 @@ def _check_cache(gpus: Sequence[Gpu], given: Path | None) -> tuple[Check, bool]:
 
 
 def _compiled_kernels(gpus: Sequence[Gpu], cache: Path) -> list[str]:
-    """The kernels that are compiled for the GPUs here, each with what compiled it."""
+    """Return the kernels that are compiled for these GPUs, with their compilers."""
     import torch
 
     from sglang_pat.executors import jit
@@ -509,10 +509,10 @@ def _compiled_kernels(gpus: Sequence[Gpu], cache: Path) -> list[str]:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of all files below `folder`."""
+    """Return the bytes of all files below `folder`."""
     size = 0
     for path in folder.rglob("*"):
-        with suppress(OSError):  # another process may just have removed it
+        with suppress(OSError):  # another process may remove it
             size += path.stat().st_size if path.is_file() else 0
     return size
 
@@ -538,7 +538,7 @@ def check_sglang() -> Check:
 
 
 def check_stand_ins() -> Check:
-    """Check that no package which SGLang imports is empty or made up."""
+    """Check that no package which SGLang imports is a stand-in."""
     found = find_stand_ins()
     if not found:
         return Check("stand-ins", "ok", "none among the packages that SGLang imports")
@@ -549,7 +549,7 @@ def check_stand_ins() -> Check:
 
 
 def check_touchpoints() -> Check:
-    """Check that SGLang has every class, method and field that pat touches."""
+    """Check that SGLang has every class, method and field that pat changes or reads."""
     try:
         missing = missing_touchpoints()
     except (OSError, SyntaxError) as error:
@@ -566,7 +566,7 @@ def check_touchpoints() -> Check:
 
 
 def check_entry_point() -> Check:
-    """Check that SGLang can see the plug-in."""
+    """Check that the plug-in's entry point is installed."""
     names = [point.value for point in entry_points(group=PLUGIN_GROUP, name=support.BACKEND)]
     if len(names) != 1:
         found = "none" if not names else f"several: {', '.join(names)}"
@@ -576,7 +576,7 @@ def check_entry_point() -> Check:
 
 
 def check_white_list() -> Check:
-    """Check that SGLANG_PLUGINS lets SGLang load the plug-in."""
+    """Check that SGLANG_PLUGINS allows SGLang to load the plug-in."""
     given = os.environ.get("SGLANG_PLUGINS", "")
     allowed = [name.strip() for name in given.split(",") if name.strip()]
     if allowed and support.BACKEND not in allowed:

@@ -13,7 +13,7 @@ _NVIDIA_SMI_TIMEOUT_S = 60
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU: its name, its compute capability, and the version of its driver."""
+    """A GPU: name, compute capability, and version of its driver."""
 
     name: str
     capability: tuple[int, int]
@@ -26,9 +26,9 @@ class Gpu:
 
 
 def find_gpus() -> list[Gpu]:
-    """The GPUs that torch can use. If torch has none or is missing: those that nvidia-smi lists."""
+    """Return the GPUs that torch can use or, without these, the GPUs that nvidia-smi lists."""
     known = ask_nvidia_smi()
-    if not cuda_driver_is_present():  # spares the import of torch
+    if not cuda_driver_is_present():  # saves the import of torch
         return known
     try:
         import torch
@@ -42,7 +42,7 @@ def find_gpus() -> list[Gpu]:
 
 
 def ask_nvidia_smi() -> list[Gpu]:
-    """The GPUs that the driver reports, whatever torch can use. Empty without a working driver."""
+    """Return the GPUs that nvidia-smi lists: none without a working driver."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"]
@@ -54,7 +54,7 @@ def ask_nvidia_smi() -> list[Gpu]:
             check=False,
             timeout=_NVIDIA_SMI_TIMEOUT_S,
         )
-    except (OSError, subprocess.TimeoutExpired):  # a driver that hangs is no driver
+    except (OSError, subprocess.TimeoutExpired):  # a driver that hangs does not work
         return []
     if answer.returncode:  # no driver is loaded
         return []
@@ -62,6 +62,6 @@ def ask_nvidia_smi() -> list[Gpu]:
     for line in answer.stdout.splitlines():
         name, capability, driver = (part.strip() for part in line.rsplit(",", 2))
         major, _, minor = capability.partition(".")
-        if major.isdecimal() and minor.isdecimal():  # "[N/A]" where the GPU does not report it
+        if major.isdecimal() and minor.isdecimal():  # "[N/A]" if the GPU does not report it
             gpus.append(Gpu(name, (int(major), int(minor)), driver))
     return gpus

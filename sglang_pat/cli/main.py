@@ -1,7 +1,7 @@
-"""The console script `sglang-pat`: one subcommand per thing a user does outside of SGLang.
+"""The console script `sglang-pat`, with a subcommand for each task outside of SGLang.
 
-Only the arguments are defined when this module is imported. Each subcommand imports what it needs,
-torch above all, when it runs.
+The import of this module defines only the arguments. Each subcommand imports what it needs, above
+all torch, when it runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sglang_pat.output_file import (
 
 INTERRUPTED = 130  # exit status: 128 + SIGINT
 BROKEN_PIPE = 141  # 128 + SIGPIPE
-_OLD_NAMES = {  # until 0.4
+_OLD_NAMES = {  # accepted until 0.4
     "replay": ["advise"],
     "support": ["doctor", "--support-table"],
     "tiny-model": ["demo", "--write-model"],
@@ -34,7 +34,7 @@ _OLD_NAMES = {  # until 0.4
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of `sglang-pat`. Every subcommand sets `run`, a function of its arguments."""
+    """Return the parser. Every subcommand sets `run`, a function of its arguments."""
     parser = Parser(prog="sglang-pat", description="Prefix-shared decode attention for SGLang.")
     parser.add_argument("--version", action=_PrintVersion)
     commands = parser.add_subparsers(metavar="COMMAND")
@@ -58,8 +58,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status.
 
-    2 for wrong input, and for a file or a standard output that cannot be written; 130 after Ctrl-C;
-    141 if nobody reads on, as behind `| head`.
+    The status is 2 for wrong input, and if a file or standard output cannot be written, 130 after
+    Ctrl-C, and 141 if the reader of a pipe has closed it, as in `| head`.
     """
     if sys.stderr is None:  # closed: print() would write to stdout instead
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with redirect_stdout(cast(TextIO, CheckedStdout(stdout))):
             try:
                 return _run(_by_new_name(sys.argv[1:] if argv is None else argv))
-            finally:  # also when argparse exits, as after --help
+            finally:  # even if argparse exits, as after --help
                 sys.stdout.flush()
     except OutputError as error:
         if isinstance(error, StdoutError):
@@ -92,7 +92,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _by_new_name(words: Sequence[str]) -> list[str]:
-    """Return a command line's words, with an old name of the command replaced by the new one."""
+    """Return the command line's words, with an old name of a command replaced by the new one."""
     if not words or words[0] not in _OLD_NAMES:
         return list(words)
     new = _OLD_NAMES[words[0]]
@@ -101,13 +101,13 @@ def _by_new_name(words: Sequence[str]) -> list[str]:
 
 
 def _write_nowhere(stdout: TextIO) -> None:
-    """Discard what is still buffered, because Python flushes once more when it ends."""
+    """Discard buffered output, because Python flushes standard output when it exits."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
 
 
 class _PrintVersion(argparse.Action):
-    """`--version`. argparse's own action would read the package's metadata in every command."""
+    """`--version`. argparse's action would read the package's metadata in every command."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments, nargs=0, default=argparse.SUPPRESS, help="print the version")

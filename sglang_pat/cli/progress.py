@@ -1,7 +1,7 @@
-"""Signs of life on stderr while a command works for long and has nothing else to say.
+"""Progress lines on stderr, while a command works for long and prints nothing.
 
-`python -m sglang_pat.cli.progress TEXT COMMAND...` runs a command this way. The Makefile uses it
-with a Python that has no other package.
+`python -m sglang_pat.cli.progress TEXT COMMAND...` runs a command with progress lines. The Makefile
+uses it with a Python that has no packages.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-SECONDS = 8.0  # between two lines where stderr is no terminal
+SECONDS = 8.0  # between two lines if stderr is not a terminal
 _TERMINAL_SECONDS = 1.0
 
 
 @contextmanager
 def sign_of_life(text: str | Callable[[], str]) -> Iterator[None]:
-    """Say on stderr what is being done, and for how long, until the block ends.
+    """Print on stderr what is being done, and for how long, until the block ends.
 
-    On a terminal this is one line that is rewritten, and removed at the end. Elsewhere it is a line
-    every few seconds, so that work of a few seconds says nothing.
+    On a terminal this is one line, which is rewritten, and removed at the end. Elsewhere it is a
+    line every few seconds, so that short work prints nothing.
 
     Parameters
     ----------
     text
-        What is being done, without a full stop. A function is asked each time, by another thread.
+        What is being done, without a full stop, or a function that returns it, which another thread
+        calls for each line.
     """
     on_terminal = sys.stderr.isatty()
     ended = threading.Event()
@@ -55,13 +56,13 @@ def sign_of_life(text: str | Callable[[], str]) -> Iterator[None]:
 
 
 def _write(text: str) -> None:
-    with suppress(OSError, ValueError):  # whoever has closed stderr wants no signs of life
+    with suppress(OSError, ValueError):  # stderr may be closed
         sys.stderr.write(text)
         sys.stderr.flush()
 
 
 def run(text: str, command: Sequence[str]) -> int:
-    """Run a command with signs of life. Returns its exit status, 128 + N if signal N killed it."""
+    """Run a command with progress lines. Return its exit status, or 128 + N after signal N."""
     with sign_of_life(text):
         status = subprocess.run(command).returncode
     return status if status >= 0 else 128 - status

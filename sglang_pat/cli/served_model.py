@@ -1,6 +1,6 @@
-"""The model and options of a server that is not running, for `doctor` and `build`.
+"""The model and options of a server that does not run yet, for `doctor` and `build`.
 
-Both commands ask SGLang's class of the model.
+Both commands read the model by SGLang's class.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def server_words(arguments: argparse.Namespace) -> list[str]:
 
 
 def _without_pat(words: list[str]) -> list[str]:
-    """Remove the flag that asks for pat, which users may copy from their launch command."""
+    """Remove the flag that chooses pat, which users may copy from their launch command."""
     kept: list[str] = []
     for word in words:
         if word == BACKEND and kept[-1:] == [_FLAG]:
@@ -75,24 +75,23 @@ def _without_pat(words: list[str]) -> list[str]:
 
 def check_config(whole: Mapping[str, Any], arguments: argparse.Namespace) -> None:
     """Raise ValueError for a model that SGLang cannot build on the number of GPUs of --tp."""
-    tp = 1 if arguments.server_args else arguments.tp or 1  # flags may divide the model otherwise
+    tp = 1 if arguments.server_args else arguments.tp or 1  # flags may divide it in another way
     check_architectures(whole)
     config = decoder_config(whole)
     check_counts(config)
     check_known(class_name(whole), whole)
     try:
         layers = read_layers(config, tp)
-    except ValueError:  # a class without rules
+    except ValueError:  # a class that the rules do not know
         return
     check_ranks(layers, tp)
 
 
 def loadable(arguments: argparse.Namespace, folder: Path) -> str:
-    """Return what SGLang loads the configuration of --model from: a folder, or a hub's name.
+    """Return from where SGLang loads the configuration of --model: a folder, or a hub's name.
 
-    A configuration that is not in a folder of its own is written into `folder`. ValueError or
-    OSError for what is neither a configuration nor on the hub, and for what SGLang would refuse
-    after half a minute.
+    Writes a configuration that is not in its own folder into `folder`. ValueError or OSError if it
+    is neither a configuration nor on the hub, or if SGLang would refuse it after half a minute.
     """
     model: str = arguments.model
     if os.path.exists(model) or model in MODEL_NAMES:

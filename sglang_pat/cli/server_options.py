@@ -1,6 +1,7 @@
 """Options of the commands that start SGLang's server with pat and with another backend.
 
-`bench` and `check` share them. What would spoil a comparison is refused before a server starts.
+`bench` and `check` share them. Options that make a comparison invalid are refused before a server
+starts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 DEFAULT = "default"
-GPU_ARGUMENTS = {"cuda_graph_backend_prefill": "disabled"}  # saves half of the time of a start
+GPU_ARGUMENTS = {"cuda_graph_backend_prefill": "disabled"}  # halves the time of a start
 CPU_ARGUMENTS = {
     "device": "cpu",
     "dtype": "float32",
@@ -35,7 +36,7 @@ CPU_ARGUMENTS = {
     "mem_fraction_static": 0.95,
 }
 _PACKAGES = ("sglang-pat", "sglang", "torch", "flashinfer-python", "sglang-kernel")
-_PLUGINS_WITHOUT_OTHERS = {"pat", "smg-servicer", "smg-zmq"}  # the last two come with SGLang
+_PLUGINS_WITHOUT_OTHERS = {"pat", "smg-servicer", "smg-zmq"}  # the last two are part of SGLang
 _OWN_FLAGS = (
     *("--attention-backend", "--decode-attention-backend", "--model-path", "--model", "--device"),
     *("--host", "--port", "--help"),
@@ -82,7 +83,7 @@ def add_tp(parser: argparse.ArgumentParser, help: str) -> None:
 
 
 def check_server_options(arguments: argparse.Namespace) -> None:
-    """ValueError for what the servers would refuse, or what would spoil the comparison."""
+    """Raise ValueError for options that servers refuse or that make the comparison invalid."""
     if importlib.util.find_spec("sglang") is None:
         raise ValueError("SGLang is not installed beside this package; run `sglang-pat doctor`")
     check_backend("--against", arguments.against)
@@ -91,7 +92,7 @@ def check_server_options(arguments: argparse.Namespace) -> None:
 
 
 def check_backend(option: str, name: str) -> None:
-    """ValueError for pat itself, and for a name that no installed backend has."""
+    """Raise ValueError for pat itself, and for a name that no installed backend has."""
     if name == "pat":
         raise ValueError(f"{option} pat; allowed: another backend of SGLang, or {DEFAULT}")
     known = {DEFAULT, *attention_backends()}
@@ -114,15 +115,15 @@ def usable_gpus(arguments: argparse.Namespace) -> list[Gpu]:
 
 
 def check_flags(words: Sequence[str], backend: str = _BACKEND_OPTION) -> None:
-    """ValueError for flags that SGLang does not know, or that the command itself sets.
+    """Raise ValueError for flags that SGLang does not know or that the command itself sets.
 
-    backend: the advice to give if a flag names a backend.
+    backend: the option to advise if a flag names a backend.
     """
     if words and not words[0].startswith("-"):
         raise ValueError(f"--server-args: {quoted(words[0])} is no flag; allowed: flags of SGLang")
     known = launch_flags()
     for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
-        # SGLang takes the beginning of a flag for the flag.
+        # SGLang accepts abbreviated flags.
         own = next((own for own in _OWN_FLAGS if own.startswith(flag)), None)
         if own is not None and (flag == own or flag not in known):
             instead = backend if "backend" in own else "it is set here"
@@ -156,7 +157,7 @@ def server_flags(arguments: argparse.Namespace) -> list[str]:
 
 
 def backend_name(asked: str, info: dict[str, Any]) -> str:
-    """Name of the decode backend: the one asked for, else SGLang's choice."""
+    """Return the name of the decode backend: the requested one, else SGLang's choice."""
     chosen = info.get("decode_attention_backend") or info.get("attention_backend")
     return asked if asked != DEFAULT or not chosen else f"{chosen} (SGLang's default)"
 
@@ -169,7 +170,7 @@ def new_console() -> Console:
 
 
 def run_metadata(arguments: argparse.Namespace, gpus: Sequence[Gpu]) -> dict[str, Any]:
-    """Return what a result depends on: the command, GPUs, versions (None: not installed)."""
+    """Return what a result depends on: command, GPUs and versions (None: not installed)."""
     return {
         "command": shlex.join(["sglang-pat", *sys.argv[1:]]),
         "gpus": [{"name": gpu.name, "driver": gpu.driver} for gpu in gpus],

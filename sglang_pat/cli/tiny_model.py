@@ -1,4 +1,4 @@
-"""`sglang-pat demo --write-model`: a model to try a server with, written without a download."""
+"""`sglang-pat demo --write-model`: write a small model, to try a server without a download."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TRAINED = Path(__file__).parent / "trained"
 
 
 def write_model(folder: Path) -> int:
-    """Write the whole model or nothing. Returns the exit status: 0, or 2 if nothing is written."""
+    """Write the whole model, or nothing. Return the exit status: 0, or 2 if nothing is written."""
     try:
         is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)

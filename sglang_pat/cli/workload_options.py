@@ -1,6 +1,6 @@
-"""Options of `advise`, and the workload and report that they ask for.
+"""Options of `advise`, and the workload and report that they describe.
 
-The options of a server have SGLang's names. Nothing here needs SGLang.
+Options of a server have SGLang's names. SGLang need not be installed.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GivenWorkload:
-    """Requests, and the server that they are for."""
+    """Requests, and the server that will answer them."""
 
     model: str
     trace: Trace
@@ -179,7 +179,7 @@ class GivenWorkload:
     setup: Setup
 
     def answered(self, watch: Watch, progress: Progress) -> ReplayReport:
-        """Serve the requests with both backends, and report."""
+        """Simulate the server with both backends, and return the report."""
         from sglang_pat.workload.report import ReplayReport
         from sglang_pat.workload.run import answer
         from sglang_pat.workload.verdict import verdict
@@ -191,13 +191,13 @@ class GivenWorkload:
 
 
 def read(arguments: argparse.Namespace, progress: Progress) -> GivenWorkload:
-    """The workload that the options describe. ValueError for what cannot be served."""
+    """Return the workload that the options describe. ValueError if it cannot be served."""
     from sglang_pat.workload.cost import StepTime
     from sglang_pat.workload.model_reader import check_model, read_model
     from sglang_pat.workload.models import context_length_of, naming
     from sglang_pat.workload.server import Rules
 
-    # The import of SGLang takes longest, so everything that can be checked without it comes first.
+    # The import of SGLang is slow, so everything that can be checked without it is checked first.
     policies = _policies(arguments.policies)
     page, chunk = arguments.page_size, arguments.chunked_prefill_size
     if chunk < page:
@@ -218,7 +218,7 @@ def read(arguments: argparse.Namespace, progress: Progress) -> GivenWorkload:
         time = StepTime.of_model(config, gpu, arguments.tp, model.layers, model.weights)
         pool = _pool_tokens(time, arguments)
 
-    # This import also imports numpy and the scheduler. Wrong input has been refused by now.
+    # This also imports numpy and the scheduler, after wrong input has been refused.
     from sglang_pat.workload.run import Setup
 
     rules = Rules(
@@ -240,10 +240,10 @@ def read(arguments: argparse.Namespace, progress: Progress) -> GivenWorkload:
 
 
 def _check_by_rules(config: Mapping[str, Any], arguments: argparse.Namespace) -> None:
-    """Raise ValueError for a server that cannot exist, as far as the rules tell.
+    """Raise ValueError for a server that cannot exist by the rules of `model_layers.py`.
 
-    The size of the weights by the rules may be a tenth off. So a model is refused only if it does
-    not fit into GPUs with a quarter more memory either.
+    By these rules, the size of the weights may be wrong by a tenth. So a model is refused only if
+    it does not fit even into GPUs with a quarter more memory.
     """
     from sglang_pat.model_layers import read_layers
     from sglang_pat.workload.cost import StepTime
@@ -253,7 +253,7 @@ def _check_by_rules(config: Mapping[str, Any], arguments: argparse.Namespace) ->
     try:
         layers = read_layers(config, tp)
         weights = read_weights(config, layers)
-    except ValueError:  # a class that the rules do not know, or with its own defaults
+    except ValueError:  # a class without rules, or with its own defaults
         return
     time = StepTime.of_model(config, gpu, tp, layers, weights)
     larger = replace(gpu, memory_bytes=gpu.memory_bytes * 5 // 4)
@@ -264,7 +264,7 @@ def _check_by_rules(config: Mapping[str, Any], arguments: argparse.Namespace) ->
 
 
 def _pool_tokens(time: StepTime, arguments: argparse.Namespace) -> int:
-    """Tokens of the KV pool, as given or as the weights leave. ValueError if it is too small."""
+    """Return the tokens of the KV pool, by option or by free memory. ValueError if too few."""
     pool: int | None = arguments.kv_tokens
     given, page = arguments.kv_pool_gb, arguments.page_size
     if pool is None:
@@ -275,7 +275,7 @@ def _pool_tokens(time: StepTime, arguments: argparse.Namespace) -> int:
 
 
 def _open(arguments: argparse.Namespace) -> Trace:
-    """The trace that is asked for. ValueError for an option that is only for other traces."""
+    """Return the chosen trace. ValueError for an option that applies only to other traces."""
     from sglang_pat.workload.formats import open_trace
     from sglang_pat.workload.generate import WORKLOADS, generate
 
@@ -310,7 +310,7 @@ def _sglang_tree() -> Any:
 
     print("Loading SGLang, which takes some seconds ...", file=sys.stderr)
     enable_cpu_engine()
-    warnings.simplefilter("ignore")  # those of SGLang's imports
+    warnings.simplefilter("ignore")  # from SGLang's imports
     from sglang_pat.offline.simulated_cache import new_tree
 
     return new_tree
@@ -330,7 +330,7 @@ def _at_rate(requests: list[TraceRequest], rate: float | None) -> tuple[list[Tra
 
 
 def inputs(arguments: argparse.Namespace) -> list[Path]:
-    """The files that are read: no output may overwrite them."""
+    """Return the files that are read, which no output may overwrite."""
     from sglang_pat.workload.models import config_file
     from sglang_pat.workload.request_dump import dump_files
 

@@ -1,1 +1,1 @@
-"""Tools that need SGLang but no server: models, flags, a simulated cache."""
+"""Tools that use SGLang without a server: for models, flags and a simulated cache."""

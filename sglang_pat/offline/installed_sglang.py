@@ -1,4 +1,4 @@
-"""Whether the installed SGLang has what pat needs, for `sglang-pat doctor`."""
+"""Finds out whether the installed SGLang has what pat needs, for `sglang-pat doctor`."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Touchpoint(NamedTuple):
     Attributes
     ----------
     kind
-        See `touchpoints.txt`.
+        The kind of change, as `touchpoints.txt` defines it.
     target
         `module:path` in SGLang. The last part may be `a|b`: its names in different versions.
     name
-        The attribute, field or variable, if it is not the last part of the target.
+        The attribute, field or variable, if the target does not name it.
     not_in
-        The supported version of SGLang that lacks the target. pat then does without it.
+        The supported version of SGLang that lacks the target, which pat does not need there.
     module
         The module of this package that changes SGLang there.
     why
-        What pat needs the change for.
+        Why pat needs the change.
     """
 
     kind: str
@@ -58,7 +58,7 @@ TOUCHPOINTS = tuple(_touchpoint(*match.groups()) for match in _ROW.finditer(_TEX
 
 
 def missing_registrations() -> list[str]:
-    """Load SGLang's plug-ins, and name the places that do not know `pat` afterwards."""
+    """Load SGLang's plug-ins, and return the places in which `pat` is then not registered."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -79,10 +79,10 @@ def missing_registrations() -> list[str]:
 
 
 def unwrapped_backends() -> list[str]:
-    """Backends that would decode all by themselves even if pat was asked for.
+    """Return backends that would decode without pat even if the user chose pat.
 
-    Call it after `missing_registrations()`. The backends are SGLang's own, or come from plug-ins
-    that SGLang loaded after pat.
+    To be called after `missing_registrations()`. Such backends are SGLang's own, or come from
+    plug-ins that SGLang has loaded after pat.
     """
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
@@ -91,10 +91,10 @@ def unwrapped_backends() -> list[str]:
 
 
 def missing_touchpoints() -> list[Touchpoint]:
-    """Return the places that the installed SGLang lacks, of those that pat touches.
+    """Return the touchpoints whose targets the installed SGLang lacks.
 
-    SGLang's source is read, and not imported: some modules need a GPU, others take seconds. A place
-    is left out in its version `not_in`, where pat does without it.
+    Reads SGLang's source and does not import it, because some modules need a GPU, and others take
+    seconds. Leaves out touchpoints in their version `not_in`.
     """
     installed = version("sglang")
     return [each for each in TOUCHPOINTS if each.not_in != installed and not _is_there(each)]
@@ -129,7 +129,7 @@ def _is_class(statement: ast.stmt, name: str) -> TypeGuard[ast.ClassDef]:
 
 
 def _names_in(body: list[ast.stmt]) -> Iterator[str]:
-    """Names that a module or a class binds, its methods' `self.name = ...` included."""
+    """Yield the names that a module or a class binds, including `self.name = ...` in methods."""
     for node in (node for statement in body for node in ast.walk(statement)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.alias):
             yield node.name

@@ -1,7 +1,7 @@
-"""Flags of SGLang's server and names of its attention backends, from the text of its source.
+"""Reads the flags of SGLang's server, and names of its attention backends, from its source.
 
-Importing SGLang to ask its parser takes ten seconds and more. The text holds every flag, and other
-words too. So a flag that the text lacks is certainly wrong; the server checks all other flags.
+Importing SGLang to use its parser takes ten seconds or more. The source text has all flags, and
+other words too. So a flag that is not in the text is wrong; the server checks all other flags.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PLUGIN_GROUP = "sglang.srt.plugins"
 
 
 def launch_flags() -> frozenset[str]:
-    """Return every flag of `sglang.launch_server`, and more words. Empty: nothing is known."""
+    """Return all flags of `sglang.launch_server`, and other words. Empty without SGLang."""
     found = set()
     for text in _sources():
         found.update(re.findall(r"""["'](--?[a-z][\w-]*)""", text))
@@ -27,7 +27,7 @@ def launch_flags() -> frozenset[str]:
 
 
 def attention_backends() -> frozenset[str]:
-    """Return the choices of `--attention-backend` before plug-ins. Empty: nothing is known."""
+    """Return the choices of `--attention-backend` without plug-ins'. Empty without SGLang."""
     for text in _sources():
         choices = re.search(r"^ATTENTION_BACKEND_CHOICES[^=\n]*= (\[.*?^\])", text, re.M | re.S)
         if choices is not None:

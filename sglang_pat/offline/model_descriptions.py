@@ -1,8 +1,8 @@
-"""Models as SGLang's classes describe them, for processes that do not import SGLang.
+"""Describes models by SGLang's classes, for processes that do not import SGLang.
 
 `python -m sglang_pat.offline.model_descriptions` reads lines of `{"path": ..., "flags": [...]}`.
-For each line it writes one: what `describe_model` returns, or `{"error": ...}`. It imports SGLang
-once and forks for each model, because a process can build one model only.
+For each line, it writes a line with the result of `describe_model` or with `{"error": ...}`. It
+imports SGLang once and forks for each model, because a process can build only one model.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from sglang_pat.sglang.cpu import enable_cpu_engine
 if TYPE_CHECKING:
     import torch
 
-# Parts of the names of modules with attention or a state, and of MLPs inside such modules.
+# Matches names of modules with attention or a state, and of MLPs inside such modules.
 _ATTENTION = re.compile(r"attn|attention|mixer|mamba|\bconv\b|qkv_proj|\b[qo]_proj")
 _MLP = re.compile(r"mlp|expert")
 
 
 def describe_model(path: str, flags: Sequence[str] = ()) -> dict[str, Any]:
-    """The layers and the parameters of a model, for JSON. See `layers_of_config`.
+    """Return the layers and the parameters of a model, for JSON. See `layers_of_config`.
 
     Returns
     -------
@@ -66,7 +66,7 @@ def describe_model(path: str, flags: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _parameters(model: torch.nn.Module) -> dict[str, int]:
-    """Count parameters by role. Parameters that modules share count once."""
+    """Count the parameters by role. Parameters that modules share count once."""
     from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     from sglang_pat.sglang.start.layer_rules import attention_layers
@@ -103,14 +103,14 @@ def _is_experts(module: torch.nn.Module) -> bool:
 
 
 def _experts(model: torch.nn.Module) -> list[int]:
-    """Return the experts of the largest layer, and how many of them a token uses."""
+    """Return the number of experts of the largest layer, and how many of them a token uses."""
     modules: list[Any] = [module for module in model.modules() if _is_experts(module)]
     found = [(int(module.num_experts), int(module.top_k or 1)) for module in modules]
     return list(max(found, default=(1, 1)))
 
 
 def main() -> None:
-    """Answer each line of the input; see the module."""
+    """Answer each line of the input."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # SGLang prints to stdout
     enable_cpu_engine()

@@ -1,4 +1,4 @@
-"""Classes of SGLang's models, from the text of its source: to import SGLang takes half a minute."""
+"""Finds the classes of SGLang's models in its source, because an import takes half a minute."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 
 from sglang_pat.messages import quoted
 
-# SGLang's own variables: names of modules that it does not import, and a package of more models.
+# SGLang's own environment variables: modules that it must not import, and a package of more models.
 VARIABLE = "SGLANG_DISABLED_MODEL_ARCHS"
 _MORE_MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 
 
 def modules_without(classes: Iterable[str]) -> list[str]:
-    """Return the modules that define none of these classes. Empty if no module defines one.
+    """Return the modules that define none of these classes, or [] if no module defines one.
 
-    SGLang imports all its model modules to find one class, which takes most of the time until the
-    model is built.
+    SGLang imports all its model modules to find a class, which takes most of the time that it needs
+    to build the model.
     """
     wanted = re.compile("|".join(rf"\bclass {re.escape(name)}\b" for name in classes) or "$^")
     found: dict[bool, list[str]] = {True: [], False: []}
@@ -31,9 +31,9 @@ def modules_without(classes: Iterable[str]) -> list[str]:
 
 
 def check_known(name: str, config: Mapping[str, Any]) -> None:
-    """ValueError if SGLang is here, and neither it nor transformers names a class of models."""
+    """Raise ValueError if SGLang is installed and neither it nor transformers has this class."""
     if config.get("auto_map") or os.environ.get(_MORE_MODELS):
-        return  # the class may come with the model or from that package
+        return  # the class may be part of the model or of that package
     word = re.compile(rf"\b{re.escape(name)}\b")
     files = [*_files("sglang", "srt/models/*.py"), *_files("sglang", "srt/configs/*.py")]
     if not files:

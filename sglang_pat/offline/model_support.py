@@ -1,8 +1,8 @@
-"""Which layers of a model pat would decode, by its configuration: no weights, no GPU, no server.
+"""Finds which layers of a model pat would decode, without weights, GPU or server.
 
-Builds the model's class on torch's meta device, as the first of the ranks that the server would
-have. Two things are known only to a running server: the KV pool, and arguments that the model
-passes in its first step.
+It builds the model's class on torch's meta device, as the first of the server's ranks. Two things
+are known only in a running server: the KV pool, and arguments that the model passes in its first
+step.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from sglang_pat.sglang.start.layer_support import PAT, LayerSupport
 from sglang_pat.sglang.start.server_options import attention_backends, early_reason
 from sglang_pat.support import BACKEND, DEFAULT_BACKENDS, Unsupported
 
-# By the values of --kv-cache-dtype.
+# Values of --kv-cache-dtype -> dtype.
 _KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-_CAPABILITY = (9, 0)  # of an H100, which is assumed if there is no GPU
+_CAPABILITY = (9, 0)  # an H100, which is assumed without a GPU
 
 
 def layers_of_config(path: str, flags: Sequence[str] = ()) -> LayerSupport:
-    """Return the layer support of a server on this machine; without a GPU, on an H100.
+    """Return the layer support of a server on this machine, or on an H100 without a GPU.
 
-    One process builds one model.
+    A process can build only one model.
 
     Parameters
     ----------
     path
-        A folder, or a name that SGLang can load the configuration of.
+        A folder, or a name from which SGLang can load a configuration.
     flags
         Flags of the server, such as `--tp 8`, as words. With several pipeline stages, the layers of
         all stages are read.
@@ -57,15 +57,15 @@ def layers_of_config(path: str, flags: Sequence[str] = ()) -> LayerSupport:
     Raises
     ------
     ValueError
-        SGLang does not take the flags, or the number of ranks does not divide the heads.
+        SGLang does not accept the flags, or the number of ranks does not divide the heads.
     Exception
-        Whatever SGLang raises for a model that it cannot build in this process.
+        Any exception of SGLang for a model that it cannot build in this process.
     """
     return build_model(path, flags)[1]
 
 
 def build_model(path: str, flags: Sequence[str] = ()) -> tuple[torch.nn.Module, LayerSupport]:
-    """The model on torch's meta device, and which layers pat decodes. See `layers_of_config`."""
+    """Return the model on torch's meta device, and its layer support. See `layers_of_config`."""
     with without_gpu():
         return _build(path, flags)[:2]
 
@@ -74,7 +74,7 @@ def layer_table(support: LayerSupport) -> Iterator[tuple[str, str, str]]:
     """Yield (layers, route, reason) for each run of layers with the same route and reason."""
     reasons = dict.fromkeys(support.shapes, "")
     reasons |= {layer_id: str(reason) for layer_id, reason in support.fallback.items()}
-    # Within a run, the difference between the ids and a counter is constant.
+    # In a run of consecutive ids, the difference between id and counter is constant.
     ordered = enumerate(sorted(reasons))
     for (_, reason), run in groupby(ordered, lambda pair: (pair[1] - pair[0], reasons[pair[1]])):
         ids = [layer_id for _, layer_id in run]
@@ -84,15 +84,15 @@ def layer_table(support: LayerSupport) -> Iterator[tuple[str, str, str]]:
 
 
 class KernelNeeds(NamedTuple):
-    """Properties that the kernels of a server are compiled for. Names of dtypes are those of torch.
+    """The properties for which a server's kernels are compiled. Names of dtypes are torch's.
 
     Attributes
     ----------
     dtype
         The dtype of queries.
     kv_dtypes
-        The dtype of the KV cache; None: the dtype of queries. There are two dtypes if versions of
-        SGLang choose differently for a checkpoint that asks for fp8.
+        The dtype of the KV cache, with None for the dtype of queries. There are two dtypes if
+        SGLang's choice for a checkpoint that asks for fp8 depends on its version.
     head_dims
         (head_dim, v_head_dim) of the layers that pat decodes.
     """
@@ -103,7 +103,7 @@ class KernelNeeds(NamedTuple):
 
 
 def kernels_of_model(path: str, flags: Sequence[str] = ()) -> tuple[KernelNeeds, LayerSupport]:
-    """The kernels that a server needs, and which layers pat decodes. See `layers_of_config`."""
+    """Return the kernels that a server needs, and its layer support. See `layers_of_config`."""
     with without_gpu():
         _, layer_support, runner, config = _build(path, flags)
     shapes = {(shape.head_dim, shape.v_head_dim) for shape in layer_support.shapes.values()}
@@ -117,10 +117,10 @@ def kernels_of_model(path: str, flags: Sequence[str] = ()) -> tuple[KernelNeeds,
 
 @contextlib.contextmanager
 def without_gpu() -> Iterator[None]:
-    """Let SGLang's models be imported and built where there is no GPU, which none of them needs.
+    """Allow SGLang's models to be imported and built without a GPU, in this context.
 
-    Some models ask for a stream, for the compute capability, or for CPU kernels that were compiled
-    for another CPU. A machine with a GPU is left as it is.
+    Some models use a stream, the compute capability, or CPU kernels compiled for another CPU. With
+    a GPU, nothing changes.
     """
     if torch.cuda.is_available():
         yield
@@ -153,7 +153,7 @@ def without_gpu() -> Iterator[None]:
 
 
 def _build(path: str, flags: Sequence[str]) -> tuple[torch.nn.Module, LayerSupport, Any, Any]:
-    """The model, its layer support, what is known of its runner, and SGLang's ModelConfig."""
+    """Return the model, its layer support, a stand-in for its runner, and SGLang's ModelConfig."""
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_executor.model_runner_components.load_model_utils import (
         resolve_sliding_window_size,
@@ -195,12 +195,12 @@ def _build(path: str, flags: Sequence[str]) -> tuple[torch.nn.Module, LayerSuppo
 
 
 def _server_arguments(path: str, flags: Sequence[str]) -> Any:
-    """The resolved arguments of a server. ValueError for flags that SGLang does not take."""
+    """Return the resolved arguments of a server. ValueError for flags that SGLang refuses."""
     from sglang.srt.server_args import prepare_server_args
 
     words = ["--model-path", path, "--attention-backend", BACKEND, "--load-format", "dummy"]
     words += ["--skip-tokenizer-init"]
-    words += ["--disable-radix-cache"]  # some kinds of radix cache want a GPU
+    words += ["--disable-radix-cache"]  # some kinds of radix cache need a GPU
     told, handlers = io.StringIO(), logging.root.handlers[:]
     with _platform_with_gpu() as device:
         words += [*device, *flags, "--pp-size", "1"]
@@ -217,7 +217,7 @@ def _server_arguments(path: str, flags: Sequence[str]) -> Any:
 
 
 def _become_a_rank(arguments: Any, config: Any) -> None:
-    """Set up what a model needs while it is built: this is rank 0, without the other ranks."""
+    """Set up what a model needs while it is built, as rank 0 without the other ranks."""
 
     def init_distributed() -> None:
         from sglang.srt.distributed import parallel_state
@@ -239,7 +239,7 @@ def _become_a_rank(arguments: Any, config: Any) -> None:
 
 @contextlib.contextmanager
 def _groups_without_others() -> Iterator[None]:
-    """Let SGLang build groups of ranks of full size in this process, without the other ranks."""
+    """Allow SGLang to make groups of ranks without the other ranks, in this context."""
     from sglang.srt.distributed import parallel_state
 
     class Group(parallel_state.GroupCoordinator):  # type: ignore[misc]
@@ -281,7 +281,7 @@ def _on_meta_device(config: Any) -> torch.nn.Module:
 
 
 def undivided(heads: int, kv_heads: int, ranks: Sequence[int]) -> str | None:
-    """Say which heads of a model the numbers of ranks do not divide. None: they divide all."""
+    """Return which heads of a model cannot be divided among the ranks, or None."""
     for count in ranks:
         if heads % count:
             return f"{heads} query heads on {count} GPUs; allowed: a divisor of {heads}"
@@ -292,12 +292,12 @@ def undivided(heads: int, kv_heads: int, ranks: Sequence[int]) -> str | None:
 
 
 def _forget_cpu(config: Any) -> None:
-    """Let models be built on the CPU as on a GPU, where SGLang gives them other heads and RoPE."""
+    """Build models on the CPU as on a GPU: on a CPU, SGLang gives them other heads and RoPE."""
     for part in (config.hf_config, config.hf_text_config):
         for name in ("linear_num_key_heads", "linear_num_value_heads"):
             if hasattr(part, name):
                 setattr(part, f"{name}_cpu", getattr(part, name))
-    with contextlib.suppress(ImportError):  # older versions have one function
+    with contextlib.suppress(ImportError):  # older versions lack it
         from sglang.srt.layers.rotary_embedding import factory
 
         factory.get_rope_cpu = lambda *arguments, **named: factory.get_rope(*arguments[:8])
@@ -308,11 +308,10 @@ def _forget_cpu(config: Any) -> None:
 
 @contextlib.contextmanager
 def _platform_with_gpu() -> Iterator[Sequence[str]]:
-    """Let SGLang resolve its arguments as on an H100, and yield the flags that name the device.
+    """Make SGLang resolve its arguments as on an H100. Yield the flags that name the device.
 
-    Some classes of models have a default backend of their own, or refuse the backends of CPUs.
-    SGLang 0.5.17 resolves for the machine that it runs on: see `_on_gpu`. A machine with a GPU is
-    left as it is.
+    Some classes of models have their own default backend, or refuse the backends of CPUs. SGLang
+    0.5.17 resolves for the machine on which it runs (see `_on_gpu`). With a GPU, nothing changes.
     """
     from sglang.srt import runtime_context
 
@@ -327,19 +326,19 @@ def _platform_with_gpu() -> Iterator[Sequence[str]]:
 
 
 def _on_gpu(backend: str) -> str:
-    """Return the default backend on an H100 where 0.5.17 has chosen one for this CPU."""
+    """Return the H100's default backend if 0.5.17 has chosen the one for this CPU."""
     is_of_cpu = backend in ("torch_native", "intel_amx") and not torch.cuda.is_available()
     return "fa3" if is_of_cpu else backend
 
 
 def _resolve(arguments: Any) -> None:
-    """Resolve arguments made outside of a server. In 0.5.17, their constructor has done so."""
+    """Resolve arguments made outside of a server. In 0.5.17, the constructor has done this."""
     if hasattr(arguments, "resolve_once"):
         arguments.resolve_once()
 
 
 def _parallel_sizes(arguments: Any) -> dict[str, int]:
-    """Return the sizes of groups of ranks for 0.5.17. Later versions know them."""
+    """Return the sizes of groups of ranks, as 0.5.17 needs them."""
     from sglang.srt import runtime_context
 
     if hasattr(runtime_context, "SpawnRanks"):
@@ -354,9 +353,9 @@ def _parallel_sizes(arguments: Any) -> dict[str, int]:
 
 
 def _publish_only_rank(arguments: Any, *, before_dp: Callable[[], None], config: Any) -> None:
-    """Publish that this process is rank 0, and set up data parallelism after `before_dp()`.
+    """Make this process rank 0, and set up data parallelism after `before_dp()`.
 
-    0.5.17: the rank is not named, and data parallelism needs `config`.
+    In 0.5.17, ranks have no name, and data parallelism needs `config`.
     """
     from sglang.srt import runtime_context
     from sglang.srt.layers.dp_attention import initialize_dp_attention

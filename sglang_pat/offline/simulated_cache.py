@@ -1,7 +1,7 @@
-"""SGLang's prefix cache without an engine: `Tree` of `workload/tree.py` on SGLang's own classes.
+"""SGLang's prefix cache without an engine: implements `Tree` of `workload/tree.py`.
 
-SGLang decides everything: matches, splits, locks, evictions. The KV pool behind it only counts,
-since a simulated server moves no KV: every slot is 0.
+SGLang's classes match, split, lock and evict. The KV pool only counts tokens, because a simulated
+server has no KV: every slot is 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sglang_pat.sglang.tree.radix_paths import path_reader
 
 
 class _CountingPool:
-    """Replaces SGLang's KV allocator. It only counts free tokens, in whole pages."""
+    """Replaces SGLang's KV allocator. Only counts free tokens, in whole pages."""
 
     def __init__(self, num_tokens: int, page_size: int) -> None:
         self.page_size = page_size
@@ -39,7 +39,7 @@ class _CountingPool:
         return self.available
 
     def free_tokens(self, num_tokens: int) -> None:
-        """Free the pages of `num_tokens` tokens, the first of which begins a page."""
+        """Free the pages of `num_tokens` tokens that begin at a page."""
         self.available += -(-num_tokens // self.page_size) * self.page_size
 
     def free_segment(self, indices: torch.Tensor, *args: object, **kwargs: object) -> None:
@@ -51,7 +51,7 @@ class _CountingPool:
 
 
 class _ZeroRows:
-    """Replaces `req_to_token`, the table of slots. Every row is zeros."""
+    """Replaces `req_to_token`, the table of slots, by zeros."""
 
     def __init__(self) -> None:
         self._zeros = torch.zeros(1 << 16, dtype=torch.int32)
@@ -74,7 +74,7 @@ class _CountingRows:
 
 
 class _RequestKv:
-    """`req.kv` from 0.5.23 on."""
+    """Stands in for `req.kv`, which requests have from 0.5.23 on."""
 
     __slots__ = ("cache_inserted_len", "cache_protected_len", "req_pool_idx")
 
@@ -85,7 +85,7 @@ class _RequestKv:
 
 
 class ServedRequest:
-    """Stands in for a Req: prefix caches and PathReaders read its fields, or those of `kv`."""
+    """Stands in for a Req, whose fields prefix caches and PathReaders read."""
 
     extra_key = cache_salt = session = session_id = kv_rotation_base = None
     priority = 0
@@ -124,7 +124,7 @@ class ServedRequest:
 
 
 class SGLangTree(ABC):
-    """One prefix cache of SGLang over a pool of `num_tokens`."""
+    """A prefix cache of SGLang over a pool of `num_tokens` tokens."""
 
     finished_leave_late: ClassVar[bool]
     refreshes_waiting = hasattr(BasePrefixCache, "touch_prefix")
@@ -226,11 +226,11 @@ class SGLangTree(ABC):
 
     @abstractmethod
     def _protected(self, served: ServedRequest) -> int:
-        """Tokens of a request that are in the tree, locked."""
+        """Return the number of a request's tokens that the tree has locked."""
 
 
 class NodeTree(SGLangTree):
-    """RadixCache, the default up to 0.5.17: nodes are objects, a Req holds its own fields."""
+    """SGLang's RadixCache, the default up to 0.5.17, whose nodes are objects."""
 
     finished_leave_late = True
 
@@ -257,7 +257,7 @@ class NodeTree(SGLangTree):
 
 
 class IdTree(SGLangTree):
-    """UnifiedRadixCache of 0.5.23: nodes are ids."""
+    """SGLang's UnifiedRadixCache, the default of 0.5.23, whose nodes are ids."""
 
     finished_leave_late = False
 
@@ -293,6 +293,6 @@ def _cached(result: Any) -> int:
 
 
 def new_tree(num_tokens: int, page_size: int = 1) -> SGLangTree:
-    """The prefix cache that the installed SGLang uses by default, empty."""
+    """Return an empty prefix cache, of the class that the installed SGLang uses by default."""
     kind = IdTree if hasattr(UnifiedRadixCache, "checkpoint") else NodeTree
     return kind(num_tokens, page_size)

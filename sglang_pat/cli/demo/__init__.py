@@ -1,7 +1,8 @@
-"""The demo: one live workload through SGLang twice, decoded by pat and by SGLang's own backend.
+"""The demo: SGLang serves the same workload twice, with pat and with its own backend.
 
-The shortest way to see everything at work: a real engine, its scheduler and its radix tree, on the
-tiny trained model that `--write-model` writes. Every token is compared, and some answers are shown.
+It is the shortest way to see everything work: a real engine with its scheduler and radix tree
+serves the tiny trained model that `--write-model` writes. Every token is compared, and some answers
+are shown.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from sglang_pat.output_file import output_file
 
 DESCRIPTION = "serve a live workload through pat and through SGLang's own backend, and compare"
 MIN_REQUESTS = 48
-MAX_REQUESTS = 10_000  # they arrive within nine minutes
+MAX_REQUESTS = 10_000  # which arrive within nine minutes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _quieten() -> None:
-    """Silence what SGLang and its libraries say on every start. Errors still come through."""
+    """Hide what SGLang and its libraries print at every start. Errors are still shown."""
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
-    # The weight loader's bars appear after this many seconds; it ignores TQDM_DISABLE.
+    # Delays the weight loader's progress bars by an hour, because it ignores TQDM_DISABLE.
     os.environ.setdefault("TQDM_DELAY", "3600")

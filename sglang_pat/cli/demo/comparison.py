@@ -1,4 +1,4 @@
-"""Process of the demo: serve the workload twice, compare, report.
+"""The process of the demo that serves the workload twice, compares and reports.
 
 python -m sglang_pat.cli.demo.comparison REQUESTS [RESULT.json]
 """
@@ -22,14 +22,14 @@ from sglang_pat.sglang.cpu import enable_cpu_engine
 
 
 def compare(num_requests: int, result_file: Path | None = None) -> int:
-    """Serve the workload through pat and through SGLang's own backend, and compare every token.
+    """Serve the workload with pat and with SGLang's own backend, and compare every token.
 
     Parameters
     ----------
     num_requests
         How many requests the workload has.
     result_file
-        Where the result is written as JSON. None: nowhere.
+        The path of a JSON file for the result, or None.
 
     Returns
     -------
@@ -48,7 +48,7 @@ def compare(num_requests: int, result_file: Path | None = None) -> int:
         "requests over a three-level prefix tree (system prompt, document, user) arrive one after "
         "another."
     )
-    stats_file = Path(tempfile.mkdtemp()) / "stats.json"  # removed with all of TMPDIR (session.py)
+    stats_file = Path(tempfile.mkdtemp()) / "stats.json"  # session.py removes TMPDIR
     os.environ["SGLANG_PAT_STATS_FILE"] = str(stats_file)
     pat = serve(TRAINED, "pat", requests, machine, stats_file)
     del os.environ["SGLANG_PAT_STATS_FILE"]
@@ -71,7 +71,7 @@ def compare(num_requests: int, result_file: Path | None = None) -> int:
 
 
 def _program() -> str:
-    """Return how a user types `sglang-pat` here: by its path, if PATH has another one or none."""
+    """Return how to call this `sglang-pat`: by its path, unless PATH has the same one."""
     script = Path(sys.executable).with_name("sglang-pat")
     found = shutil.which("sglang-pat")
     if found is not None and Path(found).absolute() == script.absolute():
@@ -79,7 +79,7 @@ def _program() -> str:
     return os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script)
 
 
-# Guarded: the engine's processes are spawned and import the main module again.
+# Guarded, because spawned processes of the engine import the main module again.
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")  # what SGLang and its libraries say on every import
+    warnings.simplefilter("ignore")  # printed by every import of SGLang
     sys.exit(compare(int(sys.argv[1]), *map(Path, sys.argv[2:])))

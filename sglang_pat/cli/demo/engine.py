@@ -1,4 +1,4 @@
-"""One run of the demo: an SGLang engine with one attention backend serves the workload."""
+"""A run of the demo, in which an SGLang engine with one attention backend serves the workload."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class DemoMachine:
     own_backend
         The attention backend that pat is compared with. None: SGLang's default.
     exact
-        Whether both runs must give the same tokens: float32 on the CPU. With half precision on a
-        GPU two tokens may tie within rounding, so the two most probable tokens are requested as
-        well.
+        Whether both runs must give the same tokens, as with float32 on the CPU. With half precision
+        on a GPU, two tokens may tie within rounding, so the two most probable tokens are requested
+        too.
     arguments
         The arguments of sglang.Engine.
     """
@@ -42,12 +42,12 @@ class DemoMachine:
 
     @classmethod
     def choose(cls, *, on_cpu: bool) -> DemoMachine:
-        """The CPU, or the GPU with CUDA graphs."""
+        """Return the settings for the CPU, or for the GPU with CUDA graphs."""
         if on_cpu:
             return cls("torch_native", True, {"device": "cpu", "dtype": "float32"})
         graphs = {
             "cuda_graph_max_bs_decode": MAX_RUNNING_REQUESTS,
-            "cuda_graph_backend_prefill": "disabled",  # saves half of the time of a start
+            "cuda_graph_backend_prefill": "disabled",  # halves the time of a start
         }
         return cls(None, False, {"device": "cuda", "dtype": "float16", **graphs})
 
@@ -70,9 +70,9 @@ def serve(
     requests
         The workload.
     machine
-        How engines run here.
+        The settings of the engine.
     stats_file
-        The file to which pat writes its counters. None: they are not read.
+        The file to which pat writes its counters. None: counters are not read.
     """
     from sglang_pat.sglang.cpu import KV_POOL_TOKENS, new_engine
 
@@ -96,7 +96,7 @@ def serve(
         seconds = time.perf_counter() - began
         tokens = [answer["output_ids"] for answer in answers]
         candidates = None if machine.exact else list(map(_candidates, answers))
-        # Read before the engine is shut down: the shutdown kills the process that writes the file.
+        # Read before the shutdown, which kills the process that writes the file.
         stats = {} if stats_file is None else read_stats(stats_file)
         return Served(tokens, seconds, candidates, stats)
     finally:
@@ -111,7 +111,7 @@ def _candidates(answer: dict[str, Any]) -> list[list[Candidate]]:
 async def _send(
     engine: Any, title: str, requests: list[DemoRequest], machine: DemoMachine
 ) -> list[dict[str, Any]]:
-    """Send every request at its time, but no more at once than the engine may run."""
+    """Send every request at its time, but no more at once than the engine can run."""
     running = asyncio.Semaphore(MAX_RUNNING_REQUESTS)
     columns = (
         TextColumn("{task.description}"),

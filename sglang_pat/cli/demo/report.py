@@ -1,4 +1,4 @@
-"""The demo's result: what was compared and counted, as a table and as JSON."""
+"""The demo's result, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from rich.text import Text
 from sglang_pat.bench.answers import Candidate
 from sglang_pat.cli.demo.workload import DemoRequest, Words
 
-# Two tokens tie if their log-probabilities are this close. In float16 the gap of the best two
-# tokens is off by 0.005 in the median, by 0.05 at most (1,280 tokens of the demo, against float32).
+# Two tokens tie if their log-probabilities differ by at most this. In float16, the error of the gap
+# between the best two tokens has a median of 0.005 and a maximum of 0.05 (1,280 tokens of the demo,
+# compared with float32).
 TIE_LOGPROB = 0.05
 SHOWN_ANSWERS = 3
 
@@ -34,7 +35,7 @@ class Served:
     tokens
         The new tokens of every request, in the order of the workload.
     seconds
-        How long the run took, without the start of the engine.
+        Time of the run, without the start of the engine.
     candidates
         The two most probable tokens at every position of every request, best first. None if the run
         is exact.
@@ -58,7 +59,7 @@ class Difference:
     own: int | None
 
     def describe(self, own_backend: str) -> str:
-        """One line for a person."""
+        """Return the difference as a line of text."""
         return (
             f"request {self.request}, new token {self.position}: pat gave {self.pat}, "
             f"{own_backend} gave {self.own}"
@@ -66,7 +67,7 @@ class Difference:
 
 
 def differences(pat: Sequence[Sequence[int]], own: Sequence[Sequence[int]]) -> list[Difference]:
-    """The first difference of every request whose tokens differ."""
+    """Return the first difference of every request whose tokens differ."""
     found = []
     for request, (left, right) in enumerate(zip(pat, own, strict=True)):
         for position, (token, expected) in enumerate(zip_longest(left, right)):
@@ -77,9 +78,9 @@ def differences(pat: Sequence[Sequence[int]], own: Sequence[Sequence[int]]) -> l
 
 
 def is_tie(difference: Difference, pat: Served, own: Served) -> bool:
-    """True if the two tokens tie in both runs, within the rounding of float16.
+    """Return True if the two tokens tie in both runs, within the rounding of float16.
 
-    After a tie the runs continue different texts, so nothing more can be compared.
+    After a tie, the runs continue different texts, so later tokens cannot be compared.
     """
     tokens = {difference.pat, difference.own}
     for served in (pat, own):
@@ -93,7 +94,7 @@ def is_tie(difference: Difference, pat: Served, own: Served) -> bool:
 
 @dataclass(frozen=True)
 class DemoReport:
-    """Both runs, and the counters that the backend `pat` wrote.
+    """Both runs of the demo, and pat's counters.
 
     stats: the fields of `PlanStats`, summed over the decode steps of the run.
     """
@@ -110,7 +111,7 @@ class DemoReport:
 
     @cached_property
     def difference(self) -> Difference | None:
-        """The first difference that is no tie."""
+        """The first difference that is not a tie, or None."""
         return next((each for each in self._differences if each not in self.ties), None)
 
     @cached_property
@@ -119,7 +120,7 @@ class DemoReport:
 
     @property
     def decode_steps(self) -> int:
-        """Number of decode steps: each builds a plan or reuses the last one."""
+        """Number of decode steps. Each step builds a plan or reuses the last one."""
         steps: int = self.stats["plans_built"] + self.stats["plans_reused"]
         return steps
 
@@ -166,7 +167,7 @@ class DemoReport:
         console.print(table)
 
     def verdict(self) -> str:
-        """One sentence: whether all tokens are equal, and how much less KV was read."""
+        """Return a sentence: whether all tokens are equal, and how much less KV was read."""
         if self.difference is not None:
             return f"Tokens differ: {self.difference.describe(self.own_backend)}. Please report it."
         tokens = f"All {sum(map(len, self.own.tokens)):,} tokens are equal"
@@ -176,7 +177,7 @@ class DemoReport:
         return f"{tokens}, and pat read {ratio:.1f} times less KV than {self.own_backend}."
 
     def as_dict(self) -> dict[str, Any]:
-        """The result and where it was obtained, ready for JSON."""
+        """Return the result and the machine's description, ready for JSON."""
         return {
             "meta": {
                 "python": platform.python_version(),

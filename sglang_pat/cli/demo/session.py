@@ -1,8 +1,8 @@
 """Runs a command so that Ctrl-C ends it and all processes that it has started.
 
-An SGLang engine is several processes. A terminal sends Ctrl-C to each of them, and each would print
-a traceback. Here the command gets a session of its own, which Ctrl-C does not reach. This process
-ends the session instead.
+An SGLang engine has several processes. A terminal sends Ctrl-C to each of them, and each would
+print a traceback. So the command gets its own session, which Ctrl-C does not reach, and this
+process ends the session.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _END_S = 10.0
 
 
 def run_in_session(command: Sequence[str]) -> int:
-    """Run `command`, and remove its temporary files and shared memory.
+    """Run `command`, then remove its temporary files and shared memory.
 
-    The command finds an empty folder in TMPDIR. Ctrl-C, SIGTERM and SIGHUP kill the whole session.
+    TMPDIR of the command is a new folder. Ctrl-C, SIGTERM and SIGHUP kill the whole session.
 
     Returns
     -------
@@ -61,7 +61,7 @@ def run_in_session(command: Sequence[str]) -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill every process of the session, also those whose parents are gone."""
+    """Kill every process of the session, even those whose parents have ended."""
     deadline = time.monotonic() + _END_S
     while (members := _members(process.pid)) and time.monotonic() < deadline:
         for pid in members:
@@ -74,10 +74,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _members(session: int) -> list[int]:
-    """The processes of a session that are not yet dead."""
+    """Return the processes of a session that are still running."""
     members = []
     for entry in Path("/proc").iterdir():
-        with suppress(ValueError, OSError):  # no process, or it has just ended
+        with suppress(ValueError, OSError):  # not a process, or it has just ended
             pid = int(entry.name)
             state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
             if os.getsid(pid) == session and state != "Z":
@@ -86,7 +86,7 @@ def _members(session: int) -> list[int]:
 
 
 def _shared_memory_files() -> dict[int, Path]:
-    """Return the files in shared memory by inode, since semaphores are mapped under other names."""
+    """Return the files in shared memory by inode: semaphores are mapped under other names."""
     found = {}
     for path in SHARED_MEMORY.iterdir() if SHARED_MEMORY.is_dir() else ():
         with suppress(FileNotFoundError):
@@ -95,7 +95,7 @@ def _shared_memory_files() -> dict[int, Path]:
 
 
 def _shared_memory_of(session: int) -> set[int]:
-    """Inodes of the files in shared memory that processes of a session have mapped or opened."""
+    """Return the inodes of shared memory files that a session's processes have mapped or open."""
     found = set()
     for pid in _members(session):
         with suppress(OSError):  # the process may just have ended
@@ -111,7 +111,7 @@ def _shared_memory_of(session: int) -> set[int]:
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise SystemExit in this context, so that cleanup runs."""
+    """Make SIGTERM and SIGHUP raise SystemExit in this context, so that cleanup runs."""
 
     def stop(number: int, frame: object) -> None:
         sys.exit(128 + number)

@@ -1,8 +1,7 @@
 """The demo's workload: requests over a three-level prefix tree, which join and leave over time.
 
-The texts are docstrings of sglang-pat, which the model can continue. The version of sglang-pat, the
-number of requests and `SEED` determine the workload. So both runs serve the same requests, on every
-machine.
+The texts are docstrings of sglang-pat, which the model can continue. The workload depends only on
+the version of sglang-pat, the number of requests and `SEED`, so both runs serve the same requests.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from sglang_pat.cli.tiny_model import TRAINED
 SEED = 7
 NUM_SYSTEM_PROMPTS = 2
 DOCUMENTS_PER_SYSTEM_PROMPT = 3
-# A prompt and its answer together are shorter than the 1,024 tokens of a training text.
+# So short that a prompt and its answer have fewer tokens than a training text, 1,024.
 SYSTEM_PROMPT_TOKENS = (400, 512)
 DOCUMENT_TOKENS = (256, 384)
 NEW_TOKENS = (16, 64)
 MEAN_GAP_S = 0.05
-BEGIN, END = "<s>", "</s>"  # of a docstring
+BEGIN, END = "<s>", "</s>"  # marks of a docstring's begin and end
 
 _PACKAGE = Path(__file__).resolve().parents[2]
-_LEAST_CHARACTERS = 200  # of a docstring that is used
-# Users begin docstrings that are made of these words, and the model writes the rest.
+_LEAST_CHARACTERS = 200  # of docstrings that are used
+# Users' texts begin a docstring with these words, and the model writes the rest.
 _RESULTS = (
     "mean",
     "median",
@@ -46,7 +45,7 @@ _PLACES = ("along an axis", "over a window", "for each row", "in place", "withou
 
 @dataclass(frozen=True, slots=True)
 class DemoRequest:
-    """Prompt, number of tokens to generate, and seconds from the start to its arrival.
+    """A request: prompt, number of tokens to generate, and arrival in seconds from the start.
 
     question: the end of the prompt, as text.
     """
@@ -75,7 +74,7 @@ class Words:
 
 
 def docstrings() -> Iterator[str]:
-    """Docstrings of sglang-pat, in a fixed order."""
+    """Yield the docstrings of sglang-pat in a fixed order."""
     for file in sorted(_PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
@@ -85,7 +84,7 @@ def docstrings() -> Iterator[str]:
 
 
 def make_requests(num_requests: int, model: Path = TRAINED) -> list[DemoRequest]:
-    """`num_requests` requests: system prompt + document + user's own text, in order of arrival."""
+    """Return requests of system prompt + document + user's own text, in order of arrival."""
     rng, words, texts = random.Random(SEED), Words(model), [*docstrings()]
 
     def text(length_range: tuple[int, int]) -> list[int]:
