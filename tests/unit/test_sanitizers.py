@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ import torch
 
 from check import sanitizer_grid
 from check.sanitizer_grid import GRID, HOPPER, Case, run_case
-from check.sanitizers import KERNELS, verdict
+from check.sanitizers import KERNELS, TOOLS, verdict, version_of
+from common.suites import Refused
 from sglang_pat._scheduler import LATENT_TILE_TABLE, TILE_TABLE
 from sglang_pat.executors.jit import source_folder
 from sglang_pat.plan import BufferSizes, DecodePlan, KvTokens
@@ -144,3 +146,33 @@ def test_a_planted_fault_must_be_reported() -> None:
     found = CLEAN.replace("0 errors", "9 errors").replace("2 of 2: group-2: 0.5 s\n", "")
     assert verdict(found, **planted)["failures"] == []
     assert verdict(CLEAN, **planted)["failures"] == ["the planted fault is not reported"]
+
+
+def test_reports_that_are_not_shown_are_counted() -> None:
+    reports = [f"========= Error: Race at kernel+{place}\n=========\n" for place in range(11)]
+    summary = "========= RACECHECK SUMMARY: 40 hazards displayed (40 errors, 0 warnings)\n"
+    found = verdict("".join(reports) + summary, timed_out=False, seconds=1.0)["reports"]
+    assert found[:8] == [f"Error: Race at kernel+{place}" for place in range(8)]
+    assert found[8:] == ["3 other reports; --logs keeps them"]
+
+
+def _sanitizer(folder: Path, version: str) -> str:
+    """A program that prints the version as compute-sanitizer does."""
+    program = folder / "compute-sanitizer"
+    program.write_text(f"#!/bin/sh\necho 'NVIDIA (R) Compute Sanitizer\n{version}'\n")
+    program.chmod(0o755)
+    return str(program)
+
+
+@pytest.mark.parametrize("version", ["Version 2025.3.1.0 (build 3640)", "Version 2026.3.9", "none"])
+def test_racecheck_that_misreads_mbarriers_is_refused(tmp_path: Path, version: str) -> None:
+    sanitizer = _sanitizer(tmp_path, version)
+    with pytest.raises(Refused, match=r"needs compute-sanitizer 2026\.4 or newer") as refused:
+        version_of(sanitizer, [*TOOLS])
+    assert version in str(refused.value)
+    version_of(sanitizer, [tool for tool in TOOLS if tool != "racecheck"])
+
+
+@pytest.mark.parametrize("version", ["Version 2026.4.0.0 (build 3902)", "Version 2027.1.0.0"])
+def test_newer_racechecks_run(tmp_path: Path, version: str) -> None:
+    assert version_of(_sanitizer(tmp_path, version), [*TOOLS]) == version
