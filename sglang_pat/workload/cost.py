@@ -1,4 +1,4 @@
-"""The clock: how long a prefill pass and a decode step take, from what they compute and move.
+"""The cost model of time: computes how long a prefill pass and a decode step take.
 
 The constants of decode steps were fitted to recorded servers on an H100 and an H200
 (`benchmarks/results`): an 8B model, and one GPU's part of a 70B model on eight GPUs. Tests compare
@@ -39,57 +39,56 @@ from sglang_pat.workload.weights import (
     weight_bytes,
 )
 
-# Rates reached on an H100, as fractions of the peak.
+# Rates that were reached on an H100, as fractions of its peak rates.
 _H100 = GPUS["H100"]
 _KV_SHARE = 2.91e12 / _H100.bytes_per_second  # KV from memory
 _PARTIAL_SHARE = 2.27e12 / _H100.bytes_per_second  # partial results, written and read
 _WEIGHT_SHARE = 2.96e12 / _H100.bytes_per_second
 _FLOPS_SHARE = 700e12 / _H100.flops_per_second
-_L2_PER_SM = 6.8e12 / _H100.num_sms  # bytes a second, KV that the L2 cache holds
-# Each token that is read is multiplied with a whole tile of 64 query rows. The rate was fitted to
-# latent attention. These products limit other attention only on GPUs with much bandwidth per
-# operation (H20).
+_L2_PER_SM = 6.8e12 / _H100.num_sms  # bytes a second, KV in the L2 cache
+# The tensor cores multiply each token that is read with a whole tile of 64 query rows. The rate was
+# fitted to latent attention. It limits other attention only on GPUs with much bandwidth and few
+# operations per second (H20).
 _LATENT_FLOPS_SHARE = 650e12 / _H100.flops_per_second
-# pat's attention other than latent: each token that several requests share is multiplied with all
-# rows of a tile.
+# In pat's attention other than latent, the tensor cores multiply each token that several requests
+# share with all rows of a tile.
 _TILE_FLOPS_SHARE = 400e12 / _H100.flops_per_second
 _TILE_ROWS = 64
-_OVERLAP = 4  # exponent that combines the times in memory and in tensor cores
-_ATTENTION_SECONDS = 8.5e-6  # of a layer's attention, in addition to what it moves
-_LAYER_SECONDS = 32e-6  # of a layer's norms and launches
-# Additional launches of a layer: to choose and sort experts, project latent attention, keep a
-# state.
+_OVERLAP = 4  # norm that combines the times of memory and tensor cores
+_ATTENTION_SECONDS = 8.5e-6  # fixed time of a layer's attention
+_LAYER_SECONDS = 32e-6  # a layer's norms and launches
+# Times of a layer's additional launches, which choose and sort experts, project latent attention,
+# or update a state.
 _EXPERTS_SECONDS, _LATENT_SECONDS, _STATE_SECONDS = 35e-6, 70e-6, 40e-6
-_PREFILL_SHARE = 650 / 989  # of the peak of the tensor cores, projections and MLPs
+_PREFILL_SHARE = 650 / 989  # fraction of the tensor cores' peak
 _PREFILL_ATTENTION_SHARE = 350 / 989
-_PREFILL_SECONDS = 0.002  # of every pass
-_PREFILL_LAYER_SECONDS = 0.3e-3  # of a layer at least: no graph, so the host launches each kernel
-_PREFILL_REQUEST_SECONDS = 0.001  # of every request in a pass
+_PREFILL_SECONDS = 0.002  # fixed time of a pass
+_PREFILL_LAYER_SECONDS = 0.3e-3  # least time of a layer, without a graph
+_PREFILL_REQUEST_SECONDS = 0.001  # fixed time of a request in a pass
 
-_MEMORY_SHARE = 0.86  # of a GPU's memory for weights and KV, about SGLang's default
+_MEMORY_SHARE = 0.86  # of a GPU's memory, for weights and KV: about SGLang's default
 
-# Every layer has two all-reduces, after attention and after the MLP. The times are those of
-# SGLang's own all-reduce on eight H200s. NCCL's takes three times as long there.
+# Time of an all-reduce. Every layer has two, after attention and after the MLP. The times are those
+# of SGLang's own all-reduce on eight H200s, where NCCL's takes three times as long.
 _ALL_REDUCE_SECONDS = 5e-6
 _ALL_REDUCE_BYTES_PER_SECOND = 300e9
 
-_PARTIAL_BYTES, _LSE_BYTES = 2, 4  # of one number of a partial output, and of its weight
-_STATE_BYTES_PER_REQUEST = 4 << 20  # of a layer that keeps a state: read and written in every step
+_PARTIAL_BYTES, _LSE_BYTES = 2, 4  # of a number of a partial output, and of an LSE
+_STATE_BYTES_PER_REQUEST = 4 << 20  # state of a layer, read and written in each step
 
 
-# Shared tokens that each request still reads by itself (`sglang_pat/window.py`).
+# Shared tokens of a window that each request reads separately (`sglang_pat/window.py`).
 _WINDOW_SLACK = 64
 
 
 class Reads(NamedTuple):
     """KV that the attention of one layer reads in a step, in tokens of one KV head.
 
-    once: the distinct tokens, from memory. again: repeated reads from memory by other requests of
-    the batch. cached: repeated reads from the L2 cache. partials: partials of one query row.
-    cache_speed: the speed of reads from the cache, as a part of the speed that all SMs reach
-    together. in_tiles: tokens that pat's tiles read for several requests at once. The tensor cores
-    multiply these tokens while the cache is read, so reads from the cache take no time of their
-    own.
+    once: the distinct tokens, read from memory. again: repeated reads from memory by other requests
+    of the batch. cached: repeated reads from the L2 cache. partials: partials of one query row.
+    cache_speed: the speed of reads from the cache, as a fraction of the speed of all SMs together.
+    in_tiles: tokens that pat's tiles read for several requests at once. The tensor cores multiply
+    these tokens while the cache is read, so reads from the cache take no additional time.
     """
 
     once: float
@@ -104,18 +103,18 @@ class Reads(NamedTuple):
         return self.once + self.again + self.cached
 
     def in_windows(self, requests: int, kv_tokens: float, window: float) -> Reads:
-        """Return the part of these reads that lies in the last `window` tokens of each request.
+        """Return the part of these reads within the last `window` tokens of each request.
 
-        This assumes requests of one length that share one prefix, and that the part of the prefix
-        in the windows fits into the L2 cache. kv_tokens: of all requests.
+        Assumes requests of equal length that share one prefix, and that the prefix's part in the
+        windows fits into the L2 cache. kv_tokens: KV tokens of all requests together.
         """
         if kv_tokens <= requests * window:
             return self
-        common = kv_tokens - self.once  # reads of tokens that another request reads, too
+        common = kv_tokens - self.once  # reads of tokens that another request reads too
         prefix = common / max(requests - 1, 1)
         own = kv_tokens / requests - prefix
         left = max(0.0, window - own)
-        part = (self.again + self.cached) / common if common else 1.0  # 1: no shared reads
+        part = (self.again + self.cached) / common if common else 1.0  # 1 if nothing is shared
         slack = min(_WINDOW_SLACK, window / 8, left) * (1 - part)
         cached = left * (requests - 1) * part + slack * requests
         return self._replace(
@@ -128,7 +127,7 @@ class Reads(NamedTuple):
 
 
 class StepSeconds(NamedTuple):
-    """The time of a decode step, and of its attention."""
+    """The seconds of a decode step, and of its attention."""
 
     all: float
     attention: float
@@ -136,7 +135,7 @@ class StepSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTime:
-    """The time of steps of one model on `tp` GPUs.
+    """Computes the time of steps of one model on `tp` GPUs.
 
     Attributes
     ----------
@@ -147,7 +146,7 @@ class StepTime:
     kv_bytes
         Bytes of one number in the KV cache.
     quantisation
-        How the checkpoint is quantised, by name; empty if it is not.
+        Name of the checkpoint's quantisation; empty if there is none.
     """
 
     layers: Sequence[Layer]
@@ -173,12 +172,12 @@ class StepTime:
         Parameters
         ----------
         layers, weights
-            None: the rules of this package derive them from `config`.
+            If None, they are derived from `config` by the rules of this package.
 
         Raises
         ------
         ValueError
-            Names a key, or a `tp` that is not allowed.
+            A key of the configuration or `tp` is not valid. The message names it.
         """
         check_dtype(config)
         layers = read_layers(config, max(1, tp)) if layers is None else layers
@@ -197,12 +196,12 @@ class StepTime:
         )
 
     def kv_heads(self, layer: Layer) -> int:
-        """Return the KV heads on one GPU. If there are too few, several GPUs hold one."""
+        """Return the KV heads on one GPU. Several GPUs have the same head if there are too few."""
         return max(1, layer.num_kv_heads // self.tp)
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Return the KV bytes of a token on one GPU, if the pool keeps it in all layers."""
+        """Return the KV bytes of a token on one GPU, over all layers."""
         return sum(self._token_bytes(layer) * self.kv_heads(layer) for layer in self.layers)
 
     @property
@@ -213,9 +212,9 @@ class StepTime:
         return held / self.tp
 
     def pool_tokens(self, pool_bytes: float | None = None) -> int:
-        """Return the tokens of a GPU's KV pool. pool_bytes: by default what the weights leave.
+        """Return the tokens of a GPU's KV pool. pool_bytes: default: memory without the weights.
 
-        ValueError if the weights leave no room for a pool, or the pool holds less than two tokens.
+        ValueError if the weights leave no memory for a pool, or the pool has less than two tokens.
         """
         gpu = self.gpu
         if pool_bytes is None:
@@ -246,11 +245,11 @@ class StepTime:
         return fixed + math.hypot(from_memory, computed) + moved / gpu.bytes_per_second
 
     def busy_sms(self, requests: int) -> float:
-        """Return the part of the SMs that query-centric attention keeps busy.
+        """Return the fraction of the SMs that query-centric attention keeps busy.
 
-        One block of threads reads the KV of one request and one KV head. If there are fewer blocks
-        than SMs, each block is split into as many parts as can all have an SM of their own. If
-        there are more, the blocks take turns, and in the last turn some SMs have no block.
+        A CTA reads the KV of one request and one KV head. If there are fewer CTAs than SMs, each is
+        split into as many parts as can all have their own SM. If there are more, they run in waves,
+        and in the last wave some SMs are idle.
         """
         heads = max(
             (self.kv_heads(layer) for layer in self.layers if layer.kind == FULL), default=0
@@ -282,20 +281,20 @@ class StepTime:
         if reads.in_tiles:
             computed = reads.in_tiles * _TILE_ROWS * heads * row_flops / _TILE_FLOPS_SHARE
             seconds = (memory**_OVERLAP + computed**_OVERLAP) ** (1 / _OVERLAP)
-        if gpu.capability[0] == 9:  # FA3 multiplies whole tiles of wgmma, too
+        if gpu.capability[0] == 9:  # FA3 also multiplies whole wgmma tiles
             least = reads.tokens * _TILE_ROWS * heads * row_flops / _LATENT_FLOPS_SHARE
             seconds = max(seconds, least)
         return _ATTENTION_SECONDS + seconds + merge
 
     def decode(self, requests: int, kv_tokens: float, ours: Reads, other: Reads) -> StepSeconds:
-        """Return the time of a decode step.
+        """Return the times of a decode step.
 
         Parameters
         ----------
         kv_tokens
             KV tokens of all requests.
         ours, other
-            The reads of a full-attention layer that pat accelerates, and of one that it does not.
+            The reads of a full-attention layer that pat accelerates, and of any other.
         """
         attention = 0.0
         for layer, count in self._alike.items():
@@ -311,7 +310,7 @@ class StepTime:
         return StepSeconds(self.without_attention(requests) + attention, attention)
 
     def prefill(self, new: int, pairs: float, requests: int) -> float:
-        """Seconds of a pass that computes new tokens.
+        """Return the seconds of a prefill pass that computes `new` tokens.
 
         Parameters
         ----------
@@ -337,7 +336,7 @@ class StepTime:
 
     @cached_property
     def _alike(self) -> Counter[Layer]:
-        """Count the layers with attention. Equal layers cost the same."""
+        """Count equal layers with attention, which cost the same."""
         layers = (layer for layer in self.layers if layer.kind not in (STATE, NO_ATTENTION))
         return Counter(replace(layer, index=0) for layer in layers)
 
@@ -359,14 +358,14 @@ class StepTime:
 
     @property
     def _dense_bytes(self) -> float:
-        """Return the bytes that each step reads of parameters. The output head is not quantised."""
+        """Return the bytes of parameters that each step reads. The output head is not quantised."""
         weights, size = self.weights, self.bytes_of_weights
         mlps = weights.dense - weights.vocabulary - weights.attention
         attention = weights.attention * size.attention
         return attention + mlps * size.dense + weights.vocabulary * WHOLE_BYTES
 
     def _token_bytes(self, layer: Layer) -> float:
-        """Return the bytes of a token in one KV head."""
+        """Return the bytes of a token in one KV head of a layer."""
         return layer.kv_elements / max(layer.num_kv_heads, 1) * self.kv_bytes
 
     def _all_reduces(self, batch: int) -> float:
@@ -378,7 +377,7 @@ class StepTime:
 
 
 def _on_gpu(layer: Layer, gpu: GpuModel, *, one_byte: bool) -> Layer:
-    """Return the layer with a refusal, if pat has no kernels for it on this type of GPU.
+    """Return the layer, with a refusal if pat has no kernels for it on this type of GPU.
 
     one_byte: the KV cache is fp8.
     """

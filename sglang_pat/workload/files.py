@@ -1,4 +1,4 @@
-"""Files of traces: plain, gzip or zstd; lines, or JSON over several lines or in one line."""
+"""Reads files of traces: plain, gzip or zstd, with lines or JSON in any layout."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sglang_pat.workload.trace import TraceError
 
 _GZIP_MAGIC, _ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _CHUNK_BYTES = 1 << 20
-_MOST_BYTES = 2 << 30  # of JSON other than JSON lines, which is held in memory as a whole
+_MOST_BYTES = 2 << 30  # of JSON other than JSON lines, all of which is in memory
 _BETWEEN = re.compile(r"[\s,\[\]]*")
 _raw_decode = json.JSONDecoder().raw_decode
 
 
 def compression(path: Path) -> str | None:
-    """Compression by the first bytes of a file, whatever its name: "gzip", "zstd"; None: plain."""
+    """Return the compression, "gzip", "zstd" or None, by the first bytes of a file."""
     with path.open("rb") as file:
         magic = file.read(4)
     if magic.startswith(_GZIP_MAGIC):
@@ -30,7 +30,7 @@ def compression(path: Path) -> str | None:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file for reading its decompressed bytes."""
+    """Open a file to read its decompressed bytes."""
     found = compression(path)
     if found == "gzip":
         return cast(BinaryIO, gzip.open(path, "rb"))
@@ -40,7 +40,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 class _ZstdReader(io.RawIOBase):
-    """The frames of a zstd file, decompressed. EOFError if the last one is cut short."""
+    """Reads the frames of a zstd file, decompressed. EOFError if the last frame is incomplete."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb")
@@ -76,7 +76,7 @@ class _ZstdReader(io.RawIOBase):
 
 
 def zstandard_package() -> Any:
-    """The package zstandard. ValueError names it if it is missing."""
+    """Return the package zstandard. ValueError names the package if it is missing."""
     try:
         import zstandard
     except ImportError as error:
@@ -85,7 +85,7 @@ def zstandard_package() -> Any:
 
 
 def intact_lines(path: Path) -> Iterator[bytes]:
-    """Lines, without a byte order mark. TraceError where compressed data is damaged."""
+    """Yield lines, without a byte order mark. TraceError if compressed data is damaged."""
     number = 0
     try:
         with open_file(path) as binary:
@@ -94,17 +94,17 @@ def intact_lines(path: Path) -> Iterator[bytes]:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(path.name, number + 1, f"damaged compressed data: {error}") from error
     except Exception as error:
-        if type(error).__name__ != "ZstdError":  # by name: its package may be missing
+        if type(error).__name__ != "ZstdError":  # by name, because zstandard may be missing
             raise
         raise TraceError(path.name, number + 1, f"damaged compressed data: {error}") from error
 
 
 def json_objects(path: Path, is_record: Callable[[Mapping[str, Any]], bool]) -> Iterator[bytes]:
-    """Yield the objects of an array, or objects that follow one another, each as JSON.
+    """Yield the objects of an array, or consecutive objects, each as JSON.
 
     Line breaks make no difference. Superfluous commas are skipped. If an object is not a record but
-    holds a list of records, these are yielded instead. If the file ends within an object, the
-    incomplete rest comes last.
+    has a list of records, yields these records. If the file ends within an object, yields the
+    incomplete rest last.
 
     Raises
     ------
@@ -140,13 +140,13 @@ def json_objects(path: Path, is_record: Callable[[Mapping[str, Any]], bool]) -> 
 
 
 def _next(text: str, place: int) -> int:
-    """Return where the next object begins, after spaces, commas and brackets of arrays."""
+    """Return where the next object begins. Skips spaces, commas and brackets of arrays."""
     found = _BETWEEN.match(text, place)
     return found.end() if found else place
 
 
 def _held(found: object, is_record: Callable[[Mapping[str, Any]], bool]) -> list[Any] | None:
-    """The list of records that an object holds. None if it is a record itself, or holds none."""
+    """Return the list of records in an object. None if it is a record itself, or has none."""
     if isinstance(found, Mapping) and not is_record(found):
         for value in found.values():
             if isinstance(value, list) and value and isinstance(value[0], Mapping):

@@ -1,8 +1,9 @@
-"""Traces from files: which format a file has, its records as requests, in order of arrival.
+"""Reads traces from files: finds the format, and returns requests in order of arrival.
 
-One function per format makes requests of a record. Only lines that may still have to be reordered
-are held in memory, so a trace of JSON lines or CSV may have any length. SGLang's request
-dumps, which are pickles (`request_dump.py`), and JSON other than JSON lines are held as a whole.
+A function for each format turns records into requests. Only lines that may still have to be
+reordered are in memory, so a trace of JSON lines or CSV may have any length. SGLang's request
+dumps, which are pickles (`request_dump.py`), and JSON other than JSON lines are completely in
+memory.
 
 ========== ======================================================================================
 mooncake   JSON: `timestamp`, `input_length`, `output_length`, `hash_ids`: one id per block of
@@ -18,8 +19,8 @@ burstgpt   CSV: `Timestamp`, `Request tokens`, `Response tokens`. Prompts share 
 azure      CSV: `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`. Prompts share nothing.
 ========== ======================================================================================
 
-A time is a number or an ISO 8601 text in every format (`times.py`). JSON is read as lines, as an
-array, and as objects over several lines.
+In every format, a time is a number or an ISO 8601 text (`times.py`). JSON may be lines, an array,
+or objects over several lines.
 """
 
 from __future__ import annotations
@@ -71,24 +72,24 @@ from sglang_pat.workload.trace import (
     prompt_length,
 )
 
-# Requests that are held in memory, to be put in order of arrival: a log that several threads write
+# Number of requests that are sorted in memory by arrival, because a log that several threads write
 # is a little out of order.
 REORDER_WINDOW = 1024
-BLOCK_TOKENS = 512  # of mooncake, unless the lines show another size
+BLOCK_TOKENS = 512  # mooncake's default, if the lines show no other size
 
 _PICKLE_MAGIC = b"\x80"
 _DETECTION_LINES = 20
-# Records from which the block size, the unit of times and the bytes per token are inferred.
+# The number of records from which block size, unit of times and bytes per token are inferred.
 _SAMPLE = 256
-# Lines of larger files are not counted in advance. Up to this size it takes a second or two.
+# Lines of files up to this size are counted in advance, which takes up to two seconds.
 _COUNT_BYTES = 4 << 30
 _CHUNK_BYTES = 1 << 20
-_NO_RECORD = (b"", b"[", b"]", b",")  # lines of an array that has an object in each line
-_LONGEST = 10 * 366 * 86_400.0  # seconds of a trace
+_NO_RECORD = (b"", b"[", b"]", b",")  # lines without a record, in an array of lines
+_LONGEST = 10 * 366 * 86_400.0  # seconds that a trace may last
 
 
 class _Record(NamedTuple):
-    """A request as it lies in a file. Its arrival is by the file's clock."""
+    """A request of a file, with its arrival in the file's time."""
 
     file: str
     line: int
@@ -98,36 +99,37 @@ class _Record(NamedTuple):
 def open_trace(
     path: Path, format: str = "auto", *, strict: bool = False, untimed: bool = False
 ) -> Trace:
-    """The trace in a file (plain, gzip or zstd), or in a folder of SGLang's request dumps.
+    """Read the trace in a file (plain, gzip, zstd) or in a folder of SGLang's request dumps.
 
     Arrivals count from the first request. Requests that are out of order by up to `REORDER_WINDOW`
-    requests are put in order; later ones are malformed lines. A malformed line is skipped and
-    counted. The stream can be read once; it raises TraceError where the trace holds no request at
-    all, and where compressed data is damaged.
+    requests are sorted; others are malformed lines. A malformed line is skipped and counted. The
+    stream of requests can be read once. It raises TraceError if the trace has no request at all, or
+    if compressed data is damaged.
 
     Parameters
     ----------
     path
-        A file or a folder. A pipe is refused: it cannot be read twice.
+        A file or a folder. A pipe is refused, because it cannot be read twice.
     format
         One of `FORMATS`, or "auto": the first lines decide.
     strict
-        Raise the first malformed line as TraceError.
+        Raise TraceError for the first malformed line.
     untimed
-        Requests to APIs need no time: if the first record has none, a request arrives each second.
+        Accept requests to APIs without times. If the first record has no time, a request arrives
+        each second.
 
     Raises
     ------
     ValueError
-        The file is missing, empty, or of no known format. In the last case the message lists
-        what was found.
+        The file is missing, empty, or in an unknown format. In the last case the message lists the
+        keys or columns found.
     """
     if format not in ("auto", *FORMATS):
         raise ValueError(f"format {quoted(format)}; allowed: auto, {', '.join(FORMATS)}")
     try:
         if not path.exists():
             raise ValueError(f"{path}: there is no such file")
-    except OSError as error:  # a name that is too long
+    except OSError as error:  # for example if the name is too long
         raise ValueError(f"{path}: {error.strerror}") from None
     if not (path.is_file() or path.is_dir()):
         raise ValueError(f"{path}: neither a file nor a folder; a pipe cannot be read twice")
@@ -144,14 +146,14 @@ def open_trace(
 
 @dataclass(slots=True)
 class _Source:
-    """A file whose format is known.
+    """A file and its format.
 
     Attributes
     ----------
     is_lines
-        Each record is a line. False: the file is searched for JSON objects.
+        Whether each record is a line. Otherwise the file has JSON objects in any layout.
     untimed
-        Records may have no time.
+        Whether records may lack a time.
     """
 
     path: Path
@@ -161,7 +163,7 @@ class _Source:
 
     def stream(self, errors: TraceErrors) -> Iterator[TraceRequest]:
         if self.format == "sglang-dump":
-            # A dump is in order of completion, and so is a folder of them.
+            # Dumps, and folders of dumps, are in order of completion.
             records = sorted(_with_tokens(self._dumped(errors), errors), key=_arrival)
             yield from _from_zero(self.path, errors, iter(records))
         else:
@@ -169,7 +171,7 @@ class _Source:
             yield from _from_zero(self.path, errors, _in_order(found, errors))
 
     def count(self) -> int | None:
-        """About how many requests there are, for progress. None where that would take long."""
+        """Return about how many requests there are, or None if counting would take long."""
         path = self.path
         if self.format == "sglang-dump" or not self.is_lines or compression(path):
             return None
@@ -180,7 +182,7 @@ class _Source:
         return max(lines - (self.format in _CSV_COLUMNS), 1)
 
     def pieces(self) -> Iterator[bytes]:
-        """Lines, or JSON objects."""
+        """Yield lines or JSON objects."""
         return intact_lines(self.path) if self.is_lines else json_objects(self.path, _is_record)
 
     def _dumped(self, errors: TraceErrors) -> Iterator[_Record]:
@@ -191,7 +193,7 @@ class _Source:
 
     def _records(self, errors: TraceErrors) -> Iterator[_Record]:
         if self.format in _CSV_COLUMNS:
-            # Bytes that are no text make their row malformed, not the file.
+            # Bytes that are not UTF-8 make only their row malformed.
             text = (line.decode(errors="replace") for line in self.pieces())
             yield from _read_rows(text, self.path.name, _CSV_COLUMNS[self.format], errors)
             return
@@ -227,7 +229,7 @@ class _Source:
     def _parser(
         self, errors: TraceErrors
     ) -> Callable[[bytes], Iterable[TraceRequest | LoggedRequest]]:
-        """The function that makes requests of one line."""
+        """Return the function that makes requests of a line."""
         if self.format == "mooncake":
             return _MooncakeReader.of_lines(islice(self.pieces(), _SAMPLE), errors).read
         found = map(_object, self.pieces())
@@ -254,22 +256,22 @@ class _MooncakeLine(msgspec.Struct):
     segments: list[tuple[int, _Count]] | None = None
 
 
-_decode_mooncake = msgspec.json.Decoder(_MooncakeLine, strict=False).decode  # takes 600.0 for 600
+_decode_mooncake = msgspec.json.Decoder(_MooncakeLine, strict=False).decode  # accepts 600.0 for 600
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 _encode = msgspec.json.Encoder().encode
-_SECONDS_KEYS = {"chat_id", "parent_chat_id", "turn"}  # of traces whose times are in seconds
+_SECONDS_KEYS = {"chat_id", "parent_chat_id", "turn"}  # only in traces whose times are in seconds
 
 
 @dataclass(slots=True)
 class _MooncakeReader:
-    """Reads lines whose prompts are blocks. unit: of the times in these lines."""
+    """Reads lines whose prompts are blocks. unit: unit of the times."""
 
     block: int = BLOCK_TOKENS
     unit: str = "ms"
 
     @classmethod
     def of_lines(cls, lines: Iterable[bytes], errors: TraceErrors) -> _MooncakeReader:
-        """The reader of a file that begins with these lines."""
+        """Return the reader for a file that begins with these lines."""
         found = [each for line in lines if (each := _object(line)) is not None]
         reader = cls(_block_tokens(found))
         times = [each.get("timestamp") for each in found]
@@ -284,7 +286,7 @@ class _MooncakeReader:
         return reader
 
     def read(self, line: bytes) -> list[TraceRequest]:
-        """The request of a line."""
+        """Return the request of a line."""
         fields = _decode_mooncake(_json_part(line)[0])
         arrival = seconds(fields.timestamp, default=self.unit)
         if fields.segments is None:
@@ -313,7 +315,7 @@ class _MooncakeReader:
 
 
 def _block_tokens(lines: Iterable[Mapping[str, Any]]) -> int:
-    """Return the block size with which most lines agree; 512 if the lines show no size."""
+    """Return the block size that most lines fit; 512 if the lines show no size."""
     sizes = [
         (length, len(each["hash_ids"]))
         for each in lines
@@ -327,7 +329,7 @@ def _block_tokens(lines: Iterable[Mapping[str, Any]]) -> int:
     def agreeing(block: int) -> int:
         return sum(-(-length // block) == count for length, count in sizes)
 
-    best = max(powers, key=agreeing)  # the first of those that agree equally
+    best = max(powers, key=agreeing)  # the first of the best
     if agreeing(best) * 2 > len(sizes):
         return best
     bounds = {-(-length // count) for length, count in sizes}
@@ -336,7 +338,7 @@ def _block_tokens(lines: Iterable[Mapping[str, Any]]) -> int:
 
 
 def _decoded(line: bytes) -> dict[str, Any]:
-    """The object of a line of a log, which may begin with a time and more."""
+    """Return the JSON object of a log line, which may have a time and other text before it."""
     part, before = _json_part(line)
     try:
         found = _decode_object(part)
@@ -351,7 +353,7 @@ def _decoded(line: bytes) -> dict[str, Any]:
 
 
 def _lenient(part: bytes) -> dict[str, Any] | None:
-    """Return the object of a line that only Python accepts as JSON, for example with NaN."""
+    """Return the object of a line that only Python's JSON parser accepts, for example with NaN."""
     try:
         found = json.loads(part.decode(errors="replace"))
     except ValueError:
@@ -368,7 +370,7 @@ _TEXT_LINE = re.compile(rb"\[?(?:\d{4}-\d\d-\d\d[T ]|(?:DEBUG|INFO|WARN|WARNING|
 
 
 def _json_part(line: bytes) -> tuple[bytes, bytes]:
-    """The object within a line, and what comes before it; the whole line if there is none."""
+    """Return the JSON object in a line, and the text before it; the line itself if none."""
     line = line.strip().rstrip(b",")
     begin = line.find(b"{", 0, _LONGEST_PREFIX)
     return (line[begin:], line[:begin]) if begin > 0 else (line, b"")
@@ -385,7 +387,7 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 
 class _Columns(NamedTuple):
-    """The columns that are read, by their names in the header."""
+    """Names of the columns that are read."""
 
     time: str
     input_length: str
@@ -402,9 +404,9 @@ FORMATS = ("mooncake", "tokens", "openai", *_CSV_COLUMNS, "sglang-dump")
 def _read_rows(
     lines: Iterable[str], file: str, columns: _Columns, errors: TraceErrors
 ) -> Iterator[_Record]:
-    """The rows of a CSV file. ValueError if a column is missing.
+    """Yield the requests of a CSV file. ValueError if a column is missing.
 
-    A row without generated tokens is a request that failed.
+    A row without generated tokens is a failed request.
     """
     rows = csv.DictReader(lines)
     try:
@@ -430,7 +432,7 @@ def _read_rows(
 
 
 def _parse_row(row: dict[str, str], columns: _Columns, content: int) -> TraceRequest:
-    """The request of a row. NotReplayed if it failed."""
+    """Return the request of a row. NotReplayed if the request failed."""
     values = [row[name] for name in columns]
     if None in values:
         raise ValueError("fewer values than columns")
@@ -456,7 +458,7 @@ def _parse_row(row: dict[str, str], columns: _Columns, content: int) -> TraceReq
 
 
 def _with_tokens(records: Iterator[_Record], errors: TraceErrors) -> Iterator[_Record]:
-    """Yield the records with tokens in place of texts, by the bytes per token of the first ones."""
+    """Yield the records with texts turned into tokens, by the first records' bytes per token."""
     head = list(islice(records, _SAMPLE))
     logged = [each.request for each in head if isinstance(each.request, LoggedRequest)]
     errors.bytes_per_token = bytes_per_token(logged) or errors.bytes_per_token
@@ -472,7 +474,7 @@ def _arrival(record: _Record) -> float:
 
 
 def _in_order(records: Iterator[_Record], errors: TraceErrors) -> Iterator[_Record]:
-    """Sorts by arrival within `REORDER_WINDOW` requests. Equal arrivals keep the file's order."""
+    """Sort by arrival within `REORDER_WINDOW` requests. Equal arrivals keep the file's order."""
     waiting: list[tuple[float, int, _Record]] = []
     latest = 0.0
     for number, record in enumerate(records):
@@ -497,7 +499,7 @@ def _in_order(records: Iterator[_Record], errors: TraceErrors) -> Iterator[_Reco
 def _from_zero(
     path: Path, errors: TraceErrors, records: Iterator[_Record]
 ) -> Iterator[TraceRequest]:
-    """Counts arrivals from the first, to the microsecond. TraceError if there is none."""
+    """Make arrivals relative to the first, in whole us. TraceError if there is no request."""
     first = next(records, None)
     if first is None:
         left_out = [f"{count:,} {what}" for what, count in errors.left_out.items()]
@@ -519,7 +521,7 @@ def _from_zero(
 
 
 def _detected(path: Path, format: str) -> _Source:
-    """The file with its format, by its first lines. ValueError lists the columns or keys found."""
+    """Find the format by a file's first lines. ValueError lists the columns or keys found."""
     head = list(islice(intact_lines(path), _DETECTION_LINES))
     first = next((line for line in head if line.strip()), None)
     if first is None:
@@ -532,7 +534,7 @@ def _detected(path: Path, format: str) -> _Source:
         return _Source(path, "sglang-dump")
     if format == "sglang-dump" or format in _CSV_COLUMNS:
         return _Source(path, format)
-    objects = [found for found in map(_object, head) if found is not None]  # some may be malformed
+    objects = [found for found in map(_object, head) if found is not None]  # others are malformed
     known = next((kind for found in objects if (kind := _format_of(found))), None)
     starts = first.lstrip()[:1]
     is_python = re.match(rb"[\s\[]*\{\s*'", first) is not None
@@ -577,7 +579,7 @@ def _detected(path: Path, format: str) -> _Source:
 
 
 def _format_of(found: dict[str, Any]) -> str | None:
-    """Return the format of a JSON object. None if it is not a request in any format."""
+    """Return the format of a JSON object, or None if it is not a request in any format."""
     if "hash_ids" in found:
         return "mooncake"
     if "input_ids" in found and "sampling_params" not in found:
@@ -590,7 +592,7 @@ def _is_record(found: Mapping[str, Any]) -> bool:
 
 
 def _header(line: bytes) -> list[str]:
-    """Return the columns that a first line names; an empty list if it is not CSV."""
+    """Return the columns that a first line names, or [] if it is not CSV."""
     try:
         return next(csv.reader([line.decode(errors="replace")]), [])
     except csv.Error:
@@ -601,10 +603,10 @@ def _header(line: bytes) -> list[str]:
 
 
 def write_mooncake(path: Path, requests: Iterable[TraceRequest]) -> int:
-    """Write requests as they come, compressed if `path` ends in .gz or .zst. Returns how many.
+    """Write requests, compressed if `path` ends in .gz or .zst. Return their number.
 
-    Arrivals are rounded to milliseconds. ValueError if the tokens of a prompt are known, because
-    this format cannot hold them.
+    Arrivals are rounded to milliseconds. ValueError if the token ids of a prompt are known, because
+    this format has no place for them.
     """
     count = 0
     with _create(path) as file:
@@ -631,10 +633,10 @@ def _create(path: Path) -> BinaryIO:
 
 
 def _block_hashes(prompt: tuple[Segment, ...]) -> Iterator[int]:
-    """Ids of a prompt's blocks: hashes of everything up to the end of the block.
+    """Yield ids of a prompt's blocks, each a hash of all tokens up to the end of the block.
 
-    63 bits, so that they are integers in every language. Among 15 million blocks the chance that
-    any two collide is 1 in 80,000. Nothing is remembered, so writing needs no memory.
+    The hashes have 63 bits, so that they are integers in every language. Among 15 million blocks,
+    the probability of a collision is 1 in 80,000. No ids are stored, so writing needs no memory.
     """
     digest = hashlib.blake2b(digest_size=8)
     room = BLOCK_TOKENS

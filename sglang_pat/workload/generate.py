@@ -1,8 +1,8 @@
-"""Traces without a file: the workloads of the papers, made from a seed.
+"""Generates traces from a seed: the workloads of papers.
 
-A workload yields bursts: requests that arrive together. `generate` gives them their times. The same
-name, seed and options make the same trace on every machine and in every version of Python. Lengths
-are in tokens. The docstrings say which numbers come from a paper and which are our choice.
+A workload yields bursts, which are requests that arrive together, and `generate` adds their times.
+The same name, seed and options give the same trace on every machine and in every version of Python.
+Lengths are in tokens. The docstrings say which numbers come from a paper and which are our choice.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ T = TypeVar("T")
 
 _NORMAL = NormalDist()
 
-# Means over all of BurstGPT. The log-normal distribution and its sigma are our choice.
+# Mean lengths over all of BurstGPT. The log-normal distribution and its sigma are our choice.
 _PROMPT_MEAN, _ANSWER_MEAN = 621, 126
 _CHAT_SIGMA = 1.0
 _LONGEST_PROMPT, _LONGEST_ANSWER = 8192, 2048
 
-# FastTree, section 6.2: Meta AI's system prompt, 128 requests at a time, 256 new tokens each.
+# FastTree, section 6.2: Meta AI's system prompt, batches of 128 requests, 256 new tokens each.
 _FASTTREE_SYSTEM, _FASTTREE_ANSWER = 3193, 256
 _FASTTREE_BATCH = 128
-# Lengths of questions, in place of the questions of GSM8K. The numbers are our choice.
+# Lengths of questions, which stand for the questions of GSM8K. The numbers are our choice.
 _QUESTION_MEAN, _QUESTION_SIGMA, _LONGEST_QUESTION = 60, 0.4, 256
 
 
 class _Draft(NamedTuple):
-    """A request without its time."""
+    """A request without its arrival time."""
 
     prompt: tuple[Segment, ...]
     output_length: int
@@ -43,7 +43,7 @@ _Burst = list[_Draft]
 
 
 class Workload(NamedTuple):
-    """A named generator. rate: requests a second, unless the caller asks for another rate."""
+    """A named generator. rate: default number of requests a second."""
 
     bursts: Callable[[Draws], Iterator[_Burst]]
     rate: float
@@ -53,9 +53,9 @@ class Workload(NamedTuple):
 def generate(name: str, *, requests: int, seed: int = 0, rate: float | None = None) -> Trace:
     """Return a trace of `requests` requests of one of `WORKLOADS`.
 
-    rate: the mean number of requests a second. Bursts arrive as a Poisson process. With inf, all
-    arrive at once. None: the rate of the workload. Arrivals are whole milliseconds, the first is 0.
-    ValueError names the argument that is not allowed.
+    rate: mean number of requests a second. Bursts arrive as a Poisson process. With inf, all
+    requests arrive at once. None: the rate of the workload. Arrivals are whole milliseconds, and
+    the first is 0. ValueError names an argument that is not allowed.
     """
     if name not in WORKLOADS:
         raise ValueError(f"workload {name!r}; allowed: {', '.join(WORKLOADS)}")
@@ -88,13 +88,12 @@ def conversation(
     countries: int = 8,
     languages: int = 4,
 ) -> Iterator[_Burst]:
-    """Chat after a system prompt of three levels (PAT, section 8.2).
+    """Yield chats after a system prompt of three levels (PAT, section 8.2).
 
-    All requests have the first level in common. Those of a country have the second level in common,
-    and those of a country and a language the third. The levels' lengths are those that the
-    tokenizer of Llama 3 gives. All countries are equally frequent, and so are all languages; their
-    numbers are our choice. A private message follows. Messages and answers have the lengths of
-    BurstGPT.
+    All requests share the first level. Requests of the same country share the second level, and
+    those of the same country and language the third. Lengths of levels are by the tokenizer of
+    Llama 3. All countries are equally frequent, and all languages too; their numbers are our
+    choice. A private message follows. Messages and answers have the lengths of BurstGPT.
     """
     everybody, by_country, by_language = levels
     while True:
@@ -110,12 +109,12 @@ def conversation(
 def toolagent(
     draws: Draws, tasks: int = 48, system_mean: int = 5120, shared: float = 0.61
 ) -> Iterator[_Burst]:
-    """Agents whose task sets the system prompt (PAT, section 8.2: the toolagent trace of Mooncake).
+    """Yield requests of agents, whose system prompt depends on the task (PAT, section 8.2).
 
-    Over a thousand requests or more, 59% of the prompt tokens are found in a cache that holds
-    everything. `shared`, the share of the system prompt in a task's prompts, is a bit higher,
-    because no cache holds the first prompt of a task. The frequencies of tasks follow Zipf's law.
-    All numbers but the 59% are our choice.
+    The model is the toolagent trace of Mooncake. Over a thousand requests or more, an unlimited
+    cache has 59% of the prompt tokens. `shared`, the fraction of the system prompt in a task's
+    prompts, is a bit higher, because the first prompt of a task is never cached. The frequencies of
+    tasks follow Zipf's law. All numbers but the 59% are our choice.
     """
     system_lengths = [draws.length(system_mean, 0.5, 4 * system_mean) for _ in range(tasks)]
     frequencies = zipf(tasks)
@@ -130,11 +129,11 @@ def toolagent(
 def few_shot(
     draws: Draws, combinations: int = 8, examples: int = 20, questions: int = 16
 ) -> Iterator[_Burst]:
-    """A system prompt, one of 8 combinations of 20 examples, a question (FastTree, 6.2, B).
+    """Yield prompts of a system prompt, examples and a question (FastTree, 6.2, B).
 
-    A batch of the paper has 128 requests: 16 questions for each of the 8 combinations. Here these
-    requests arrive in a random order, and every batch has new combinations. An example has 150
-    tokens, which is our choice.
+    A batch of the paper has 128 requests: 16 questions for each of 8 combinations of 20 examples.
+    Here these requests arrive in a random order, and every batch has new combinations. An example
+    has 150 tokens, which is our choice.
     """
     batch = 0
     while True:
@@ -149,7 +148,7 @@ def few_shot(
 
 
 def multi_chain(draws: Draws, chains: int = 4) -> Iterator[_Burst]:
-    """Four chains of reasoning for each question (FastTree, 6.2, C), arriving together.
+    """Yield four chains of reasoning for each question, which arrive together (FastTree, 6.2, C).
 
     A prompt is a system prompt, the question, and 24 tokens that start a chain. The number 24 is
     our choice.
@@ -162,11 +161,11 @@ def multi_chain(draws: Draws, chains: int = 4) -> Iterator[_Burst]:
 def multi_document(
     draws: Draws, documents: int = 6, in_prompt: int = 3, length: int = 2048
 ) -> Iterator[_Burst]:
-    """Questions on several parts of one report (FastTree, 6.2, D), without a system prompt.
+    """Yield questions on several parts of one report, without system prompt (FastTree, 6.2, D).
 
-    A prompt holds `in_prompt` of the parts in the order of the report, so prompts share prefixes of
-    one, two or three parts. The number and the length of the parts are our choice. A report serves
-    128 requests, the size of a batch in the paper.
+    A prompt has `in_prompt` of the parts in the order of the report, so prompts share prefixes of
+    one, two or three parts. The number and length of the parts are our choice. There are 128
+    requests per report, the size of a batch in the paper.
     """
     count = 0
     while True:
@@ -180,10 +179,10 @@ def multi_document(
 def rl_rollout(
     draws: Draws, samples: int = 16, template: int = 64, prompt_mean: int = 200
 ) -> Iterator[_Burst]:
-    """Rollouts of reinforcement learning: a group of samples for each prompt, as in GRPO.
+    """Yield rollouts of reinforcement learning: a group of samples for each prompt, as in GRPO.
 
-    The requests of a group arrive together and have the same prompt. The prompts of all groups
-    begin with one template. Samples differ in length. All numbers are our choice.
+    The requests of a group arrive together and have the same prompt. All prompts begin with the
+    same template. Samples differ in length. All numbers are our choice.
     """
     while True:
         question = _private(draws, draws.length(prompt_mean, 0.6, 2048))
@@ -192,7 +191,7 @@ def rl_rollout(
 
 
 def no_sharing(draws: Draws, system: int = 2517) -> Iterator[_Burst]:
-    """Requests as long as those of `conversation`, private from the first token on."""
+    """Yield requests as long as those of `conversation`, which share no token."""
     while True:
         message = _message(draws)
         prompt = (Segment(message.content, system + message.length),)
@@ -223,7 +222,7 @@ def _question(draws: Draws) -> Segment:
 
 
 def _private(draws: Draws, length: int) -> Segment:
-    """Return a text that occurs nowhere else. Its content id is a random number of 62 bits."""
+    """Return a text that is used only once. Its content id is a random number of 62 bits."""
     return Segment(draws.below(1 << 31) << 31 | draws.below(1 << 31), length)
 
 
@@ -236,8 +235,8 @@ def _content(*names: str | int) -> int:
 class Draws:
     """A stream of independent draws. ValueError if the seed is negative.
 
-    Of `random.Random`, only seeding with an integer and `random()` are promised to stay as they
-    are. Everything else is computed from `random()` here.
+    Python promises only that seeding with an integer and `random()` will not change. So everything
+    else is computed from `random()` here.
     """
 
     def __init__(self, seed: int) -> None:
@@ -246,7 +245,7 @@ class Draws:
         self._uniform = random.Random(seed).random
 
     def below(self, end: int) -> int:
-        """An integer from 0 to end - 1, all equally probable."""
+        """Draw an integer from 0 to end - 1, all equally probable."""
         return int(self._uniform() * end)
 
     def exponential(self, mean: float) -> float:
@@ -255,20 +254,20 @@ class Draws:
     def length(self, mean: float, sigma: float, longest: int) -> int:
         """Draw a log-normal length of about this mean, then limit it to 1..longest.
 
-        sigma: the standard deviation of its logarithm. The median is mean / exp(sigma^2 / 2).
+        sigma: the standard deviation of the logarithm. The median is mean / exp(sigma^2 / 2).
         """
-        # inv_cdf() does not take 0, which random() may return.
+        # inv_cdf() does not accept 0, which random() may return.
         normal = _NORMAL.inv_cdf(max(self._uniform(), 1e-12))
         exponent = sigma * normal - sigma * sigma / 2
         return min(max(round(mean * math.exp(exponent)), 1), longest)
 
     def ranked(self, cumulated: Sequence[float]) -> int:
-        """Draw an index. `cumulated` has the cumulated weights of the indices, as `zipf` gives."""
+        """Draw an index. cumulated: cumulated weights of the indices, as `zipf` returns them."""
         wanted = self._uniform() * cumulated[-1]
         return next(i for i, weight in enumerate(cumulated) if wanted < weight)
 
     def shuffled(self, values: Sequence[T]) -> list[T]:
-        """The values in a random order."""
+        """Return the values in a random order."""
         order = list(values)
         for last in range(len(order) - 1, 0, -1):
             other = self.below(last + 1)

@@ -1,6 +1,6 @@
-"""The report of a replay: one HTML file that needs no network, for desktops and phones.
+"""The report of a replay: an HTML file that needs no network.
 
-Shapes are SVG that stretches with the page; words are HTML, so that they keep their size.
+Shapes are SVG, which stretches with the page. Texts are HTML, so that they keep their size.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from sglang_pat.workload.record import Forest, Recorder
 from sglang_pat.workload.report import ReplayReport, reads, server_rows
 from sglang_pat.workload.run import DEFAULT, PAT, SimulatedStep
 
-_POINTS = 240  # of the chart over time
+_POINTS = 240  # points of the chart over time
 _MOST_BLOCKS = 1500
-_LEAST_ROWS = 1 / 800  # of the height: thinner blocks would be invisible
+_LEAST_ROWS = 1 / 800  # of the height; thinner blocks are left out
 
 
 class Block(NamedTuple):
-    """A rectangle of the forest, in parts of the forest's width and height."""
+    """A rectangle of the forest, in fractions of the forest's width and height."""
 
     x: float
     y: float
@@ -33,7 +33,7 @@ class Block(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A number as a bar. width: in percent."""
+    """A bar that shows a number. width: in percent."""
 
     name: str
     value: str
@@ -44,7 +44,7 @@ class Bar(NamedTuple):
 class TimeChart(NamedTuple):
     """Points of each backend's line, in a square of 100 by 100; y grows downwards.
 
-    between: the outline of the area between the two lines. ticks: (position, text).
+    between: outline of the area between the two lines. ticks: (position, text) pairs.
     """
 
     default: str
@@ -55,7 +55,7 @@ class TimeChart(NamedTuple):
 
 
 def write_report(report: ReplayReport, recorder: Recorder, command: str, path: Path) -> None:
-    """Write the report. OSError where the file cannot be written."""
+    """Write the report. OSError if the file cannot be written."""
     folder = Path(__file__).parent
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder),
@@ -98,7 +98,7 @@ def bars(values: dict[str, float], backend: str, form: str) -> list[Bar]:
 
 
 def time_chart(rows: Sequence[SimulatedStep]) -> TimeChart | None:
-    """Milliseconds of a decode step over the time of the server. None without steps."""
+    """Return the chart of a decode step's milliseconds over time, or None without steps."""
     if not rows:
         return None
     points = list(_binned(rows))
@@ -135,7 +135,7 @@ def _binned(rows: Sequence[SimulatedStep]) -> Iterator[tuple[float, float, float
 
 
 def _round_numbers(most: float) -> list[float]:
-    """Three to five ticks from 0 on: multiples of 1, 2 or 5 times a power of ten."""
+    """Return three to five ticks from 0 on: multiples of 1, 2 or 5 times a power of ten."""
     power = 10.0 ** (len(str(int(most))) - 2)
     step = next(power * m for m in (0.5, 1, 2, 5, 10, 20, 50, 100) if most / (power * m) < 5)
     return [step * i for i in range(int(most / step) + 1)]
@@ -147,8 +147,8 @@ def _round_numbers(most: float) -> list[float]:
 def blocks(forest: Forest) -> Iterator[Block]:
     """Yield a rectangle for each node: as wide as it has tokens, as high as it has holders.
 
-    A child lies within the rows of its parent, below its larger siblings. Blocks that are too thin
-    to be seen are left out.
+    A child lies within the rows of its parent, below larger siblings. Invisibly thin blocks are
+    left out.
     """
     children: dict[int, list[int]] = defaultdict(list)
     for index, node in enumerate(forest.nodes):

@@ -1,8 +1,8 @@
-"""A model's layers and weights: by SGLang's own class where SGLang is installed, else by rules.
+"""Reads a model's layers and weights: by SGLang's class if SGLang is installed, else by rules.
 
-`advise` reads models here, `doctor --model` asks the same class. The rules
-(`model_layers.py`, `weights.py`) serve machines without SGLang, the models that are known by name,
-and models that SGLang cannot build on this machine. For such a model, `Model.note` says so.
+`advise` uses this module, and `doctor --model` the same class. The rules (`model_layers.py`,
+`weights.py`) are for machines without SGLang, for models that are known by name, and for models
+that SGLang cannot build on this machine, on which `Model.note` has a remark.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from sglang_pat.workload.models import (
 from sglang_pat.workload.weights import Weights, read_weights
 
 _ASKED = "where SGLang is installed, sglang-pat asks SGLang's own class"
-_SECONDS = 300  # to import SGLang on a busy machine
-# What SGLang says if a model needs another version, or if it would run transformers' class.
+_SECONDS = 300  # limit for SGLang's import on a busy machine
+# Parts of SGLang's errors if a model needs another version or would run transformers' class.
 _NEEDS_MORE = re.compile("not supported for now|not a registered model|^Transformers|^KeyError")
 
 
@@ -55,15 +55,15 @@ class Model(NamedTuple):
     Attributes
     ----------
     label
-        What to call it.
+        The name to show.
     config
         The decoder's part of its configuration.
     layers
-        All layers of the decoder, with what pat accelerates on one of the GPUs.
+        All layers of the decoder, and which of them pat accelerates on one of the GPUs.
     weights
-        Its parameters.
+        The model's parameters.
     note
-        A remark for the user about the source of this description; mostly empty.
+        A remark for the user on the source of this description, usually empty.
     """
 
     label: str
@@ -76,7 +76,7 @@ class Model(NamedTuple):
 def check_model(name: str) -> tuple[str, Mapping[str, Any]]:
     """Return a model's label and its decoder's configuration, without importing SGLang.
 
-    ValueError for what `read_model` would refuse after it has imported SGLang.
+    ValueError for a model that `read_model` would refuse after a slow import of SGLang.
     """
     label, whole = read_whole_config(name)
     with naming(label):
@@ -90,13 +90,13 @@ def check_model(name: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def read_model(name: str, tp: int = 1) -> Model:
-    """Read a model as it is run on `tp` GPUs.
+    """Read a model that runs on `tp` GPUs.
 
     Raises
     ------
     ValueError
-        There is no such model, it does not answer with tokens, or neither SGLang nor the
-        rules know its class.
+        There is no such model, it does not generate tokens, or neither SGLang nor the rules know
+        its class.
     """
     label, config = check_model(name)
     _, whole = read_whole_config(name)
@@ -119,7 +119,7 @@ def _by_rules(config: Mapping[str, Any], tp: int, why: str | None) -> Sequence[L
 def _of_sglang(
     whole: Mapping[str, Any], config: Mapping[str, Any], tp: int
 ) -> tuple[list[Layer], Weights] | str | None:
-    """Ask SGLang's class. None without SGLang; a text if SGLang cannot build the model here."""
+    """Read a model by SGLang's class. Return None without SGLang, and a text on an error."""
     try:
         installed = f"SGLang {version('sglang')}"
     except PackageNotFoundError:
@@ -129,8 +129,8 @@ def _of_sglang(
         asked: list[dict[str, Any]] = [{"path": folder}]
         if tp > 1:
             asked.append({"path": folder, "flags": ["--tp", str(tp)]})
-        # At first import the model's own class alone, which takes a fraction of the time. If that
-        # class needs other model classes, import all.
+        # First imports only the model's class, which takes a fraction of the time. If that class
+        # needs other model classes, imports all.
         answers = _ask(asked, modules_without(_classes(whole)))
         if any(_NEEDS_MORE.search(each.get("error", each.get("class", ""))) for each in answers):
             answers = _ask(asked)
@@ -144,7 +144,7 @@ def _of_sglang(
 
 
 def _classes(config: Mapping[str, Any]) -> set[str]:
-    """The classes that a configuration names, those of its parts included."""
+    """Return the classes that a configuration names, including those of its parts."""
     inner = (_classes(each) for each in config.values() if isinstance(each, Mapping))
     return {name for name in config.get("architectures") or () if isinstance(name, str)}.union(
         *inner
@@ -152,7 +152,7 @@ def _classes(config: Mapping[str, Any]) -> set[str]:
 
 
 def _ask(asked: Sequence[Mapping[str, Any]], without: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Ask a process that imports SGLang and its models, except the modules in `without`."""
+    """Describe models in a process that imports SGLang and all models but those in `without`."""
     left_out = {VARIABLE: ",".join(without)} if without else {}
     command = [sys.executable, "-m", "sglang_pat.offline.model_descriptions"]
     lines = "".join(json.dumps(each) + "\n" for each in asked)
@@ -177,9 +177,10 @@ def _ask(asked: Sequence[Mapping[str, Any]], without: Sequence[str] = ()) -> lis
 def _layers(
     alone: Mapping[str, Any], shared: Mapping[str, Any], config: Mapping[str, Any]
 ) -> list[Layer]:
-    """Return a model's layers, from SGLang's answers for one GPU (`alone`) and for all (`shared`).
+    """Return a model's layers, from SGLang's description of one GPU and of all.
 
-    `alone` has the shapes of the whole model. `shared` has the reasons why pat refuses layers.
+    alone: on one GPU, with the shapes of the whole model. shared: on all GPUs, with the reasons why
+    pat refuses layers.
     """
     reasons = [each[6] or shared["reason"] for each in shared["layers"]]
     found = [
@@ -208,7 +209,7 @@ def _weights(
     alone: Mapping[str, Any], config: Mapping[str, Any], layers: Sequence[Layer]
 ) -> Weights:
     found = alone["parameters"]
-    if not found["experts"]:  # some classes have experts of their own kind
+    if not found["experts"]:  # experts of an unknown kind
         with contextlib.suppress(ValueError):
             weights = read_weights(config, layers)
             if weights.experts:

@@ -1,6 +1,7 @@
-"""Models and GPUs of a simulated server: configurations, weights, memory, speed.
+"""Models and GPUs of a simulated server: configurations and GPU types.
 
-The shape of a model comes from its Hugging Face `config.json`. `model_layers.py` reads its layers.
+The shape of a model comes from its Hugging Face `config.json`, whose layers `model_layers.py`
+reads.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _LLAMA_8B: dict[str, Any] = {
     "vocab_size": 128256,
     "torch_dtype": "bfloat16",
 }
-# The keys of the models' own config.json that matter here.
+# Keys of the models' config.json that matter here.
 NAMED_CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {**_LLAMA_8B, "max_position_embeddings": 131072},
     "llama-3-8b": {**_LLAMA_8B, "max_position_embeddings": 8192},
@@ -99,44 +100,44 @@ NAMED_CONFIGS: dict[str, dict[str, Any]] = {
 }
 MODEL_NAMES = tuple(NAMED_CONFIGS)
 DEFAULT_MODEL = "llama-3.1-8b"
-# Names of models on the command line.
+# Names of models that the command line accepts.
 MODELS = (
     f"{', '.join(MODEL_NAMES)}, the path of a config.json or of its folder, or a name on the "
     "Hugging Face hub"
 )
 
-_DTYPES = (*KERNEL_DTYPES, "float32")  # SGLang casts float32 when it loads it
-_LARGEST_CONFIG = 64 << 20  # bytes: weights are no config
+_DTYPES = (*KERNEL_DTYPES, "float32")  # SGLang casts float32
+_LARGEST_CONFIG = 64 << 20  # bytes; larger files are weights
 _CONFIG, _QUANTISATION = "config.json", "hf_quant_config.json"
 _HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}")
 _HUB_SECONDS = 3
-_LONGEST_PATH = 120  # in a message
+_LONGEST_PATH = 120  # characters in a message
 
 
 @dataclass(frozen=True, slots=True)
 class GpuModel:
-    """A GPU type (the SXM module where there are several), for estimates.
+    """A GPU type, for estimates. If there are several modules, it is the SXM module.
 
-    The values come from pages of third parties, some from memory. Not all were compared with
-    NVIDIA's data sheets. NVIDIA publishes no number of SMs for H20 and B200: those are what users
-    of the GPUs report.
+    The values come from pages of third parties, or were written from memory. Not all were compared
+    with NVIDIA's data sheets. NVIDIA publishes no number of SMs for H20 and B200, so these are the
+    numbers that users report.
 
     Attributes
     ----------
     num_sms
         Streaming multiprocessors.
     ctas_per_sm
-        CTAs of pat's kernels that one SM holds: 1 where it has 100 KB of shared memory, else 2.
+        CTAs of pat's kernels that an SM runs: 1 if it has 100 KB of shared memory, else 2.
     l2_bytes
-        The cache that all SMs share.
+        Bytes of the L2 cache.
     bytes_per_second
         Peak bandwidth of the device memory.
     flops_per_second
-        Peak of the tensor cores, bfloat16, dense.
+        Peak of the tensor cores, for dense bfloat16.
     capability
         Compute capability.
     default_backend
-        SGLang's default attention backend there.
+        SGLang's default attention backend on this GPU.
     """
 
     name: str
@@ -150,7 +151,7 @@ class GpuModel:
     default_backend: str
 
     def workers(self, num_kv_heads: int) -> int:
-        """CTAs that share the work of one KV head."""
+        """Return the CTAs that share the work of one KV head."""
         return max(1, self.num_sms * self.ctas_per_sm // num_kv_heads)
 
 
@@ -172,7 +173,7 @@ DEFAULT_GPU = "H100"
 
 @contextlib.contextmanager
 def naming(model: str) -> Iterator[None]:
-    """Put the label of a model before the message of each ValueError in this context."""
+    """Prefix the message of each ValueError in this context with the label of a model."""
     try:
         yield
     except ValueError as error:
@@ -180,7 +181,7 @@ def naming(model: str) -> Iterator[None]:
 
 
 def read_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
-    """Return a label of a model, and the part of its `config.json` about the decoder.
+    """Return a model's label, and the decoder's part of its `config.json`.
 
     Raises what `read_whole_config` does.
     """
@@ -189,11 +190,11 @@ def read_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
 
 
 def read_whole_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
-    """Return a label of a model, and its `config.json`.
+    """Return a model's label and its `config.json`.
 
-    ValueError if `name` is none of these: a name in `NAMED_CONFIGS`; the path of a `config.json` or
-    of its folder; a model on the Hugging Face hub, if the hub can be reached or the local cache has
-    the file.
+    ValueError unless `name` is in `NAMED_CONFIGS`, is the path of a `config.json` or of its folder,
+    or is a model on the Hugging Face hub, which must be reachable unless the local cache has the
+    file.
     """
     if str(name) in NAMED_CONFIGS:
         return str(name), NAMED_CONFIGS[str(name)]
@@ -202,7 +203,7 @@ def read_whole_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
         raise ValueError(f"model {_told(name)}: no {_CONFIG} in this folder; allowed: {MODELS}")
     if not os.path.exists(path) and _HUB_NAME.fullmatch(str(name)):
         path = _from_hub(str(name))
-    if not os.path.isfile(path):  # Path.is_file() raises for too long names
+    if not os.path.isfile(path):  # for too long names, Path.is_file() raises
         raise ValueError(f"model {_told(name)}; allowed: {MODELS}")
     try:
         size = path.stat().st_size
@@ -217,9 +218,9 @@ def read_whole_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
 
 
 def quantised_config(label: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration, with what `hf_quant_config.json` beside it says.
+    """Return the configuration, with the contents of `hf_quant_config.json` added.
 
-    Model Optimizer writes there how it has quantised a model, in place of `quantization_config`.
+    Model Optimizer describes its quantisation in that file instead of `quantization_config`.
     """
     file = Path(label).parent / _QUANTISATION
     if label in NAMED_CONFIGS or config.get("quantization_config") or not file.is_file():
@@ -232,7 +233,7 @@ def quantised_config(label: str, config: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def config_file(name: str | Path) -> Path:
-    """Return the config file for a path: of a folder, the `config.json` in it."""
+    """Return the config file for a path, which may be the folder of the `config.json`."""
     path = Path(name)
     if os.path.isdir(path):
         return path / _CONFIG
@@ -242,19 +243,19 @@ def config_file(name: str | Path) -> Path:
 
 
 def _in_cache(name: str) -> Path | None:
-    """The `config.json` of a model of the hub in the local cache."""
+    """Return the `config.json` of a hub's model in the local cache, or None."""
     try:
         from huggingface_hub import try_to_load_from_cache
-    except ImportError:  # comes with SGLang
+    except ImportError:  # SGLang installs it
         return None
     found = try_to_load_from_cache(name, _CONFIG)
     return Path(found) if isinstance(found, str) else None
 
 
 def ask_hub(name: str) -> None:
-    """ValueError if neither the local cache nor the hub has a `config.json` of this name.
+    """Raise ValueError if neither the local cache nor the hub has this `config.json`.
 
-    Without the hub's client, which comes with SGLang, nothing is asked.
+    Without the hub's client, which SGLang installs, nothing is checked.
     """
     try:
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
@@ -277,33 +278,33 @@ def _not_on_hub(name: str, reason: str) -> ValueError:
 
 
 def _from_hub(name: str) -> Path:
-    """Get the `config.json` of a model from the hub. ValueError if that cannot be done."""
-    ask_hub(name)  # fails at once, while a download would retry for long
+    """Return the `config.json` of a model on the hub. ValueError if it cannot be downloaded."""
+    ask_hub(name)  # fails at once; a download would retry for long
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:
         raise _not_on_hub(name, "huggingface_hub is not installed") from None
     path = Path(hf_hub_download(name, _CONFIG))
-    with contextlib.suppress(Exception):  # few models have it
+    with contextlib.suppress(Exception):  # few models have this file
         hf_hub_download(name, _QUANTISATION)
     return path
 
 
 def _told(name: object) -> str:
-    """Return a name as messages show it. Most paths appear in full."""
+    """Return a name for messages. Only very long names are shortened."""
     text = str(name)
     return repr(text) if len(text) <= _LONGEST_PATH else quoted(text)
 
 
 def context_length_of(config: Mapping[str, Any]) -> int | None:
-    """Tokens of the longest request; None where the configuration does not say."""
+    """Return the tokens of the longest request, or None if the configuration does not say."""
     if config.get("max_position_embeddings") is None:
         return None
     return positive(config, "max_position_embeddings")
 
 
 def check_dtype(config: Mapping[str, Any]) -> None:
-    """ValueError for a type of weights that SGLang does not serve in 16 bits."""
+    """Raise ValueError for a dtype of weights that SGLang does not serve in 16 bits."""
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
     if dtype not in _DTYPES:
         raise ValueError(f"torch_dtype={dtype!r}; allowed: {', '.join(_DTYPES)}")

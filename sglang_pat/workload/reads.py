@@ -1,7 +1,8 @@
-"""Reads of a batch: under pat, planned by the pack scheduler, and query-centric.
+"""Computes the KV reads of a batch: by pat's plan, and query-centric.
 
-A batch's repeated tokens are the KV tokens of its requests minus the distinct ones. All numbers but
-`PlanReads.partials` are fractions of them. These fractions hold while the requests grow.
+A batch's repeated tokens are the KV tokens of its requests minus the distinct tokens. All numbers
+but `PlanReads.partials` are fractions of the repeated tokens, which stay valid while the requests
+grow.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from sglang_pat.workload.cost import StepTime
 from sglang_pat.workload.server import Batch
 from sglang_pat.workload.tree import Tree
 
-_L2_SHARE = 0.5  # each half of the cache keeps its own copy of what all SMs read
+_L2_SHARE = 0.5  # both halves of the cache keep copies of what all SMs read
 
 
 class PlanReads(NamedTuple):
     """Reads of one plan.
 
-    again: how many tokens the plan reads again, as a fraction of the repeated tokens. partials: the
-    plan's partials of one query row, divided by the number of requests.
+    again: tokens that the plan reads again, as a fraction of the repeated tokens. partials: the
+    plan's partials for one query row per request, divided by the number of requests.
     """
 
     again: float = 0.0
@@ -41,9 +42,9 @@ class Ratios(NamedTuple):
     Attributes
     ----------
     from_memory
-        The fraction that query-centric attention reads from memory, not from the L2 cache.
+        The fraction that query-centric attention reads from memory instead of the L2 cache.
     plans
-        The reads of each packing policy's plan, by the name of the policy.
+        The reads of each packing policy's plan, by name of the policy.
     """
 
     from_memory: float
@@ -57,7 +58,7 @@ class Planner:
     Attributes
     ----------
     stride
-        Every `stride`-th batch is planned. The batches in between are assumed to be like it.
+        Every `stride`-th batch is planned. The next batches are assumed to have the same fractions.
     """
 
     time: StepTime
@@ -71,7 +72,7 @@ class Planner:
     def __post_init__(self) -> None:
         time = self.time
         accelerated = [layer for layer in time.layers if layer.is_accelerated]
-        accelerated.sort(key=lambda layer: layer.window is not None)  # those with windows last
+        accelerated.sort(key=lambda layer: layer.window is not None)  # layers with windows last
         attended = accelerated or [layer for layer in time.layers if layer.num_kv_heads]
         self._schedulers = {}
         self._cached_tokens = math.inf
@@ -83,7 +84,7 @@ class Planner:
             layer = accelerated[0]
             is_latent = layer.kind == LATENT
             heads, workers = layer.num_qo_heads, time.gpu.workers(time.kv_heads(layer))
-            if is_latent:  # each GPU has the KV head and some query heads; an SM has one CTA
+            if is_latent:  # each GPU has the KV head; an SM has one CTA
                 heads, workers = heads // time.tp, time.gpu.num_sms
             self._schedulers = {
                 policy: new_scheduler(
@@ -122,10 +123,10 @@ class Planner:
         self.ratios = Ratios(self._from_memory(paths) / again, plans)
 
     def _from_memory(self, paths: PrefixPaths) -> float:
-        """Return how many repeated tokens a query-centric kernel reads from memory.
+        """Return how many of the repeated tokens a query-centric kernel reads from memory.
 
-        Neighbours in the batch read a shared node at the same time, so the second one finds it in
-        the cache. Other requests find as much of the shared nodes in the cache as fits there.
+        Neighbours in the batch read a shared node at the same time, so the second finds it in the
+        L2 cache. Other requests find as much of the shared nodes in the cache as fits.
         """
         lengths = paths.kv_end - paths.kv_begin
         _, first, holders = np.unique(paths.node_id, return_index=True, return_counts=True)

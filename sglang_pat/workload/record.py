@@ -1,4 +1,4 @@
-"""Rows of the decode steps of a server, and the prefix forest of one of them."""
+"""Records the decode steps of a server, and the prefix forest of one step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class ForestNode:
-    """KV positions [begin, end) that `holders` requests share. parent: an index; -1 for none."""
+    """KV positions [begin, end) that `holders` requests share. parent: index, or -1."""
 
     parent: int
     begin: int
@@ -32,7 +32,7 @@ class ForestNode:
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """The nodes on the paths of a batch, parents first; then the private part of each request."""
+    """The nodes on the paths of a batch, parents first, and then each request's private part."""
 
     step: int
     batch: int
@@ -41,16 +41,16 @@ class Forest:
 
 @dataclass(slots=True)
 class Recorder:
-    """Watches a server.
+    """Records the steps of a server.
 
     Attributes
     ----------
     forest_step
-        The step whose forest is kept. None: the one that shares most.
+        The step whose forest is kept. None: the step that shares the most tokens.
     rows
-        Steps, each of one batch. Whenever there are too many, every second one is dropped.
+        The recorded steps. If there are too many, every second one is dropped.
     num_steps
-        Steps so far.
+        Number of steps so far.
     """
 
     forest_step: int | None = None
@@ -93,7 +93,7 @@ class Recorder:
 
 
 def row_of(step: SimulatedStep) -> dict[str, float]:
-    """Return the numbers of a step by `COLUMNS`."""
+    """Return the numbers of a step, by the names in `COLUMNS`."""
     values = (*step[:-1], step.ms[DEFAULT], step.ms[PAT])
     return {name: round(value, 6) for name, value in zip(COLUMNS, values, strict=True)}
 

@@ -1,4 +1,4 @@
-"""An answer as text and as JSON. The verdict comes first."""
+"""The report of a simulation as text and as JSON, with the verdict first."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _WIDTH = 100
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """A verdict and all that it rests on.
+    """A verdict and the data that it is based on.
 
     Attributes
     ----------
     trace
-        Read to its end, so that its malformed lines are known.
+        The trace, read to its end, so that all malformed lines are known.
     """
 
     model: str
@@ -34,7 +34,7 @@ class ReplayReport:
     verdict: Verdict
 
     def lines(self) -> list[str]:
-        """Return what was not replayed, then the verdict, then the numbers behind it."""
+        """Return what was not replayed, then the verdict, then its numbers."""
         verdict = self.verdict
         found = []
         if not_replayed := "; ".join(self.not_replayed()):
@@ -45,7 +45,7 @@ class ReplayReport:
         return found
 
     def not_replayed(self) -> Iterator[str]:
-        """Yield what the verdict does not cover."""
+        """Yield what was not replayed, which the verdict does not cover."""
         errors, refused = self.trace.errors, self.answer.refused
         if errors.count:
             yield f"{errors.count:,} malformed lines ({_short(str(errors.first[0]))})"
@@ -58,7 +58,7 @@ class ReplayReport:
                 yield f"{count:,} requests longer than {limit}"
 
     def notes(self) -> Iterator[str]:
-        """Yield what was estimated, and what else would help."""
+        """Yield remarks on estimates, and on other options that would help."""
         errors, refused = self.trace.errors, self.answer.refused
         size = f"{errors.bytes_per_token:.2g} bytes are one token"
         if errors.assumed:
@@ -100,7 +100,7 @@ class ReplayReport:
             yield f"Cut where the context or the KV pool ends: {refused.truncated:,} answers."
 
     def details(self) -> list[str]:
-        """Lines that `--verbose` adds."""
+        """Return the lines that `--verbose` adds."""
         answer = self.answer
         name = answer.setup.time.gpu.default_backend
         rows = [("", name, "pat"), *server_rows(answer)]
@@ -159,7 +159,7 @@ class ReplayReport:
 
 
 def server_rows(answer: WorkloadAnswer) -> list[tuple[str, str, str]]:
-    """Return rows of the name of a value, the value with the default backend, and that with pat."""
+    """Return rows of a value's name, the value with the default backend, and with pat."""
     default, pat = answer.default, answer.pat
 
     def row(label: str, name: str, form: str) -> tuple[str, str, str]:
@@ -186,7 +186,7 @@ def server_rows(answer: WorkloadAnswer) -> list[tuple[str, str, str]]:
 
 
 def reads(answer: WorkloadAnswer) -> list[tuple[str, str, str]]:
-    """Return (policy, KV tokens, how many times fewer than query-centric) for pat's server."""
+    """Return rows of policy, KV tokens, and the factor saved over query-centric."""
     tokens = answer.pat.kv_tokens
     most = tokens["query-centric"]
     return [

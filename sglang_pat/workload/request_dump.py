@@ -1,12 +1,12 @@
-"""SGLang's own request dump: a pickle of the requests that a server has answered.
+"""Reads SGLang's request dumps, which are pickles of the requests that a server has answered.
 
-A format of `formats.py`. A server writes a dump per `dump_requests_threshold` finished requests
-(`POST /configure_logging` with `dump_requests_folder`), and one when it crashes
-(`--crash-dump-folder`). SGLang 0.5.17 and 0.5.23 write the same: a dict whose `requests` are tuples
+This is one of the formats of `formats.py`. A server writes a dump per `dump_requests_threshold`
+finished requests (`POST /configure_logging` with `dump_requests_folder`), and one when it crashes
+(`--crash-dump-folder`). SGLang 0.5.17 and 0.5.23 both write a dict whose `requests` are tuples
 `(GenerateReqInput, answer, seconds of arrival, seconds of completion)`.
 
-Unpickling runs whatever the file says, so none of that happens here: every class of the file
-becomes an inert record of its attributes, and no module is imported.
+Plain unpickling would run code that the file names. Here, every class of the file becomes an inert
+record of its attributes, and no module is imported.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from sglang_pat.workload.request_prompts import LoggedRequest
 from sglang_pat.workload.times import seconds
 from sglang_pat.workload.trace import NotReplayed, TraceErrors
 
-# SGLang may keep token ids in an array. Neither of these runs code of the file.
+# SGLang may keep token ids in an array. These two functions run no code of the file.
 _ALLOWED = {("array", "array"): array, ("array", "_array_reconstructor"): _array_reconstructor}
 
 
 def read_dump(
     binary: BinaryIO, file: str, errors: TraceErrors
 ) -> Iterator[tuple[int, LoggedRequest]]:
-    """The number, from 1, and the request of every record. A dump is held in memory as a whole.
+    """Yield the number, from 1, and the request of every record. A dump must fit into memory.
 
-    A request that was not finished, as in a crash dump, counts with the tokens it had so far.
-    ValueError if the file is no request dump.
+    An unfinished request, as in a crash dump, has the tokens that it had so far. ValueError if the
+    file is not a request dump.
     """
     try:
         dump = _InertUnpickler(binary).load()
-    except Exception as error:  # a damaged pickle raises nearly anything
+    except Exception as error:  # a damaged pickle may raise anything
         raise ValueError(f"{file}: not a pickle that can be read: {error}") from error
     records = dump.get("requests") if isinstance(dump, dict) else None
     if not isinstance(records, list):
@@ -55,7 +55,7 @@ def read_dump(
 
 
 class _Inert:
-    """Stands for an object of the file: keeps its attributes, does nothing."""
+    """Stands for an object of the file. Keeps the attributes and does nothing."""
 
     def __new__(cls, *_arguments: object, **_keywords: object) -> _Inert:
         return super().__new__(cls)
@@ -64,7 +64,7 @@ class _Inert:
         pass
 
     def __setstate__(self, state: object) -> None:
-        # With slots the state is a pair, of the attributes in __dict__ and those in slots.
+        # With __slots__, the state is a pair of the attributes in __dict__ and in slots.
         for part in state if isinstance(state, tuple) else (state,):
             if isinstance(part, dict):
                 self.__dict__.update(part)
@@ -72,7 +72,7 @@ class _Inert:
     def __call__(self, *_arguments: object, **_keywords: object) -> _Inert:
         return self
 
-    # pickle calls these to fill collections that are no plain list, dict or set.
+    # pickle calls these methods to fill subclasses of list, dict and set.
     def append(self, _value: object) -> None:
         pass
 
@@ -99,16 +99,15 @@ def _parse_record(record: object, errors: TraceErrors) -> LoggedRequest:
         raise ValueError("no GenerateReqInput with an answer")
     if isinstance(arrival, bool) or not isinstance(arrival, (int, float)):
         raise ValueError(f"it arrived at {quoted(arrival)}; a number of seconds is needed")
-    # A request for `n` answers is in the dump as that many requests.
+    # The dump has a request for `n` answers as n requests.
     (found,) = requests_of(vars(asked), answer, seconds(arrival), errors, expands=False)
     return found
 
 
 def dump_files(folder: Path) -> list[Path]:
-    """The dumps of a folder, by name, which is by time; SGLang makes a folder per host.
+    """Return the dumps of a folder by name, and so by time. SGLang makes a folder per host.
 
-    ValueError if there are none. Deeper folders are not searched, because a whole disk would take
-    long.
+    ValueError if there are none. Deeper folders are not searched, which could take long.
     """
     files = sorted([*folder.glob("*.pkl"), *folder.glob("*/*.pkl")])
     if not files:

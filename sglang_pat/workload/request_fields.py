@@ -1,8 +1,7 @@
-"""The keys of requests to APIs and of records that hold them: what each is for.
+"""The keys of requests to APIs, and of records with such requests, by their meaning.
 
-What changes a prompt, a length, a number of requests or a time is read by `request_log.py`, or the
-record is refused with the key's name. A test compares the tables with the classes of SGLang's
-requests.
+`request_log.py` reads all keys that change a prompt, a length, a number of requests or a time, or
+refuses a record with the key's name. A test compares the tables with SGLang's request classes.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ def _words(text: str) -> tuple[str, ...]:
 
 # --- a request ---
 
-# Keys that may hold a prompt. The first one that holds one counts. The last three are keys of data
-# sets.
+# Keys that may have a prompt, of which the first one that has one counts. The last three are keys
+# of data sets.
 PROMPTS = _words(
     "messages input_ids prompt_token_ids prompt input text conversations conversation instruction"
 )
 LIMITS = _words("max_completion_tokens max_output_tokens max_tokens max_new_tokens num_predict")
 COPIES = _words("n best_of")
-NESTED = _words("sampling_params options extra_body")  # objects that may hold the keys above
+NESTED = _words("sampling_params options extra_body")  # objects that may have the keys above
 MEDIA = _words("images image_data video_data audio_data")
-APART = _words("lora_path lora_id cache_salt extra_key")  # where they differ, no KV is shared
+APART = _words("lora_path lora_id cache_salt extra_key")  # if they differ, no KV is shared
 _PROMPT_PARTS = _words(
     "system instructions suffix tools functions tool_choice echo documents chat_template_kwargs "
     "model"
 )
-# A record in which one of these keys is set cannot be replayed.
+# Keys that, if set, make a record impossible to replay.
 REFUSED = {
     "input_embeds": "the prompt is not text but embeddings",
     "prompt_embeds": "the prompt is not text but embeddings",
@@ -46,8 +45,8 @@ REFUSED = {
     "token_indices_to_pool": "it scores and generates nothing",
 }
 # Keys that choose tokens, or end, return, route or label an answer. They are not read, because the
-# log has the resulting lengths. Some of them change how many tokens media take. `usage` counts the
-# tokens of media; without it, a note calls their number a guess.
+# log has the resulting lengths. Some of them change the number of tokens of media, which `usage`
+# counts. Without `usage`, a note says that this number is a guess.
 NO_EFFECT = _words(
     """
     temperature top_p top_k min_p typical_p frequency_penalty presence_penalty repetition_penalty
@@ -88,11 +87,11 @@ KNOWN = frozenset(
 
 @lru_cache(maxsize=4096)
 def plain(key: str) -> str:
-    """Return a key in lower case, letters and digits alone: `startTime` is `start_time`."""
+    """Return a key in lower case with only letters and digits: `startTime` equals `start_time`."""
     return re.sub(r"[^0-9a-z]", "", str(key).lower())
 
 
-# The time of a record is the first of these keys that it has, at any depth.
+# Keys of a record's time. The first one that the record has, at any depth, counts.
 TIMES = _words(
     """
     requestreceivedts receivedat receivedtime requestreceivedat requestreceived arrivaltime
@@ -102,9 +101,9 @@ TIMES = _words(
     created createdat createdtime date start asctime logtime
     """
 )
-# Some logs use these names for the duration of a request.
+# Names that some logs use for the duration of a request.
 DURATIONS = _words("requesttime time msec")
-# nginx writes its line when the answer is complete, with `$request_time`.
+# nginx's times, which are those of completion, because it logs when the answer is complete.
 OF_NGINX = _words("timeiso8601 timelocal msec")
 _UNITS = {
     "unixnano": "ns", "nanoseconds": "ns", "nanos": "ns", "nano": "ns", "ns": "ns",
@@ -116,7 +115,7 @@ _UNITS = {
 
 @lru_cache(maxsize=4096)
 def time_name(name: str) -> tuple[str, str | None]:
-    """Return the plain name of a time without the unit that ends it, and that unit."""
+    """Split the plain name of a time into the name and the unit at its end, if any."""
     if name not in TIMES:
         for suffix, unit in _UNITS.items():
             bare = name.removesuffix(suffix).removesuffix("epoch").removesuffix("unix")
@@ -138,7 +137,9 @@ INPUT_TOKENS = frozenset(
         "prompttokencount inputtokencount"
     )
 )
-CACHED_TOKENS = _words("cachereadinputtokens cachecreationinputtokens")  # beside inputtokens
+CACHED_TOKENS = _words(
+    "cachereadinputtokens cachecreationinputtokens"
+)  # in addition to inputtokens
 MEDIA_TOKENS = _words("imagetokens audiotokens videotokens")
 ANSWER = "response"
 ANSWERS = frozenset(
@@ -153,8 +154,8 @@ GENERATES_NOTHING = re.compile(
     r"|metrics|count_tokens|/encode|batches|/files\b",
     re.IGNORECASE,
 )
-# Tracers also record the steps around a model's call, which may repeat its prompt. These kinds of
-# steps are not calls. LangSmith names the kind in `run_type` (only "llm" is a call), OpenInference
+# Kinds of steps that are not calls of a model. Tracers also record the steps around a call, which
+# may repeat its prompt. LangSmith has the kind in `run_type` (only "llm" is a call), OpenInference
 # and Datadog in `span_kind`, and Langfuse in `type`, in capitals.
 STEPS = frozenset(
     _words(
@@ -163,16 +164,15 @@ STEPS = frozenset(
     )
 )
 STATUSES = _words("statuscode httpstatus responsestatus responsecode status")
-# Values under these keys are not searched for a request or an answer. They are prompts or texts, or
-# belong to neither a request nor an answer.
+# Keys whose values are not searched for a request or an answer, because they are prompts or texts,
+# or belong to neither.
 OPAQUE = frozenset(
     _words(
         "messages tools functions content choices headers requestheaders responseheaders logprobs "
         "samplingparams metadata instructions error"
     )
 )
-# Gateways and HTTP archives keep a body as text under a path that ends with one of these pairs of
-# keys.
+# The last two keys of paths under which gateways and HTTP archives have a body as text.
 BODIES = {("body", "content"), ("response", "content"), ("content", "text"), ("postdata", "text")}
 OF_RECORDS = OPAQUE | ANSWERS | OUTPUT_TOKENS | INPUT_TOKENS
 OF_RECORDS |= {*TIMES, *USAGES, *STATUSES, *PATHS, "message"}

@@ -1,9 +1,10 @@
-"""Requests as the logs of APIs keep them: the formats `openai` and `tokens`, and SGLang's own.
+"""Reads requests from logs of APIs: the formats `openai` and `tokens`, and SGLang's logs.
 
 A record is one JSON object: a request of the chat, completions, messages or responses API, of
-SGLang's /generate or of Ollama's API, with its answer and a time. It may lie at the top or within
-the record of a gateway (`request`, `request.body`, JSON in a text); the answer may be a stream of
-events. `request_fields.py` says what each key is for, `request_prompts.py` makes the prompts.
+SGLang's /generate or of Ollama's API, with its answer and a time. The request may be the object
+itself, or part of a gateway's record (`request`, `request.body`, JSON in a text). The answer may be
+a stream of events. `request_fields.py` defines the keys, and `request_prompts.py` makes the
+prompts.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ from sglang_pat.workload.request_prompts import (
 from sglang_pat.workload.times import is_time, number_of, seconds
 from sglang_pat.workload.trace import FAILED, NotReplayed, TraceErrors
 
-_Placed: TypeAlias = tuple[tuple[str, ...], Json]  # an object, and the keys that lead to it
+_Placed: TypeAlias = tuple[tuple[str, ...], Json]  # the keys that lead to an object, and the object
 
-_DEPTH = 6  # of objects within a record
+_DEPTH = 6  # most levels of objects in a record
 _LONG_VALUE = 200
-_LONGEST_ANSWER = 1e5  # in seconds: larger numbers are not taken for durations
-_TEXTS = ("prompt", "text")  # JSON in such a text is a prompt, no part of the record
-_MESSAGES = ("messages", "input", "conversation", "conversations")  # may be JSON as text
+_LONGEST_ANSWER = 1e5  # seconds; larger numbers are not durations
+_TEXTS = ("prompt", "text")  # JSON in these texts is a prompt
+_MESSAGES = ("messages", "input", "conversation", "conversations")  # these may be JSON in a text
 _REQUEST_LINE = re.compile(r"[A-Z]{3,7} (\S+) HTTP/")
 _decode = msgspec.json.Decoder().decode
 
 
 class _Answer(NamedTuple):
-    """An answer as a log has it. lengths: tokens of each choice, empty if unknown."""
+    """An answer in a log. lengths: tokens of each choice, empty if unknown."""
 
     prompt_tokens: int | None
     output_tokens: int | None
@@ -61,17 +62,17 @@ class _Answer(NamedTuple):
 def read_record(
     record: Json, errors: TraceErrors, *, untimed: float | None = None
 ) -> list[LoggedRequest]:
-    """Return the requests of one record: several for `n`, or for several prompts.
+    """Return the requests of a record. There are several for `n`, or for several prompts.
 
     Parameters
     ----------
     untimed
-        The arrival, if the record has no time at all. None: such a record is refused.
+        The arrival of a record without a time. None: such a record is refused.
 
     Raises
     ------
     NotReplayed
-        The record is understood, and there is nothing to replay.
+        The record is understood but has nothing to replay.
     ValueError
         The record is not understood, or cannot be replayed. The message names the key.
     """
@@ -88,7 +89,7 @@ def read_record(
         raise NotReplayed(f"requests to {path[:60]}, which generate nothing")
     if asked is None:
         raise ValueError(f"neither messages nor a prompt; its keys are {listed(record)}")
-    # For a request with `n` answers, SGLang writes `n` records, each of which has that `n`.
+    # For a request with `n` answers, SGLang writes n records, each with the key `n`.
     is_own = event is not None or "request_parameters" in record
     arrival = untimed if untimed is not None else _arrival(objects)
     return requests_of(
@@ -110,16 +111,16 @@ def requests_of(
     is_flat: bool = False,
     expands: bool = True,
 ) -> list[LoggedRequest]:
-    """Return the generation requests of one API request. It raises as `read_record` does.
+    """Return the generation requests of one API request. Raises like `read_record`.
 
     Parameters
     ----------
     found
-        The answer, or the objects of a record that has one.
+        The answer, or the objects of a record with an answer.
     is_flat
-        The request's keys lie among those of the record.
+        Whether the keys of request and record are in the same object.
     expands
-        False: the log has split the API's request, and this is one of the parts.
+        False if the log has already split the API's request into such parts.
     """
     extra = asked.get("extra_body")
     asked = {**asked, **extra} if isinstance(extra, Mapping) else asked
@@ -173,10 +174,10 @@ def _is_embedding(path: tuple[str, ...], found: Json) -> bool:
 
 
 def _with_answer_in_prompt(asked: Json, answer: _Answer) -> tuple[Json, _Answer]:
-    """Take the answer from the end of the conversation, where data sets keep it."""
+    """Move the answer out of the end of the conversation, where data sets have it."""
     names = ("conversations", "messages", "conversation")
     turns = next((found for name in names if (found := as_list(asked.get(name)))), [])
-    if "conversations" in asked:  # its first question, which SGLang's benchmark asks too
+    if "conversations" in asked:  # the first question, as in SGLang's benchmark
         turns = turns[:2]
     elif not turns or role_of(turns[-1]) != "assistant":
         return asked, answer
@@ -191,7 +192,7 @@ def _with_answer_in_prompt(asked: Json, answer: _Answer) -> tuple[Json, _Answer]
 
 
 def _objects(record: Json) -> Iterator[_Placed]:
-    """Yield the objects of a record with their paths, outer ones first, texts of JSON included."""
+    """Yield the objects of a record with their paths, outer ones first, also from JSON in texts."""
     level: list[_Placed] = [((), record)]
     for _ in range(_DEPTH):
         deeper: list[_Placed] = []
@@ -209,7 +210,7 @@ def _objects(record: Json) -> Iterator[_Placed]:
 
 
 def _with_lists(found: Json) -> Json:
-    """Return an object in which messages that are written as a text of JSON are lists."""
+    """Return the object, with messages that are JSON in a text parsed into lists."""
     changed = {}
     for key in _MESSAGES:
         value = found.get(key)
@@ -230,12 +231,12 @@ def _inner(name: str, value: object) -> Iterator[Json]:
 
 
 def _parsed(text: str) -> object:
-    """Return the value of a text that is JSON or server-sent events, else the text itself."""
+    """Return the value of a text if it is JSON or server-sent events, else the text."""
     stripped = text.strip()
     if stripped.startswith("{") and stripped.endswith("}"):
         return _json(stripped)
     if stripped.startswith(("data:", "event:")):
-        # Not splitlines(): a text may hold other characters that end a line.
+        # Not splitlines(), which also splits at other characters that may be in a text.
         lines = (line for line in re.split(r"\r?\n", stripped) if line.startswith("data:"))
         events = (_parsed(line.removeprefix("data:").strip(" ")) for line in lines)
         return [each for each in events if isinstance(each, Mapping)]
@@ -243,7 +244,7 @@ def _parsed(text: str) -> object:
 
 
 def _json(text: str) -> object:
-    """Return the value of a text that is JSON, else the text itself."""
+    """Return the value of a text if it is JSON, else the text."""
     try:
         return _decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
@@ -251,7 +252,7 @@ def _json(text: str) -> object:
 
 
 def _asked(objects: Sequence[_Placed]) -> Json | None:
-    """Return the object that has a prompt, the outermost; None if there is none."""
+    """Return the outermost object that has a prompt, or None."""
     for key in fields.PROMPTS:
         for path, found in objects:
             if fields.ANSWERS.isdisjoint(path) and is_prompt(key, found.get(key)):
@@ -260,17 +261,17 @@ def _asked(objects: Sequence[_Placed]) -> Json | None:
 
 
 def is_request(record: Json) -> bool:
-    """True if a record holds a request to an API, or is a line of SGLang's log of requests."""
+    """Return True if a record has a request to an API or is a line of SGLang's request log."""
     return _asked([*_objects(record)]) is not None or str(record.get("event")).startswith(
         "request."
     )
 
 
 def _step(objects: Sequence[_Placed]) -> str | None:
-    """Return the kind of a tracer's record that is no call of a model: see `fields.STEPS`."""
+    """Return the kind of a tracer's record that is not a call of a model (`fields.STEPS`)."""
     kind = objects[0][1].get("type")
     if isinstance(kind, str) and kind.isupper() and kind.lower() in fields.STEPS:
-        # A record with an answer is a call, even if its log uses such a word for calls.
+        # A record with an answer is a call, even if the log uses such a word for calls.
         return kind if _answer(objects).output_tokens is None else None
     for path, found in objects:
         for key, value in found.items():
@@ -313,7 +314,7 @@ def _code(value: object) -> int:
 
 
 def has_time(record: Json) -> bool:
-    """True if a record says when its request arrived."""
+    """Return True if a record has a time of arrival."""
     try:
         _arrival([*_objects(record)])
     except ValueError:
@@ -340,7 +341,7 @@ def _arrival(objects: Sequence[_Placed]) -> float:
         )
     name = next((each for each in names if each not in took), names[0])
     arrival = seconds(*times[name])
-    # SGLang and nginx write a line when the answer is complete.
+    # SGLang and nginx log when the answer is complete.
     if name == "timestamp" and objects[0][1].get("event") == "request.finished":
         return arrival - next(
             (number_of(each["e2e_latency"]) or 0.0 for _, each in objects if "e2e_latency" in each),
@@ -350,7 +351,7 @@ def _arrival(objects: Sequence[_Placed]) -> float:
 
 
 def _note_unknown(asked: Json, errors: TraceErrors, is_flat: bool) -> None:
-    """Count keys that no table has. Of a flat record, only keys that could hold a prompt count."""
+    """Count keys that no table has. In a flat record, only keys that could have a prompt count."""
     for key in asked.keys() - fields.KNOWN:
         value, name = asked[key], fields.plain(key)
         is_large = isinstance(value, (list, Mapping)) or len(str(value)) > _LONG_VALUE
@@ -362,13 +363,13 @@ def _note_unknown(asked: Json, errors: TraceErrors, is_flat: bool) -> None:
 
 
 def _answer(objects: Sequence[_Placed]) -> _Answer:
-    """Collect what the objects of a record say about its answer."""
+    """Collect the answer from the objects of a record."""
     prompt: list[int] = []
-    output: dict[object, int] = {}  # by answer: a /generate request may have several
+    output: dict[object, int] = {}  # by answer; a /generate request may have several
     media: list[int] = []
     for found in _usages(objects):
         names = {fields.plain(key): value for key, value in found.items()}
-        if "total" in names or "unit" in names:  # as tracers write it: input, output, total
+        if "total" in names or "unit" in names:  # tracers' keys: input, output, total
             names.setdefault("inputtokens", names.get("input"))
             names.setdefault("outputtokens", names.get("output"))
         read = [(name, whole_number(names[name])) for name in fields.INPUT_TOKENS & names.keys()]
@@ -388,8 +389,8 @@ def _answer(objects: Sequence[_Placed]) -> _Answer:
             if any(counts):
                 media.append(sum(filter(None, counts)))
     lengths, prompt_ids = _texts(objects)
-    # Counts of stream events are cumulative: the last and largest one is right. Some gateways do
-    # not count streams. Then the text of the stream is counted.
+    # Counts of stream events are cumulative, so the last and largest is correct. Some gateways do
+    # not count streams. The text of the stream is counted then.
     counted = sum(output.values()) if output else None
     return _Answer(
         max(prompt, default=0) or None,
@@ -416,7 +417,7 @@ def _usages(objects: Sequence[_Placed]) -> list[Json]:
 
 
 def _texts(objects: Sequence[_Placed]) -> tuple[list[int], list[Any] | None]:
-    """Return the tokens of each choice by its text or ids, and the ids of the prompt if given."""
+    """Return the tokens of each choice, by text or ids, and the prompt's ids if there are any."""
     choices: dict[object, int] = {}
     prompt_ids: list[Any] | None = None
 
@@ -469,7 +470,7 @@ def _texts(objects: Sequence[_Placed]) -> tuple[list[int], list[Any] | None]:
 
 
 def _answer_bytes(value: object) -> int:
-    """Bytes of the text that a model generated, in whatever an API wraps it."""
+    """Return the bytes of the text that a model generated, in any API's wrapping."""
     if isinstance(value, str):
         return len(value.encode(errors="replace"))
     if isinstance(value, list):
@@ -480,18 +481,18 @@ def _answer_bytes(value: object) -> int:
         _answer_bytes(value.get(key))
         for key in ("content", "text", "refusal", "summary", "partial_json", "arguments", "name")
     )
-    # A server gives the reasoning under one of these keys, or repeats it under two of them.
+    # Servers return the reasoning under one of these keys, or repeat it under two.
     thoughts = ("reasoning_content", "reasoning", "thinking")
     found += max(_answer_bytes(value.get(key)) for key in thoughts)
     for call in (*as_list(value.get("tool_calls")), value.get("function_call")):
         function = call.get("function", call) if isinstance(call, Mapping) else None
         found += _answer_bytes(function)
-    given = value.get("input")  # what a tool is given
+    given = value.get("input")  # the input of a tool
     return found + (len(json.dumps(given)) if isinstance(given, Mapping) and given else 0)
 
 
 def _mappings(value: object) -> list[Json]:
-    """Return the object, or the first of a list: a batch has the same parameters throughout."""
+    """Return the object, or the first of a list, because a batch has the same parameters."""
     found = value[:1] if isinstance(value, list) else [value]
     return [each for each in found if isinstance(each, Mapping)]
 
@@ -499,7 +500,7 @@ def _mappings(value: object) -> list[Json]:
 def _output_lengths(
     asked: Json, nested: Sequence[Json], answer: _Answer, count: int, errors: TraceErrors
 ) -> list[int]:
-    """Tokens of each answer: as counted, else by ids or text, else the limit of the request."""
+    """Return the tokens of each answer: counted, by ids or text, or the request's limit."""
     weights = answer.lengths if len(answer.lengths) == count else [1] * count
     if answer.output_tokens is not None:
         total = answer.output_tokens

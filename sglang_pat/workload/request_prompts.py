@@ -1,7 +1,7 @@
-"""Prompts of requests to APIs: messages and texts, about as a chat template renders them.
+"""Makes prompts of requests to APIs, from messages and texts, much like a chat template.
 
-The tokens of a text are estimated. `usage.prompt_tokens`, where the log has it, decides how many
-bytes are one token, and how long each prompt is (`to_request`).
+The tokens of a text are estimated. If the log has `usage.prompt_tokens`, it determines the bytes
+per token and the length of each prompt (`to_request`).
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from sglang_pat.workload.trace import (
 
 Json: TypeAlias = Mapping[str, Any]
 
-IMAGE_TOKENS = 1024  # of an image that `usage` does not count
-# Tokens of English, code and most other scripts have 1 to 8 bytes.
+IMAGE_TOKENS = 1024  # guess for an image without `usage`
+# Bytes per token. English, code and most other scripts have 1 to 8.
 _BYTES_PER_TOKEN = (1.0, 8.0)
-# Outside of these limits the text in the log is not the prompt that `usage` has counted. Any
-# template may add tokens: a system prompt of its own, for one.
+# Beyond these limits, the text in the log is not the prompt that `usage` has counted. A template
+# may add tokens, for example its own system prompt.
 _LEAST_BYTES, _MOST_BYTES, _SHORT_TEXT, _TEMPLATE_TOKENS = 1.5, 16, 1024, 256
 _MARK = re.compile(r"<\|?(?:image|video|audio|vision)[^<>\s]{0,24}>", re.I)
 _MASK = (1 << 62) - 1
 
 
 class Media(NamedTuple):
-    """An image or other medium in a prompt. tokens: None if the log does not say."""
+    """An image or other medium in a prompt. tokens: None if unknown."""
 
     kind: str
     identity: int
@@ -51,16 +51,16 @@ Part: TypeAlias = bytes | Media
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
-    """A request of a log, whose texts have no token counts yet.
+    """A request of a log, before its texts are turned into tokens.
 
     Attributes
     ----------
     prompt
-        Token ids as the log has them; else texts and media in their order.
+        Token ids if the log has them, else texts and media in order.
     prompt_tokens
-        As `usage` counts them. None if it does not, or counts several prompts together.
+        The count of `usage`. None if there is none, or if it is of several prompts.
     namespace
-        Requests of two namespaces share no KV: model, adapter, salt. 0 for the first model.
+        Stands for model, adapter and salt. Requests in different namespaces share no KV.
     """
 
     arrival: float
@@ -74,7 +74,7 @@ class LoggedRequest:
 
 
 def is_prompt(key: str, value: object) -> bool:
-    """True if the value of a key of `fields.PROMPTS` is a prompt, or several."""
+    """Return True if the value of a key of `fields.PROMPTS` is a prompt or several."""
     if isinstance(value, str):
         return bool(value) and key in ("prompt", "input", "text", "instruction")
     is_list = isinstance(value, (list, tuple)) or hasattr(value, "typecode")
@@ -84,11 +84,11 @@ def is_prompt(key: str, value: object) -> bool:
 def prompts_of(asked: Json, ids: list[Any] | None) -> list[Any]:
     """Return the prompts of a request as lists of token ids, or as tuples of parts.
 
-    ids: those of the only prompt, if the answer has them. ValueError if a prompt cannot be known.
+    ids: ids of the only prompt, if the answer has them. ValueError if a prompt cannot be read.
     """
     if ids is not None:
         return [ids]
-    for key in ("input_ids", "prompt_token_ids"):  # messages were made into these
+    for key in ("input_ids", "prompt_token_ids"):  # SGLang has made them of the messages
         if is_prompt(key, asked.get(key)):
             return _id_lists(key, asked[key])
     key = next(key for key in fields.PROMPTS if is_prompt(key, asked.get(key)))
@@ -135,13 +135,13 @@ def _media_of(asked: Json, index: int, count: int) -> Iterator[Media]:
 
 
 def _media(kind: str, value: object) -> Media:
-    """A medium by its address or content, whose length `usage` may give."""
+    """Return a medium, identified by address or content."""
     kind = kind.removeprefix("input_").split("_")[0]
     return Media(kind.removesuffix("s"), _identity([kind, value]))
 
 
 class _Rendered:
-    """A prompt, about as a chat template renders it. Equal prefixes stay equal."""
+    """A prompt, rendered much like by a chat template. Equal prefixes stay equal."""
 
     def __init__(self) -> None:
         self.parts: tuple[Part, ...] = ()
@@ -149,7 +149,7 @@ class _Rendered:
         self._text: list[str] = []
 
     def conversation(self, asked: Json, messages: object) -> _Rendered:
-        """The chat and the messages API."""
+        """Add the messages of the chat or the messages API."""
         if not isinstance(messages, list) or not messages:
             raise ValueError("neither messages nor a prompt")
         self._head(asked)
@@ -159,7 +159,7 @@ class _Rendered:
         return self._closed()
 
     def responses_input(self, asked: Json, value: Any) -> _Rendered:
-        """The responses API."""
+        """Add the input of the responses API."""
         if isinstance(asked.get("prompt"), Mapping):
             raise ValueError("prompt: it names a prompt that the server keeps")
         if isinstance(value, list) and value and not isinstance(value[0], Mapping):
@@ -174,10 +174,10 @@ class _Rendered:
         return self._closed()
 
     def completion(self, asked: Json, text: str, media: list[Media]) -> _Rendered:
-        """Add a text, with media at the places that it marks, or else at its beginning."""
+        """Add a text, with media at the marks in it, or else at its beginning."""
         self._system(asked.get("system"))
         marks = [*_MARK.finditer(text)]
-        step = max(1, len(marks) // max(1, len(media)))  # a model may mark begin and end
+        step = max(1, len(marks) // max(1, len(media)))  # some models mark begin and end
         places = [mark.end() for mark in marks[step - 1 :: step]] if media else []
         for each in media[: max(0, len(media) - len(places))]:
             self._add(each)
@@ -241,7 +241,7 @@ class _Rendered:
         self._content(next(filter(is_set, thoughts), None))
         for key in ("content", "value", "arguments", "output", "summary", "refusal"):
             self._content(message.get(key))
-        for image in as_list(message.get("images")):  # of Ollama's API
+        for image in as_list(message.get("images")):  # Ollama's API
             self._add(_media("image", image))
         calls = (*as_list(message.get("tool_calls")), message.get("function_call"))
         for call in filter(is_set, calls):
@@ -270,7 +270,7 @@ class _Rendered:
             raise ValueError(f"a message's content is {quoted(value)}; a text or parts are needed")
 
     def _block(self, block: Json) -> None:
-        """Add one part of a message's content."""
+        """Add a part of a message's content."""
         kind = str(block.get("type", ""))
         source = block.get("source")
         if kind == "tool_use":
@@ -280,7 +280,7 @@ class _Rendered:
         elif kind == "tool_reference":
             self._content(block.get("name") or block.get("tool_name"))
         elif kind == "redacted_thinking":
-            pass  # no server sends it to its model
+            pass  # servers do not pass it to the model
         elif kind == "document" and _text_of(source) is not None:
             self._text.append(str(_text_of(source)))
         elif any(word in kind for word in ("image", "video", "audio", "file", "document")):
@@ -300,7 +300,7 @@ _MEDIA_VALUES = ("_url", "source", "data", "image", "audio", "video", "file", "_
 
 
 def _text_of(source: object) -> object:
-    """The text of a document that is given as text; None if it is not."""
+    """Return the text of a document, or None if it is not given as text."""
     if isinstance(source, Mapping) and source.get("type") in ("text", "content"):
         return source.get("data") if source["type"] == "text" else json.dumps(source.get("content"))
     return None
@@ -318,7 +318,7 @@ def _address(value: object) -> object:
 def checked(
     prompt: Any, counted: int | None, media_tokens: int | None, errors: TraceErrors
 ) -> tuple[Any, int | None]:
-    """Check a prompt. Return it with the tokens of its media, and its tokens by `usage`.
+    """Check a prompt. Return it with its media's tokens set, and its tokens by `usage`.
 
     The second value is None for token ids, or if `usage` does not count the prompt. ValueError if
     the prompt is malformed or contradicts `usage`.
@@ -383,7 +383,7 @@ def _ids(value: Any) -> TokenIds:
 
 
 def bytes_per_token(found: Sequence[LoggedRequest]) -> float | None:
-    """Return the bytes of text per token, by `usage`. None if no request has it."""
+    """Return the bytes of text per token, by `usage`, or None if no request has `usage`."""
     size = tokens = 0
     for each in found:
         if each.prompt_tokens is not None and isinstance(each.prompt, tuple):
@@ -400,7 +400,7 @@ def bytes_per_token(found: Sequence[LoggedRequest]) -> float | None:
 def to_request(logged: LoggedRequest, errors: TraceErrors) -> TraceRequest:
     """Return a request whose prompt has tokens.
 
-    A text has a token per `errors.bytes_per_token` bytes. If `usage` counts more, tokens are
+    A text has a token per `errors.bytes_per_token` bytes. If `usage` counts more tokens, tokens are
     appended that only equal prompts share. If it counts fewer, the last tokens are dropped.
     """
     if not isinstance(logged.prompt, tuple):
@@ -440,12 +440,12 @@ def _media_tokens(media: Media) -> TokenIds:
 
 
 def role_of(value: object) -> object:
-    """The role of a message, or None."""
+    """Return the role of a message, or None."""
     return value.get("role") if isinstance(value, Mapping) else None
 
 
 def is_set(value: object) -> bool:
-    """Return True unless the value is the same as if the key were missing."""
+    """Return False if the value means the same as a missing key."""
     return value is not None and value is not False and value not in ("", [], {}, ())
 
 
@@ -467,7 +467,7 @@ def as_list(value: object) -> list[Any]:
 
 
 def _identity(value: object) -> int:
-    """Return 62 bits that stand for a value: equal where values are equal."""
+    """Return a hash of 62 bits that is equal for equal values."""
     text = (
         value if isinstance(value, str) else json.dumps(value, default=_attributes, sort_keys=True)
     )
@@ -480,7 +480,7 @@ def _attributes(value: object) -> object:
 
 
 def namespace_of(asked: Json, model: str, errors: TraceErrors) -> int:
-    """The namespace of a request. It also counts the request's model."""
+    """Return the namespace of a request. Also count the request's model."""
     errors.models[model] = errors.models.get(model, 0) + 1
     apart = [asked.get(key) for key in fields.APART]
     is_first = next(iter(errors.models)) == model

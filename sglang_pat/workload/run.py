@@ -1,4 +1,4 @@
-"""A workload on two simulated servers, with SGLang's default backend and with pat."""
+"""Runs a workload on two simulated servers, with SGLang's default backend and with pat."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ from sglang_pat.workload.tree import RadixTree, Tree
 DEFAULT, PAT = "default", "pat"
 Backend = str  # DEFAULT or PAT
 
-_PLANS = 1000  # about so many plans are made for one server
-# A server counts as saturated if it is starved for less than this part of its time.
+_PLANS = 1000  # approximate number of plans per server
+# A server is saturated if it is starved for less than this fraction of its time.
 _STARVED = 0.02
-# If first come first served computes this many times the distinct tokens, it is compared with
-# dfs-weight, for this many requests: dfs-weight looks at all waiting requests before each pass.
+# If first come first served computes _REPEATED times the distinct tokens, it is compared with
+# dfs-weight over _ORDERED requests. They are few because dfs-weight sorts all waiting requests
+# before each pass.
 _REPEATED, _ORDERED = 1.5, 500
-_BLOCK_TOKENS = 32  # in which distinct tokens of known prompts are counted
+_BLOCK_TOKENS = 32  # block size for counting distinct tokens
 
 
 class BackendClock:
-    """The clock of a server with one backend."""
+    """Computes the times of a server with one backend."""
 
     def __init__(self, backend: Backend, planner: Planner) -> None:
         self._backend = backend
@@ -49,7 +50,7 @@ class BackendClock:
     def step(
         self, backend: Backend, requests: int, kv_tokens: float, distinct: float
     ) -> StepSeconds:
-        """Return the time of a step of the present batch with a backend."""
+        """Return the time of a step of the current batch with a backend."""
         default = self._default_reads(requests, kv_tokens, distinct)
         ours = self.pat_reads(requests, kv_tokens, distinct) if backend == PAT else default
         return self._planner.time.decode(requests, kv_tokens, ours, default)
@@ -57,12 +58,12 @@ class BackendClock:
     def pat_reads(
         self, requests: int, kv_tokens: float, distinct: float, policy: str | None = None
     ) -> Reads:
-        """Reads of an accelerated layer under a policy; None: the first, which pat takes."""
+        """Return the reads of an accelerated layer with a policy, by default pat's."""
         planner = self._planner
         plan = planner.ratios.plans[planner.policies[0] if policy is None else policy]
         again = (kv_tokens - distinct) * plan.again
-        # `kv_tokens` counts a token that requests share at least twice, and `distinct` counts it
-        # once. So at most kv_tokens - distinct of the distinct tokens are shared.
+        # `kv_tokens` counts a shared token at least twice, and `distinct` counts it once. So at
+        # most kv_tokens - distinct of the distinct tokens are shared.
         in_tiles = min(distinct, kv_tokens - distinct) + again
         return Reads(distinct, cached=again, partials=plan.partials * requests, in_tiles=in_tiles)
 
@@ -75,29 +76,29 @@ class BackendClock:
 
 @dataclass(slots=True)
 class ServerStats:
-    """Numbers of one server. Times are means over requests or steps.
+    """Results of a server. Times are means over requests or steps.
 
     Attributes
     ----------
     seconds
-        From the first arrival to the last answer.
+        Time from the first arrival to the last answer.
     tpot_ms
         Time from a request's first token to its last, per token. It includes prefills of other
         requests.
     attention, prefill
-        Attention's part of a decode step, and prefill's part of the server's busy time.
+        Fraction of a decode step for attention, and of the server's busy time for prefill.
     prompt_tokens, new_tokens
         Prompt tokens of the requests served, and the tokens that prefill computed.
     repeats
-        The part of the KV reads of query-centric attention that repeat a read of another request in
-        the same step.
+        The fraction of the KV reads of query-centric attention that repeat another request's read
+        in the same step.
     kv_tokens
         KV tokens that an accelerated layer reads per KV head in all steps: query-centric, distinct,
         and by packing policy. partials: partials written per query row, by policy.
     overloaded
-        Requests wait longer than they are served.
+        Whether requests wait longer than they are served.
     starved
-        The part of the time in which no request waited although more were to come.
+        The fraction of the time in which no request waited although more were to come.
     """
 
     requests: int = 0
@@ -124,7 +125,7 @@ class ServerStats:
 
 
 class SimulatedStep(NamedTuple):
-    """Decode steps of one batch, for rows and charts. ms: of a step, by backend."""
+    """Decode steps of one batch, for tables and charts. ms: time of a step, by backend."""
 
     step: int
     time: float
@@ -141,16 +142,16 @@ Watch = Callable[[SimulatedStep, Decode, Tree], None]
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The server: a model on a GPU, a pool, rules.
+    """The settings of a simulated server.
 
     Attributes
     ----------
     pool
         Tokens of the KV pool of one GPU.
     policies
-        Packing policies whose reads are counted; pat takes the first.
+        Packing policies whose reads are counted. pat uses the first.
     new_tree
-        Makes the prefix cache, of a number of tokens and a page size.
+        Makes the prefix cache, given the number of tokens and the page size.
     """
 
     time: StepTime
@@ -168,7 +169,7 @@ def serve(
     watch: Watch | None = None,
     progress: Progress = no_progress,
 ) -> ServerStats:
-    """Serve a trace with one backend. watch: sees every step.
+    """Serve a trace with one backend. watch: called with every step.
 
     ValueError if no request of the trace fits.
     """
@@ -209,7 +210,7 @@ def serve(
         for policy in setup.policies:
             reads = clock.pat_reads(*as_read, policy)
             partials[policy] += steps * reads.partials
-            # query-centric is counted above in any case.
+            # query-centric has been counted above.
             if policy != "query-centric":
                 totals[policy] += steps * reads.tokens
         if watch is not None:
@@ -231,7 +232,7 @@ def serve(
 
 
 def _close(stats: ServerStats, server: SimulatedServer) -> None:
-    """Add the times of the requests."""
+    """Add the times of the requests to the results."""
     finished = server.finished
     first = min(request.arrival for request, _ in finished)
     stats.requests = len(finished)
@@ -252,19 +253,19 @@ def _close(stats: ServerStats, server: SimulatedServer) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadAnswer:
-    """Both servers with one workload.
+    """The results of both servers for one workload.
 
     Attributes
     ----------
     default, pat
-        At the rate of the trace.
+        Results at the rate of the trace.
     most
-        Requests per second, by backend, if all requests wait from the beginning.
+        Requests per second by backend, if all requests arrive at the beginning.
     distinct_tokens
-        Distinct tokens of all prompts: what prefill would compute with an unlimited cache.
+        Distinct tokens of all prompts, which prefill would compute with an unlimited cache.
     by_weight
-        `most` of pat for the first requests with first come first served and with `dfs-weight`.
-        None if first come first served repeats little prefill, or if `dfs-weight` is no better.
+        `most` of pat for the first requests, with first come first served and with `dfs-weight`.
+        None if first come first served repeats little prefill, or if `dfs-weight` is not better.
     """
 
     setup: Setup
@@ -287,7 +288,7 @@ def answer(
     Parameters
     ----------
     watch
-        Sees every step of the server with pat, at the rate of the trace.
+        Called with every step of the server with pat, at the rate of the trace.
 
     Raises
     ------

@@ -1,10 +1,10 @@
-"""The simulated server: SGLang's scheduler over a tree and a clock.
+"""Simulates SGLang's scheduler, with a prefix cache and a clock.
 
-Prefills run before decode steps. A pass has `chunked_prefill_size` tokens, and its last prompt may
-be cut. Requests are admitted while the KV pool is expected to suffice. If it is short, KV is
-evicted, and if that is not enough, requests are retracted. A prompt cannot reuse the
-KV of other prompts in its pass, because all enter the tree after the pass. The rules are those of
-SGLang 0.5.23 without its overlap, which begins each batch one step later.
+Prefills run before decode steps. A prefill pass has `chunked_prefill_size` tokens, and its last
+prompt may be cut. Requests are admitted while the KV pool is expected to suffice. If it does not,
+KV is evicted, and if that is not enough, requests are retracted. A prompt cannot reuse the KV of
+other prompts in its pass, because all of them enter the tree after the pass. The rules are those of
+SGLang 0.5.23, except its overlap, which begins each batch one step later.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ from sglang_pat.workload.tree import RadixTree, Tree
 
 SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight")
 
-# SGLang's defaults. For each running request, room in the pool is reserved for a part of its
-# remaining answer. The ratio is that part. It falls from step to step, and rises when requests are
-# retracted.
+# SGLang's defaults. For each running request, the pool reserves a fraction of the remaining answer.
+# The fraction, which is the ratio, falls from step to step, and rises when requests are retracted.
 _NEW_TOKEN_RATIO = 0.7
 _LEAST_NEW_TOKEN_RATIO = 0.7 * 0.14
 _RATIO_DECAY = (_NEW_TOKEN_RATIO - _LEAST_NEW_TOKEN_RATIO) / 600
-_MOST_NEW_TOKENS = 4096  # reserved for one answer
+_MOST_NEW_TOKENS = 4096  # most tokens reserved for an answer
 _RETRACT_STEPS = 20
-_SPARE_FOR_ANSWER = 5  # tokens that a prompt must leave
-_MATCHED_WAITING = 128  # most waiting requests whose prefixes are looked up
+_SPARE_FOR_ANSWER = 5  # tokens that a prompt must leave for the answer
+_MATCHED_WAITING = 128  # most waiting requests whose prefixes are found
 _REFRESH_PASSES = 32
-# lpm: a request whose cached prefix is at most this long waits for another that begins alike.
+# lpm: a request with at most this many cached tokens waits for a request with the same beginning.
 _SHORT_PREFIX = 32
-_ANSWERS = 0x5EED << 48  # base of the answers' content ids: far from small numbers
+_ANSWERS = 0x5EED << 48  # base of answers' content ids, far from other ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +45,12 @@ class Rules:
     Attributes
     ----------
     context_length
-        Tokens of the longest request. None: no limit but the pool.
+        Tokens of the longest request. None: only the pool limits requests.
     max_new_tokens
-        What clients ask for. None: the length of the answer.
+        The limit that clients set. None: the length of the answer.
     ignore_eos
-        The server knows that answers have the length that was asked for, and reserves all of it.
+        Whether answers always have the length of the limit, for all of which the server reserves
+        KV.
     """
 
     max_running_requests: int = 256
@@ -63,15 +63,14 @@ class Rules:
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """A request on its way through the server. Times in simulated seconds.
+    """A request in the server. Times are in simulated seconds.
 
     Attributes
     ----------
     answer_length, asked
-        Tokens that the request gets, and tokens that it asked for.
+        Tokens that the request gets, and the limit that it set.
     kv_len
-        Tokens whose KV is in the pool. While the request runs, it keeps the number from the last
-        change of the batch.
+        Tokens whose KV is in the pool, updated when the batch changes.
     """
 
     number: int
@@ -89,7 +88,7 @@ class SimulatedRequest:
 
     @property
     def tokens(self) -> TokenIds:
-        """The prompt and the answer, made up when they are needed first."""
+        """The tokens of prompt and answer, made up when they are first needed."""
         if self._tokens is None:
             answer = (Segment(_ANSWERS + self.number, self.answer_length),)
             self._tokens = np.concatenate((token_ids(self.prompt), token_ids(answer)))
@@ -97,7 +96,7 @@ class SimulatedRequest:
 
     @property
     def wanted(self) -> int:
-        """Tokens that a prefill computes: after a retraction also those generated before."""
+        """Tokens that a prefill computes, after a retraction including generated ones."""
         return self.prompt_length + self.generated
 
     def forget_tokens(self) -> None:
@@ -106,7 +105,7 @@ class SimulatedRequest:
 
 @dataclass(slots=True)
 class Refused:
-    """Requests longer than the context or the pool, and answers that these limits cut short."""
+    """Numbers of requests that exceed the context or the pool, and of answers cut by them."""
 
     context: int = 0
     pool: int = 0
@@ -120,22 +119,22 @@ class Refused:
 def accepted(
     stream: Iterable[TraceRequest], rules: Rules, pool: int, page_size: int = 1
 ) -> tuple[list[SimulatedRequest], Refused]:
-    """The requests that SGLang would take.
+    """Return the requests that SGLang would accept.
 
-    The model's context and the pool limit a request. A prompt that leaves hardly a token for the
+    The model's context and the pool limit a request. A prompt that leaves too few tokens for the
     answer is refused. An answer that is too long is cut.
 
     Parameters
     ----------
     pool
-        Tokens of the KV pool, whole pages.
+        Tokens of the KV pool, in whole pages.
     """
     context = math.inf if rules.context_length is None else rules.context_length
     longest = int(min(context, pool)) - 1
     requests, refused = [], Refused()
     for number, traced in enumerate(stream):
         length = traced.input_length
-        # Every request takes one more page of the pool than its tokens fill.
+        # Every request takes one page more than its tokens fill.
         in_pool = pool - length - 2 * page_size - 1
         if length >= longest - _SPARE_FOR_ANSWER or in_pool < 1 or length == 0:
             if longest - _SPARE_FOR_ANSWER <= length and context <= pool:
@@ -155,27 +154,27 @@ def accepted(
 
 
 class Batch(NamedTuple):
-    """Requests that decode together. lengths: KV tokens of each request, this step's included."""
+    """Requests that decode together. lengths: their KV tokens, including this step's."""
 
     requests: Sequence[SimulatedRequest]
     lengths: IntArray
 
 
 class Clock(Protocol):
-    """Seconds of passes and steps."""
+    """Computes the seconds of passes and steps."""
 
     def prefill(self, new: int, pairs: float, requests: int) -> float:
-        """Return the seconds of a pass. pairs: of a new token and a token that it attends to."""
+        """Return the seconds of a pass. pairs: (new token, token that it attends to) pairs."""
 
     def begin(self, batch: Batch, tree: Tree) -> None:
         """Begin the steps of another batch."""
 
     def decode(self, requests: int, kv_tokens: float, distinct: float) -> float:
-        """Return the seconds of a step. kv_tokens: of all requests; distinct: each token once."""
+        """Return the seconds of a step. distinct: number of distinct KV tokens."""
 
 
 class Prefill(NamedTuple):
-    """A pass. admitted: (request, new tokens, tokens that it had already)."""
+    """A prefill pass. admitted: (request, new tokens, cached tokens) triples."""
 
     begin: float
     seconds: float
@@ -187,7 +186,7 @@ class Prefill(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """Steps of one batch. seconds: of one step; kv_tokens, distinct: means per step."""
+    """Decode steps of one batch. seconds, kv_tokens, distinct: means per step."""
 
     begin: float
     seconds: float
@@ -199,19 +198,19 @@ class Decode(NamedTuple):
 
 @dataclass(slots=True)
 class SimulatedServer:
-    """One server, from an empty cache until all requests are answered.
+    """A server, from an empty cache until all requests are answered.
 
     Attributes
     ----------
     steps_at_once
-        Most steps that are taken together while the batch stays the same. This number does not
-        change the result.
+        Most steps that are simulated together while the batch stays the same. It does not change
+        the result.
     finished
-        (request, time) in order.
+        (request, time) of finished requests, in order.
     starved
-        Seconds of decode steps for which no request waited although more were to come.
+        Seconds of decode steps in which no request waited although more were to come.
     retracted
-        Number of times that a request was put back into the queue.
+        Number of retractions.
     """
 
     requests: Sequence[SimulatedRequest]
@@ -230,13 +229,13 @@ class SimulatedServer:
     _left: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     _asked: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     _has_changed: bool = False  # whether the batch has changed
-    _is_full: bool = False  # no request is admitted before one leaves
-    _leaving: int = 0  # finished, but still in the batch as SGLang sees it
+    _is_full: bool = False  # no request is admitted until one leaves
+    _leaving: int = 0  # finished requests that SGLang still counts
     _ratio: float = _NEW_TOKEN_RATIO
     _passes: int = 0
 
     def events(self) -> Iterator[Prefill | Decode]:
-        """Every pass, and every decode step, in order."""
+        """Yield every pass and every group of decode steps, in order."""
         arrivals = deque(sorted(self.requests, key=lambda request: request.arrival))
         while True:
             while arrivals and arrivals[0].arrival <= self.now:
@@ -258,7 +257,7 @@ class SimulatedServer:
     # --- prefill ---
 
     def _prefill(self) -> Prefill | None:
-        """Compute the rest of a prompt that was cut, and the prompts for which there is room."""
+        """Compute the rest of a cut prompt, and the prompts for which there is room."""
         if self._chunked is None and (self._is_full or not self._waiting):
             return None
         tree, rules = self.tree, self.rules
@@ -282,7 +281,7 @@ class SimulatedServer:
 
         if self._chunked is not None:
             request, rest = self._chunked, self._chunked.wanted - self._chunked.kv_len
-            new = min(rest, tokens_left)  # there was room for all of it when it was admitted
+            new = min(rest, tokens_left)  # it was admitted with room for all of it
             admit(request, new, is_whole=new == rest)
             self._chunked = None if new == rest else request
         while self._waiting and tokens_left > 0:
@@ -317,8 +316,8 @@ class SimulatedServer:
 
     def _compute(self, admitted: list[tuple[SimulatedRequest, int, int]]) -> Prefill:
         tree, begin = self.tree, self.now
-        # Evict only now, when the prefixes of all requests are locked. SGLang, too, makes room for
-        # one more page per request.
+        # Evicts only after the prefixes of all requests are locked. Like SGLang, makes room for one
+        # more page per request.
         new_tokens = sum(new for _, new, _ in admitted)
         spare = 0 if tree.page_size == 1 else tree.page_size * len(admitted)
         tree.make_room(new_tokens + spare)
@@ -348,7 +347,7 @@ class SimulatedServer:
         return Prefill(begin, self.now - begin, tuple(admitted))
 
     def _sort_waiting(self) -> None:
-        """Sort waiting requests into the order of admission. Finding a prefix counts as its use."""
+        """Sort waiting requests by order of admission. Finds, and so uses, their prefixes."""
         tree, waiting = self.tree, self._waiting
         policy = self.rules.schedule_policy
         if policy == "lpm" and len(waiting) > _MATCHED_WAITING:
@@ -363,7 +362,7 @@ class SimulatedServer:
         if policy == "dfs-weight":
             waiting[:] = [waiting[index] for index in tree.by_weight(waiting)]
             return
-        # One of the requests with the same new beginning goes first: the others find its KV.
+        # Of requests with the same new beginning, one goes first, and the others will find its KV.
         seen = RadixTree(sum(request.wanted for request in waiting))
         keys: dict[int, float] = {}
         for request, length in zip(waiting, found, strict=True):
@@ -389,12 +388,12 @@ class SimulatedServer:
             self.clock.begin(batch, tree)
             self._has_changed = False
         size = len(self._batch)
-        # With more steps at once than this, the pool may become too small before they end.
+        # With more steps than this at once, the pool may become too small before they end.
         in_pool = tree.reachable // (size * page) - 1
         steps = max(1, min(int(self._left.min()), in_pool, self.steps_at_once))
         held = tree.size - tree.reachable - int((-self._lengths % page).sum())
         kv_tokens = int(self._lengths.sum())
-        growth = size * (steps + 1) / 2  # mean growth of both counts over the steps
+        growth = size * (steps + 1) / 2  # mean growth of both counts
         seconds = self.clock.decode(size, kv_tokens + growth, held + growth)
         if next_arrival < math.inf and not self._is_full:
             until = math.ceil((next_arrival - self.now) / seconds)
@@ -402,7 +401,7 @@ class SimulatedServer:
                 steps = max(1, until)
                 growth = size * (steps + 1) / 2
                 seconds = self.clock.decode(size, kv_tokens + growth, held + growth)
-        if page > 1:  # like SGLang: as if each request began a page in the last step
+        if page > 1:  # like SGLang, as if each request began a page
             tree.make_room(self._needed(self._lengths, steps - 1) + page * size)
         needed = self._needed(self._lengths, steps)
         tree.make_room(needed)
@@ -435,10 +434,10 @@ class SimulatedServer:
         self._keep(staying)
 
     def _retract(self) -> None:
-        """Put requests back into the queue until the others fit: at least one, never all."""
+        """Retract requests until the others fit: at least one, but never all."""
         generated = [each.answer_length for each in self._batch] - self._left
         prompts = np.array([each.prompt_length for each in self._batch])
-        # The shortest answer first. Of equal answers, the one with the longest prompt first.
+        # Retracts the shortest answer first and, of equal ones, that with the longest prompt.
         order = np.lexsort((np.arange(len(prompts)), -prompts, generated))
         for leaving in range(1, len(order)):
             index = int(order[leaving - 1])
@@ -450,7 +449,7 @@ class SimulatedServer:
             self._waiting.append(request)
             self.retracted += 1
             staying = np.sort(order[leaving:])
-            self.tree.make_room(_RETRACT_STEPS * len(staying))  # makes as much room as it can
+            self.tree.make_room(_RETRACT_STEPS * len(staying))  # as much as possible
             if self.tree.make_room(self._needed(self._lengths[staying], 1)):
                 break
         decoded = int(generated[staying].sum())
@@ -489,7 +488,7 @@ class SimulatedServer:
         return -(-num_tokens // page) * page
 
     def _needed(self, lengths: IntArray, steps: int) -> int:
-        """Return the tokens of the pages that requests of these lengths begin in `steps` steps."""
+        """Return the tokens of all pages that requests of these lengths begin in `steps` steps."""
         page = self.tree.page_size
         if page == 1:
             return steps * len(lengths)

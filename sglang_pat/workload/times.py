@@ -1,4 +1,4 @@
-"""Times as logs write them: numbers in any unit, and texts."""
+"""Parses times of logs: numbers in any unit, and texts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from email.utils import parsedate_to_datetime
 
 from sglang_pat.messages import quoted
 
-UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}  # in a second
-_EPOCH = (9e8, 4.2e9)  # seconds since 1970, from 1998 to 2103: what a log of requests can say
+UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}  # factor of each unit
+_EPOCH = (9e8, 4.2e9)  # seconds since 1970 that count as an epoch: 1998 to 2103
 
 
 def seconds(value: object, unit: str | None = None, default: str = "s") -> float:
@@ -20,14 +20,14 @@ def seconds(value: object, unit: str | None = None, default: str = "s") -> float
     Parameters
     ----------
     unit
-        The unit that the log itself names. None: a number that is too large for `default` is taken
-        for an epoch in the unit for which it lies between 1998 and 2103.
+        The unit that the log names. None: `default`, or for numbers that are too large for it, the
+        unit in which the number is an epoch between 1998 and 2103.
 
     Raises
     ------
     ValueError
-        It is no time: neither a number from 0 nor ISO 8601 (nor a date as in mails), or too large
-        in every unit. A text that names no zone is in UTC.
+        The value is not a non-negative number, ISO 8601 text or mail date, or it is too large in
+        every unit. A text without a time zone is in UTC.
     """
     if isinstance(value, Mapping) and is_time(value):
         (key, inner), *rest = value.items()
@@ -53,7 +53,7 @@ def seconds(value: object, unit: str | None = None, default: str = "s") -> float
 
 
 def is_time(value: object) -> bool:
-    """True for an object that stands for a time, as some databases write it.
+    """Return True for an object that some databases write for a time.
 
     Such an object is `{"$date": {"$numberLong": "..."}}` or `{"seconds": ..., "nanos": ...}`.
     """
@@ -65,7 +65,7 @@ def is_time(value: object) -> bool:
 
 
 def number_of(value: object) -> float | None:
-    """Return a number, or a text of one, as a float; None for anything else."""
+    """Return a number, or a text with a number, as a float, else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
@@ -87,7 +87,7 @@ def _moment(value: object) -> float:
                 moment = parsedate_to_datetime(text)
         if moment is None:
             with contextlib.suppress(ValueError):
-                moment = datetime.strptime(text, "%d/%b/%Y:%H:%M:%S %z")  # of access logs
+                moment = datetime.strptime(text, "%d/%b/%Y:%H:%M:%S %z")  # format of access logs
         if moment is not None:
             found = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
             if 0 <= found <= _EPOCH[1]:

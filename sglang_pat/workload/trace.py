@@ -1,6 +1,6 @@
 """Trace: requests in order of arrival, with prompts as segments instead of tokens.
 
-First stage of the simulation. `formats.py` and `generate.py` produce it, `run.py` consumes it.
+`formats.py` and `generate.py` make traces, and `run.py` simulates a server with them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _CONTENT_BITS = 62
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK_64 = (1 << 64) - 1
 _TOKEN_MASK = (1 << _CONTENT_BITS) - 1
-_CACHED_TEXT = 1024  # bytes: shorter texts are not worth keeping
+_CACHED_TEXT = 1024  # bytes; shorter texts are not cached
 
 
 class Segment(NamedTuple):
-    """`length` tokens of a text that `content` identifies, from its beginning.
+    """The first `length` tokens of a text, which `content` identifies.
 
-    Segments of the same content hold the same tokens as far as both reach: two prompts share a
-    prefix as long as their segments are equal. `content` is any integer: a block's hash, the number
-    of a system prompt, an id that occurs once for text that nobody shares.
+    Segments with equal content have the same tokens up to the shorter length. Two prompts share a
+    prefix as long as their segments are equal. `content` is any integer: the hash of a block, the
+    number of a system prompt, or an id that is used once for text that nobody shares.
     """
 
     content: int
@@ -37,7 +37,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenPrompt:
-    """A prompt whose tokens are known. tokens: int64 `[length]`."""
+    """A prompt with known token ids. tokens: int64 `[length]`."""
 
     tokens: TokenIds
 
@@ -46,7 +46,7 @@ Prompt: TypeAlias = tuple[Segment, ...] | TokenPrompt
 
 
 class TraceRequest(NamedTuple):
-    """One request. arrival: seconds since the trace began. output_length: tokens, at least 1."""
+    """A request. arrival: seconds since the trace began. output_length: tokens, at least 1."""
 
     arrival: float
     prompt: Prompt
@@ -58,17 +58,17 @@ class TraceRequest(NamedTuple):
 
 
 def prompt_length(prompt: Prompt) -> int:
-    """Tokens of a prompt."""
+    """Return the number of tokens of a prompt."""
     if isinstance(prompt, TokenPrompt):
         return len(prompt.tokens)
     return sum(segment.length for segment in prompt)
 
 
 def token_ids(prompt: Prompt) -> TokenIds:
-    """The tokens of a prompt, int64 `[length]`, non-negative; the same in every run.
+    """Return the token ids of a prompt, int64 `[length]`, the same in every run.
 
-    The ids of segments are made up: a hash of the content, counted upwards. They are not those of a
-    vocabulary.
+    Ids of segments are made up: they count upwards from a hash of the content. They are not
+    negative, and not ids of a vocabulary.
     """
     if isinstance(prompt, TokenPrompt):
         return prompt.tokens
@@ -82,10 +82,10 @@ def token_ids(prompt: Prompt) -> TokenIds:
 
 
 def text_tokens(text: str | bytes, ratio: float = 4.0) -> TokenIds:
-    """Return made-up tokens of a text, int64 `[length]`: one for `ratio` bytes of UTF-8.
+    """Return made-up token ids of a text, int64 `[length]`, one per `ratio` bytes of UTF-8.
 
     Texts share a prefix of tokens as far as their bytes are equal. The ids are not those of a
-    vocabulary. ratio: from 1 to 8; 4 is about that of a tokenizer for English.
+    vocabulary. ratio: from 1 to 8; a tokenizer for English has about 4.
     """
     encoded = text.encode(errors="replace") if isinstance(text, str) else text
     if len(encoded) < _CACHED_TEXT:
@@ -111,12 +111,12 @@ def _text_tokens(encoded: bytes, ratio: float) -> TokenIds:
     return found & _TOKEN_MASK
 
 
-# A system prompt comes with every request.
+# Cached, because every request repeats its system prompt.
 _text_tokens_cached = lru_cache(maxsize=64)(_text_tokens)
 
 
 def _first_token(content: int) -> int:
-    """splitmix64's finalizer: contents that differ a little get tokens that differ in all bits."""
+    """Return the first token id of a content, by splitmix64's finaliser."""
     x = (content * _GOLDEN + _GOLDEN) & _MASK_64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK_64
@@ -124,7 +124,7 @@ def _first_token(content: int) -> int:
 
 
 class TraceError(ValueError):
-    """A malformed line of a trace: `FILE:LINE: reason`; line 0 is the whole file."""
+    """A malformed line of a trace: `FILE:LINE: reason`. Line 0 stands for the whole file."""
 
     def __init__(self, file: str, line: int, reason: str) -> None:
         super().__init__(f"{file}:{line}: {reason}" if line else f"{file}: {reason}")
@@ -133,7 +133,7 @@ class TraceError(ValueError):
         self.reason = reason
 
 
-# Called with the current activity, the number of requests done, and their total.
+# Called with the current activity, the number of finished requests, and their total.
 Progress: TypeAlias = Callable[[str, int, int], None]
 
 
@@ -142,51 +142,51 @@ def no_progress(what: str, done: int, of: int) -> None:
 
 
 class NotReplayed(Exception):
-    """A record that is understood but has nothing to replay. The message says what it is."""
+    """Raised for a record that is understood but has nothing to replay. The message says why."""
 
 
 FAILED = "requests that failed"
 
 
-# If more than this part of the lines is not understood, the rest does not stand for the workload.
+# If more than this fraction of the lines is malformed, the rest does not represent the workload.
 MOST_MALFORMED = 0.05
-_HOPELESS = 1000  # malformed lines after which a file that holds little else is not read on
+_HOPELESS = 1000  # malformed lines after which reading stops
 
 
 @dataclass(slots=True)
 class TraceErrors:
-    """What a reader has skipped or estimated so far.
+    """What a reader has skipped and estimated so far.
 
     Attributes
     ----------
     strict
-        Raise the first malformed line instead.
+        Whether to raise an error for the first malformed line.
     count, used
-        Lines that were not understood, and requests that were read.
+        Numbers of malformed lines, and of requests that were read.
     first
-        The first few malformed lines.
+        The first few malformed lines, for messages.
     left_out
-        Records that are understood but not replayed, by what they are: requests that failed, say.
+        Numbers of records that were understood but not replayed, by reason.
     is_cut
-        The file ends within a line, as a log does that is still written.
+        Whether the file ends within a line, like a log that is still being written.
     estimated
-        Requests whose prompt is text that `usage` does not count.
+        Number of requests whose prompt is a text without `usage`.
     counted, by_text
-        Tokens of the prompts that `usage` counts, and their estimate at 4 bytes a token.
+        Tokens of the prompts with `usage`, and the estimate for them at 4 bytes a token.
     bytes_per_token
         Bytes of text per token.
     miscounted
-        Requests whose token ids are fewer or more than `usage` counts.
+        Number of requests with fewer or more token ids than `usage` counts.
     media
-        Images whose tokens are a guess.
+        Number of images whose tokens are a guess.
     limited
-        Answers whose length is taken from the request's limit, because the log has no other.
+        Number of answers whose length is the request's limit, because the log has no other.
     models
-        Requests by the model that they name.
+        Number of requests by model.
     unknown
-        Requests by a key that no table of `request_log.py` has.
+        Number of requests by each unknown key.
     assumed
-        What was inferred from the lines because the format does not define it.
+        What was inferred because the format does not define it.
     """
 
     strict: bool = False
@@ -210,7 +210,7 @@ class TraceErrors:
     def add(self, file: str, line: int, reason: str) -> None:
         """Count a malformed line.
 
-        TraceError if `strict`, or if there are `_HOPELESS` such lines and fewer requests.
+        Raises TraceError if `strict`, or for `_HOPELESS` such lines and fewer requests.
         """
         error = TraceError(file, line, reason)
         if self.strict:
@@ -226,7 +226,7 @@ class TraceErrors:
         self.left_out[what] = self.left_out.get(what, 0) + 1
 
     def check(self, file: str) -> None:
-        """TraceError if more than `MOST_MALFORMED` of the lines are malformed."""
+        """Raise TraceError if more than `MOST_MALFORMED` of the lines are malformed."""
         lines = self.count + self.used + sum(self.left_out.values())
         if self.count > MOST_MALFORMED * lines:
             first = self.first[0]
@@ -240,10 +240,10 @@ class TraceErrors:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of arrival, read while they are consumed, once.
+    """Requests in order of arrival. They are read while they are consumed, and only once.
 
-    name: of the file or generator. format: one of `formats.FORMATS`, or "generated". requests:
-    how many there are, for progress; None if only the end will tell. errors: filled while reading.
+    name: name of the file or generator. format: one of `formats.FORMATS`, or "generated". requests:
+    number of requests, for progress, or None if unknown. errors: filled while reading.
     """
 
     name: str
@@ -255,9 +255,9 @@ class Trace:
     def first(
         self, most: int | None = None, progress: Progress = no_progress
     ) -> list[TraceRequest]:
-        """The first requests, in order of arrival; None: all.
+        """Return the first requests in order of arrival, or all.
 
-        TraceError if so many lines are malformed that the others do not stand for the workload.
+        Raises TraceError if more than `MOST_MALFORMED` of the lines are malformed.
         """
         found: list[TraceRequest] = []
         for request in islice(self.stream, most):

@@ -1,8 +1,8 @@
-"""The prefix cache of the simulated server: a radix tree over a KV pool that only counts.
+"""The prefix cache of the simulated server: a radix tree, and a KV pool that only counts.
 
-It has the rules of SGLang's UnifiedRadixCache for full attention and LRU eviction, and a test
-compares every operation with it. `offline/simulated_cache.py` has SGLang's own classes
-behind the same interface, `Tree`.
+It follows the rules of SGLang's UnifiedRadixCache for full attention and LRU eviction, and a test
+compares every operation with that class. `offline/simulated_cache.py` has SGLang's own classes with
+the same interface, `Tree`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class CachedRequest(Protocol):
     kv_len
         Tokens whose KV is in the pool.
     protected
-        Tokens of the request that the tree holds, and locks while the request runs. The tree sets
-        this number.
+        Number of the request's tokens that the tree has, and locks while the request runs. Set by
+        the tree.
     handle
         Set and read by the tree; None before the tree has seen the request.
     """
@@ -50,12 +50,12 @@ class Tree(Protocol):
     size, page_size
         Tokens of the pool, and of a page. The pool consists of whole pages.
     available
-        Tokens that are free.
+        Number of free tokens.
     finished_leave_late
         Whether a finished request keeps its place in the batch until the next decode step is
         prepared, which is after requests are admitted. SGLang did so up to 0.5.17.
     refreshes_waiting
-        Whether the prefixes of waiting requests regularly count as used.
+        Whether the prefixes of waiting requests are regularly marked as used.
     """
 
     size: int
@@ -68,18 +68,19 @@ class Tree(Protocol):
 
     @property
     def reachable(self) -> int:
-        """Tokens that are free, or held by nobody but the tree."""
+        """Return the number of tokens that are free or that could be evicted."""
 
     def match(self, request: CachedRequest, length: int) -> int:
-        """Find and lock the cached prefix of the first `length` tokens. Returns its length.
+        """Lock the cached prefix of the first `length` tokens. Return the prefix's length.
 
-        At least one token is left to compute, because prefill must output the next token.
+        The prefix leaves at least one token to compute, because prefill must generate the next
+        token.
         """
 
     def find(self, request: CachedRequest, length: int) -> int:
         """Find the cached prefix of the first `length` tokens of a waiting request.
 
-        Returns its length. The prefix counts as used, and the handle is then where it ends.
+        Returns the prefix's length. Marks the prefix as used, and sets the handle to its end.
         """
 
     def unlock(self, request: CachedRequest) -> None:
@@ -92,23 +93,23 @@ class Tree(Protocol):
         """Allocate whole pages. They must be free."""
 
     def checkpoint(self, request: CachedRequest) -> None:
-        """Put the KV of a request into the tree. The path of the request then ends with it."""
+        """Insert the KV of a running request into the tree. The request's path then ends there."""
 
     def finish(self, request: CachedRequest) -> None:
-        """Put all of a finished request's KV into the tree, and unlock it."""
+        """Insert all KV of a finished request into the tree, and unlock it."""
 
     def release(self, request: CachedRequest) -> None:
-        """Free a retracted request's KV as far as it is not in the tree, and unlock the rest."""
+        """Free a retracted request's KV that is not in the tree, and unlock the rest."""
 
     def paths(self, requests: Sequence[CachedRequest]) -> PrefixPaths:
-        """The path of each request, including nodes that only it has."""
+        """Return the path of each request, including nodes that only it has."""
 
     def by_weight(self, requests: Sequence[CachedRequest]) -> list[int]:
-        """Return the order of `dfs-weight`, as indices. Call find() for each request before."""
+        """Return the order of `dfs-weight` as indices, after find() was called for each request."""
 
 
 class Node:
-    """Tokens of a sequence, and the children by their first page."""
+    """A node: tokens, and children by the first page of their tokens."""
 
     __slots__ = ("children", "lock", "number", "parent", "time", "tokens")
 
@@ -122,7 +123,7 @@ class Node:
 
 
 class RadixTree:
-    """SGLang's tree in numpy. Memory: 8 bytes for each token that it holds."""
+    """The tree in numpy. It takes 8 bytes for each token."""
 
     finished_leave_late = False
     refreshes_waiting = True
@@ -136,8 +137,8 @@ class RadixTree:
         self._root = self._new(np.empty(0, dtype=np.int64), None)
         self._root.lock = 1
         self._leaves: set[Node] = set()  # leaves that nobody has locked
-        # A heap by time of use. It has all of `_leaves`, some by an outdated time, and also nodes
-        # that were once in `_leaves`.
+        # A heap by time of use. It has all of `_leaves`, some with an outdated time, and nodes that
+        # are no longer in `_leaves`.
         self._oldest: list[tuple[float, int, Node]] = []
 
     @property
@@ -152,13 +153,13 @@ class RadixTree:
     def find(self, request: CachedRequest, length: int) -> int:
         length = length // self.page_size * self.page_size
         node, found = request.handle, request.protected
-        if node is None or node.parent is None or found > length:  # evicted, or never looked for
+        if node is None or node.parent is None or found > length:  # evicted, or not found yet
             node, found = self._root, 0
         request.protected, request.handle = self._match(request.tokens[:length], node, found)
         return request.protected
 
     def common_prefix(self, tokens: TokenIds) -> int:
-        """Return how many of the first tokens the tree holds, without a request or a lock."""
+        """Return how many of the first tokens are in the tree, without a lock."""
         return self._match(tokens, self._root, 0)[0]
 
     def insert(self, tokens: TokenIds) -> None:
@@ -180,7 +181,7 @@ class RadixTree:
             time, _, node = heapq.heappop(oldest)
             if node not in self._leaves:
                 continue
-            if time < node.time:  # used since
+            if time < node.time:  # used since then
                 heapq.heappush(oldest, (node.time, node.number, node))
                 continue
             self._leaves.discard(node)
@@ -205,7 +206,7 @@ class RadixTree:
         tokens, held = request.tokens, request.protected
         node = self._insert(tokens[:aligned], held, request.handle)
         prompt = request.prompt_length // self.page_size * self.page_size
-        if 0 < prompt < aligned:  # the answer of a retracted request leaves, its prompt stays
+        if 0 < prompt < aligned:  # keeps only the prompt of a retracted request
             self._insert(tokens[:prompt], prompt, request.handle if held <= prompt else None)
         self.unlock(request)
         request.handle, request.protected = node, aligned
@@ -300,7 +301,7 @@ class RadixTree:
             node = node.parent
 
     def _split(self, child: Node, length: int) -> Node:
-        """Cut a node after `length` tokens. Returns the upper part, which is the new one."""
+        """Split a node after `length` tokens. Return the upper part, which is a new node."""
         parent = child.parent
         assert parent is not None
         upper = self._new(child.tokens[:length], parent)
@@ -314,7 +315,7 @@ class RadixTree:
     def _match(self, tokens: TokenIds, node: Node, found: int) -> tuple[int, Node]:
         """Go down the tree from `node`, at which the first `found` of the tokens end.
 
-        The tokens are whole pages. Returns how many of them the tree holds, and the last node.
+        The tokens are whole pages. Returns how many of them are in the tree, and the last node.
         """
         if not len(tokens):
             return 0, self._root
@@ -336,7 +337,7 @@ class RadixTree:
         return found, node
 
     def _insert(self, tokens: TokenIds, protected: int, held: Node | None = None) -> Node:
-        """Add whole pages. Tokens after `protected` that the tree has already are freed.
+        """Insert whole pages. Free the tokens after `protected` that the tree already has.
 
         held: a locked node at which some of the tokens end; they need not be compared.
         """

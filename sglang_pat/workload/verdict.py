@@ -1,4 +1,4 @@
-"""Does pat pay? The two servers compared: numbers, their error, and what that means."""
+"""Compares the two servers, and decides whether pat pays, given the error of the estimates."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from sglang_pat.workload.weights import WeightBytes
 PAYS, MAY_PAY, DOES_NOT_PAY = "pays", "may pay", "does not pay"
 
 TPOT, RATE = "tpot_ms", "requests_per_second"
-# Relative errors of the estimates. Those of `ERRORS` come from recorded runs, with which tests
-# compare the estimates. The others are a guess, for servers unlike the recorded ones.
+# Relative errors of the estimates. `ERRORS` come from recorded runs, with which tests compare the
+# estimates. The others are guesses, for servers unlike the recorded ones.
 ERRORS = {name: {TPOT: 0.10, RATE: 0.15} for name in ("H100", "H200")}
 _UNCHECKED = {TPOT: 0.25, RATE: 0.25}
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The answer.
+    """The answer to whether pat pays.
 
     Attributes
     ----------
@@ -30,12 +30,12 @@ class Verdict:
     requests_per_second
         The highest rate that is served, by `default` and `pat`.
     error
-        The relative error that each of these two estimates may have, by its name.
+        The relative error that each of these two estimates may have, by name.
     says
         `pays`: pat gains more than the error in one of the two, and loses in neither. `may pay`:
         any other gain. `does not pay`: no gain.
     sentence, basis, why
-        The same in words: what, for which server, for which reasons.
+        The answer in words, the server for which it is valid, and the reasons.
     """
 
     tpot_ms: dict[str, float]
@@ -74,7 +74,7 @@ def verdict(found: WorkloadAnswer, model: str, workload: str) -> Verdict:
     Parameters
     ----------
     model, workload
-        Their names in the sentence.
+        Names for the sentence.
     """
     time, default, pat = found.setup.time, found.default, found.pat
     tpot = {DEFAULT: default.tpot_ms, PAT: pat.tpot_ms}
@@ -98,7 +98,7 @@ def verdict(found: WorkloadAnswer, model: str, workload: str) -> Verdict:
 
 
 def _gains(tpot: dict[str, float], rate: dict[str, float]) -> dict[str, float]:
-    """Return the relative gains of pat: in time per token, and in requests per second."""
+    """Return the relative gains of pat in time per token and in requests per second."""
     return {
         TPOT: round(1 - tpot[PAT] / tpot[DEFAULT], 2) if tpot[DEFAULT] else 0.0,
         RATE: round(rate[PAT] / rate[DEFAULT] - 1, 2),

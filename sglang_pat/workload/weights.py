@@ -1,6 +1,6 @@
-"""The weights of a model, estimated from its `config.json`: parameters, and bytes of each.
+"""Estimates the parameters of a model, and the bytes of each, from its `config.json`.
 
-A nightly test compares the parameters with those of SGLang's own classes.
+A nightly test compares the parameters with those of SGLang's classes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _EXPERTS_PER_TOKEN = (
 _EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 _EXPERT_INPUTS = ("moe_latent_size", "routed_expert_hidden_size")  # Nemotron 3, Kimi K3
 _DENSE_WIDTHS = ("intermediate_size_mlp", "intermediate_size", "moe_intermediate_size")
-# The number of shared experts, each as wide as a routed one, or the width of all shared experts
-# together.
+# Keys with the number of shared experts, each as wide as a routed one, or with the width of all
+# shared experts together.
 _SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "num_shared_expert")
 _SHARED_WIDTHS = (
     "moe_shared_expert_intermediate_size",
@@ -44,21 +44,20 @@ _SHARED_WIDTHS = (
     "shared_intermediate_size",
     "share_expert_dim",
 )
-# Which layers are MLPs.
+# Keys that say which layers are MLPs.
 _PATTERNS = ("hybrid_override_pattern", "layers_block_type")
-# MLPs of two matrices, without a gate.
+# Model types whose MLPs have two matrices and no gate.
 _WITHOUT_GATE = (
     *("apertus", "arcee", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "nemotron", "nemotron_h"),
     *("opt", "persimmon", "phi", "starcoder2"),
 )
-# Models whose output head is their embedding, unless the configuration says otherwise.
+# Model types whose output head is the embedding, unless the configuration says otherwise.
 _TIED = (
     *("cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text"),
     *("gpt2", "gpt_bigcode", "lfm2", "lfm2_moe", "opt", "phi3small", "starcoder2"),
 )
 _STATE_SQUARES = 6  # parameters of an unknown kind of state, in units of hidden_size ** 2
-# By quant_method, or by the quant_algo of modelopt: bytes of one parameter, with the scales of its
-# block.
+# quant_method, or modelopt's quant_algo -> bytes of a parameter, including the scales of its block.
 _BYTES = {
     "fp8": 1.0,
     "fp8_pb_wo": 1.0,
@@ -81,7 +80,7 @@ _BYTES = {
 }
 _SKIPPED = ("ignore", "ignored_layers", "exclude_modules", "modules_to_not_convert")
 _FEW_LAYERS = 8  # the first and last layers are often not quantised
-WHOLE_BYTES = 2.0  # bytes of a parameter that is not quantised
+WHOLE_BYTES = 2.0  # bytes of an unquantised parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +90,18 @@ class Weights:
     Attributes
     ----------
     dense
-        Parameters that every step reads: attention, MLPs, shared experts, the output head.
+        Parameters that every step reads, of attention, MLPs, shared experts and the output head.
     experts
         The parameters of all routed experts.
     num_experts, experts_per_token
-        Routed experts of one layer, and how many of them a token takes; 1 and 1 without experts.
+        Routed experts of a layer, and how many of them a token uses; 1 and 1 without experts.
     vocabulary
-        Parameters of the output head, as many as an embedding has. They are part of `dense`.
+        Parameters of the output head, which are part of `dense`. An embedding has as many.
     embedding
-        Parameters held in addition: the embedding, unless it is the output head, and the encoders
-        of images and audio.
+        Further parameters in memory: those of the embedding, unless it is the output head, and of
+        encoders for images and audio.
     attention
-        Parameters of attention and of states, which are part of `dense`.
+        Parameters of attention and states, which are part of `dense`.
     """
 
     dense: int
@@ -116,16 +115,16 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class WeightBytes:
-    """Bytes of one parameter, with its scales; embeddings and output heads have 2.
+    """Bytes of a parameter, including its scales. Embeddings and output heads have 2.
 
     Attributes
     ----------
     attention
-        Of attention and of states.
+        Bytes of a parameter of attention or states.
     dense
-        Of MLPs and shared experts.
+        Bytes of a parameter of MLPs and shared experts.
     experts
-        Of routed experts.
+        Bytes of a parameter of routed experts.
     """
 
     attention: float = WHOLE_BYTES
@@ -134,7 +133,7 @@ class WeightBytes:
 
 
 def read_weights(config: Mapping[str, Any], layers: Sequence[Layer]) -> Weights:
-    """The parameters of a model. ValueError names a key that is missing or wrong."""
+    """Return the parameters of a model. ValueError names a key that is missing or wrong."""
     hidden = positive(config, "hidden_size")
     vocabulary = hidden * positive(config, "vocab_size")
     attention = sum(_mixer(config, layer, hidden) for layer in layers)
@@ -167,7 +166,7 @@ def read_weights(config: Mapping[str, Any], layers: Sequence[Layer]) -> Weights:
 
 
 def _first(config: Mapping[str, Any], keys: Iterable[str]) -> int:
-    """Return the value of the first key that is set; for a list, its largest. 0: none is set."""
+    """Return the value, or a list's largest value, of the first key that is set, or 0."""
     for key in keys:
         value = config.get(key)
         if isinstance(value, list) and value:
@@ -194,7 +193,7 @@ def _mlps(
         return
     expert_width = _first(config, _EXPERT_WIDTHS)
     key = next((each for each in _PATTERNS if config.get(each)), None)
-    if key is not None:  # an MLP is a layer of its own
+    if key is not None:  # MLPs are separate layers
         pattern = config[key]
         if not isinstance(pattern, (str, list)):
             raise ValueError(f"{key}={reprlib.repr(pattern)}; allowed: a string or a list")
@@ -220,7 +219,7 @@ def _mlps(
 
 
 def _is_mixture(config: Mapping[str, Any], index: int) -> bool:
-    """True if the MLP of a layer is a mixture of experts."""
+    """Return True if the MLP of a layer is a mixture of experts."""
     kinds = config.get("mlp_layer_types")
     if isinstance(kinds, list) and index < len(kinds):
         return bool(kinds[index] != "dense")
@@ -247,7 +246,7 @@ def _is_mixture(config: Mapping[str, Any], index: int) -> bool:
 
 
 def _shared_width(config: Mapping[str, Any], width: int) -> int:
-    """Return the total width of the experts that every token takes."""
+    """Return the total width of the experts that every token uses."""
     shared = _first(config, _SHARED_COUNTS)
     own = _first(config, _SHARED_WIDTHS)
     if own:
@@ -269,7 +268,7 @@ def _mixer(config: Mapping[str, Any], layer: Layer, hidden: int) -> int:
         if config.get("attn_output_gate") or config.get("model_type") == "qwen3_next":
             queries += layer.num_qo_heads * layer.head_dim
         found = hidden * (queries + layer.kv_elements)
-        if config.get("model_type") == "falcon_h1":  # a state beside attention
+        if config.get("model_type") == "falcon_h1":  # attention and a state side by side
             found += _mamba(config, hidden)
         return found
     if layer.kind == LATENT:
@@ -289,7 +288,7 @@ def _latent(config: Mapping[str, Any], layer: Layer, hidden: int) -> int:
 
 
 def _state(config: Mapping[str, Any], hidden: int) -> int:
-    """Parameters of a layer that keeps a state."""
+    """Return the parameters of a layer that keeps a state."""
     if heads := count(config, "linear_num_value_heads"):  # gated delta rule: Qwen3-Next, Qwen3.5
         values = heads * positive(config, "linear_value_head_dim")
         keys = positive(config, "linear_num_key_heads") * positive(config, "linear_key_head_dim")
@@ -307,7 +306,7 @@ def _state(config: Mapping[str, Any], hidden: int) -> int:
 
 
 def _mamba(config: Mapping[str, Any], hidden: int) -> int:
-    """Parameters of a Mamba 2 layer; 0 if the configuration does not describe one."""
+    """Return the parameters of a Mamba 2 layer, or 0 if there is none."""
     heads = _first(config, ("mamba_num_heads", "mamba_n_heads"))
     width = heads * _first(config, ("mamba_head_dim", "mamba_d_head"))
     width = count(config, "mamba_d_ssm") or width
@@ -320,7 +319,7 @@ def _mamba(config: Mapping[str, Any], hidden: int) -> int:
 
 
 def _encoders(config: Mapping[str, Any], hidden: int) -> int:
-    """Return the parameters of a multimodal model's encoders. Unknown encoders count as 0."""
+    """Return the parameters of a multimodal model's encoders, without unknown encoders."""
     return sum(
         _encoder(each, hidden) for each in config.get("encoders", ()) if isinstance(each, Mapping)
     )
@@ -337,7 +336,7 @@ def _encoder(config: Mapping[str, Any], hidden: int) -> int:
     is_gated = config.get("model_type") == "qwen2_5_vl" or config.get("hidden_act") == "silu"
     found = layers * (4 * width * width + (3 if is_gated else 2) * width * inner)
     merge = _any(config, "spatial_merge_size")
-    if merge:  # merges patches into tokens of the decoder
+    if merge:  # a layer that merges patches into decoder tokens
         merged = width * merge * merge
         deep = config.get("deepstack_visual_indexes")
         mergers = 1 + (len(deep) if isinstance(deep, list) else 0)
@@ -346,7 +345,7 @@ def _encoder(config: Mapping[str, Any], hidden: int) -> int:
 
 
 def _any(config: Mapping[str, Any], *keys: str) -> int:
-    """The first whole number under these keys; 0: none."""
+    """Return the first integer under these keys, or 0."""
     return next((config[key] for key in keys if type(config.get(key)) is int), 0)
 
 
@@ -354,9 +353,9 @@ def _any(config: Mapping[str, Any], *keys: str) -> int:
 
 
 def weight_bytes(config: Mapping[str, Any]) -> WeightBytes:
-    """Bytes of a parameter, as the checkpoint is quantised.
+    """Return the bytes of a parameter in the checkpoint's quantisation.
 
-    2 if the configuration does not say, or uses an unknown method.
+    They are 2 if the configuration has no quantisation, or an unknown method.
     """
     quantisation = quantisation_of(config)
     if not quantisation:
@@ -375,7 +374,7 @@ def weight_bytes(config: Mapping[str, Any]) -> WeightBytes:
 
 
 def _mixed(quantisation: Mapping[str, Any], layers: Mapping[str, Any]) -> WeightBytes:
-    """Average a checkpoint that names how each of its modules is quantised."""
+    """Return averages for a checkpoint that describes the quantisation of each module."""
     sizes: dict[str, list[float]] = {"attention": [], "dense": [], "experts": []}
     for name, how in layers.items():
         algorithm = how.get("quant_algo") if isinstance(how, Mapping) else None
@@ -389,7 +388,7 @@ def _mixed(quantisation: Mapping[str, Any], layers: Mapping[str, Any]) -> Weight
 
 
 def _quantised(quantisation: Mapping[str, Any]) -> float:
-    """Bytes of a parameter that is quantised."""
+    """Return the bytes of a quantised parameter."""
     bits = quantisation.get("bits", quantisation.get("w_bit"))
     if isinstance(bits, int):  # GPTQ, AWQ, AutoRound
         return _with_scales(bits, quantisation.get("group_size"), 16 + bits)
@@ -418,7 +417,7 @@ def _with_scales(bits: int, group_size: object, scale_bits: int) -> float:
 
 
 def _skips(quantisation: Mapping[str, Any], *modules: str) -> bool:
-    """Return whether most layers have a module of one of these names that is not quantised."""
+    """Return True if most layers have an unquantised module of one of these names."""
     patterns = next((quantisation[key] for key in _SKIPPED if quantisation.get(key)), ())
     layers = set()
     for pattern in map(str, patterns if isinstance(patterns, list) else [patterns]):
