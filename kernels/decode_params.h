@@ -62,9 +62,8 @@ struct GatherParams {
 
 struct FillParams {
   const int32_t* cuts;          // [num_requests], position where a row begins if in the window
-  const int32_t* req_to_token;  // [num_rows, table_width]
+  const int32_t* req_to_token;  // [num_rows, req_to_token_stride]
   int64_t req_to_token_stride;  // in elements
-  int32_t table_width;          // caps the lengths that are read from seq_lens
   IndexArray req_pool_indices;  // [num_requests]
   IndexArray seq_lens;          // [num_requests]
   IndexArray slot_map;          // slot of req_to_token -> slot of the layers; nullptr: equal

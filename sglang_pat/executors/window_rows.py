@@ -69,8 +69,7 @@ class WindowRows:
         begins where the window begins.
         """
         size, slot_map = len(step.seq_lens), self.window.slot_map
-        width = step.req_to_token.shape[1]
-        lens = step.seq_lens.long().clamp(max=width)[:, None]
+        lens = step.seq_lens.long()[:, None]
         in_window = self.window.attended(lens)
         first = torch.maximum(cuts.long()[:size, None], lens - in_window)
         positions = first + torch.arange(self.window.tokens, device=lens.device)

@@ -67,17 +67,3 @@ def test_windows_move_on_in_a_graph(window: int, seed: int, chunked: bool) -> No
             left -= 1
         graph.replay()
         check(scene, out, q, grown, window)
-
-
-@pytest.mark.parametrize("chunked", [False, True])
-def test_a_length_beyond_the_table_ends_there(chunked: bool) -> None:
-    scene = on_gpu(Scene(3, chunked=chunked))
-    scene.table = scene.table[:, : int(scene.lens.max())].contiguous()
-    options: dict[str, Any] = {"dtype": DTYPE, "device": "cuda", "window": 64, "chunked": chunked}
-    attention = WindowAttention(HEADS, KV_HEADS, DIM, **options)
-    batch, tensors = step(scene, 0)
-    attention.plan(batch, **tensors)
-    longest = int(scene.lens.argmax())
-    tensors["seq_lens"][longest] += 3
-    attention.refill()
-    assert Counter(attention.slots()[longest].tolist()) == scene.windows(0, 64)[longest]

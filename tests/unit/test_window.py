@@ -77,20 +77,6 @@ def test_a_plan_serves_as_many_steps_as_it_says(window: int, seed: int, chunked:
         torch.testing.assert_close(out[:count].double(), expected, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-def test_a_length_beyond_the_table_ends_there(chunked: bool) -> None:
-    """The device may be ahead of the host where the table's rows end."""
-    scene = Scene(3, chunked=chunked)
-    scene.table = scene.table[:, : int(scene.lens.max())]
-    attention = WindowAttention(HEADS, KV_HEADS, DIM, window=64, chunked=chunked, **OPTIONS)
-    batch, tensors = scene.step(0)
-    attention.plan(batch, **tensors)
-    longest = int(scene.lens.argmax())
-    tensors["seq_lens"][longest] += 3
-    attention.refill()
-    assert Counter(attention.slots()[longest].tolist()) == scene.windows(0, 64)[longest]
-
-
 def test_what_chunks_share_is_read_once() -> None:
     """A chunk that all are in is read like a full layer; the next one begins behind the prefix."""
     for prefix, own, shared in ((4096, 100, 4096), (8192, 100, 0), (10_000, 100, 1808)):
