@@ -14,7 +14,6 @@ from sglang_pat._scheduler import PrefixForest
 from sglang_pat.batch import DecodeBatch, PrefixPaths
 from sglang_pat.sglang.step.debug_checks import (
     DebugChecks,
-    RankChecker,
     StepChecker,
     check_growth,
     check_host_lengths,
@@ -149,7 +148,7 @@ def test_a_request_that_shares_nothing(step: Step) -> None:
 
 
 def test_a_step_that_would_repeat_is_a_token_longer() -> None:
-    checks = DebugChecks(RankChecker(None))
+    checks = DebugChecks()
     builder: Any = object()
     planner: Any = SimpleNamespace(seq_lens=np.array([5, 6], dtype=np.int32))
     checks.check_growth(planner, builder, would_repeat=False)

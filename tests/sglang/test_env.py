@@ -13,14 +13,14 @@ from sglang_pat.sglang.start.environment import Environment
 
 def test_defaults() -> None:
     assert Environment.read({"HOME": "/", "SGLANG_OTHER": "1"}) == Environment(
-        "memory", False, False, None, 256, default_cache({})
+        "memory", "0", False, None, 256, default_cache({})
     )
 
 
 def test_values(tmp_path: Path) -> None:
     given = {
         "SGLANG_PAT_POLICY": "query-centric",
-        "SGLANG_PAT_DEBUG": "1",
+        "SGLANG_PAT_DEBUG": "ranks",
         "SGLANG_PAT_STRICT": "1",
         "SGLANG_PAT_STATS_FILE": str(tmp_path / "stats-{pid}.json"),
         "SGLANG_PAT_GROWTH_TOKENS": "1",
@@ -29,7 +29,7 @@ def test_values(tmp_path: Path) -> None:
     stats_file = tmp_path / f"stats-{os.getpid()}.json"
     assert Environment.read(given) == Environment(
         "query-centric",
-        True,
+        "ranks",
         True,
         stats_file,
         1,
@@ -46,8 +46,8 @@ def test_the_variables_of_the_process_are_read(monkeypatch: pytest.MonkeyPatch) 
     ("name", "value", "message"),
     [
         ("SGLANG_PAT_POLICY", "greedy", "SGLANG_PAT_POLICY='greedy'; allowed: memory, paper"),
-        ("SGLANG_PAT_DEBUG", "yes", "SGLANG_PAT_DEBUG='yes'; allowed: 0, 1"),
-        ("SGLANG_PAT_DEBUG", "", "SGLANG_PAT_DEBUG=''; allowed: 0, 1"),
+        ("SGLANG_PAT_DEBUG", "yes", "SGLANG_PAT_DEBUG='yes'; allowed: 0, 1, ranks"),
+        ("SGLANG_PAT_DEBUG", "", "SGLANG_PAT_DEBUG=''; allowed: 0, 1, ranks"),
         ("SGLANG_PAT_STRICT", "true", "SGLANG_PAT_STRICT='true'; allowed: 0, 1"),
         ("SGLANG_PAT_STATS_FILE", "/no/such/folder/f", "can be written .its folder /no/such/fold"),
         ("SGLANG_PAT_STATS_FILE", "/", "SGLANG_PAT_STATS_FILE='/'; allowed: the path of a file th"),

@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 from sglang_pat import DecodeBatch, PackAttention, PrefixPaths
 from sglang_pat.plan import DecodePlan
 from sglang_pat.sglang.step.debug_checks import RankChecker, digest
-from sglang_pat.stats import PlanningTime, bound_of
+from sglang_pat.stats import bound_of
 
 RANKS = 2
 
@@ -43,12 +43,13 @@ def check_as_rank(rank: int, folder: str) -> None:
         timeout=timedelta(seconds=60),
     )
     checker = RankChecker(dist.group.WORLD)
-    for _ in range(3):
-        checker.check(make_plan([70, 90]), PlanningTime("changed", 9000 + 2000 * rank))
+    alike = make_plan([70, 90])
+    for _ in range(3):  # each after two steps that repeated the plan before
+        checker.check([alike, alike], [500, 500, 9000 + 2000 * rank])
     assert checker.checked["steps"] == 3
-    assert checker.apart_ns == {str(bound_of(2000)): 3}
+    assert checker.apart_ns == {str(bound_of(2000)): 3, str(bound_of(0)): 6}
     with pytest.raises(RuntimeError, match="ranks planned the step differently"):
-        checker.check(make_plan([70, 90 + 2000 * rank]), PlanningTime("changed", 9000))
+        checker.check([alike, make_plan([70, 90 + 2000 * rank])], [9000])
     assert checker.checked["steps"] == 3
     dist.destroy_process_group()
 
@@ -59,7 +60,7 @@ def test_ranks_that_plan_differently_are_noticed(tmp_path: Path) -> None:
 
 def test_a_rank_that_is_alone_has_nobody_to_ask() -> None:
     checker = RankChecker(None)
-    checker.check(make_plan([70, 90]), PlanningTime("changed", 9000))
+    checker.check([make_plan([70, 90])], [9000])
     assert not checker.checked
 
 

@@ -31,7 +31,7 @@ def test_each_step_is_counted_once_with_the_tokens_it_has() -> None:
         assert stats.kv_tokens_lower_bound == 53 + 56
         assert stats.planning_ns["unchanged"].total() == len(times) == 2
     add(steps)
-    assert (steps.end(), steps.end()) == (3, 0)
+    assert (len(steps.end()), steps.end()) == (3, [])
     steps.begin(KvTokens(10, 10, 10), 1)
     add(steps)
     after = steps.stats()

@@ -8,7 +8,7 @@ from typing import Any
 from sglang_pat.sglang.report import layer_report
 from sglang_pat.sglang.speculative import attach, draft_requests
 from sglang_pat.sglang.speculative.draft_requests import DRAFT_REQUESTS
-from sglang_pat.sglang.step.debug_checks import DebugChecks, RankChecker
+from sglang_pat.sglang.step.debug_checks import DebugChecks
 from sglang_pat.sglang.tree import request_tracker
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, StepRequests
 
@@ -95,7 +95,7 @@ def round_lengths(steps: Any) -> Any:
 
 def check_steps(owner: Any) -> None:
     """Check each step of a planner, as SGLANG_PAT_DEBUG=1 does."""
-    _planner(owner)._checks = DebugChecks(RankChecker(None))
+    _planner(owner)._checks = DebugChecks()
 
 
 def log_every(owner: Any, num_steps: int) -> None:

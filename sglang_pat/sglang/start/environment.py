@@ -17,7 +17,8 @@ from sglang_pat.output_file import problem_with
 
 PREFIX = "SGLANG_PAT_"
 _MAX_GROWTH_TOKENS = 1 << 16
-_SWITCHES = ("DEBUG", "STRICT", "BATCH_INVARIANT")  # 0 or 1
+# The values that are allowed, the default first.
+_CHOICES = {"DEBUG": ("0", "1", "ranks"), "STRICT": ("0", "1"), "BATCH_INVARIANT": ("0", "1")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +30,10 @@ class Environment:
     policy
         SGLANG_PAT_POLICY. How requests are divided into packs: one of `support.POLICIES`.
     debug
-        SGLANG_PAT_DEBUG, 0 or 1. Check every decode step, planned or reused, against freshly read
-        paths and the tree's own KV slots, and raise on a mismatch. Slow: each check synchronises
-        the device.
+        SGLANG_PAT_DEBUG, 0, 1 or ranks. 1: check every decode step, planned or reused, against
+        freshly read paths and the tree's own KV slots, and raise on a mismatch. Slow: each check
+        synchronises the device. 1 and ranks: compare each new plan with those of the ranks that
+        share its requests, and raise if they differ.
     strict
         SGLANG_PAT_STRICT, 0 or 1. Refuse to start if the model, or one of its layers, would fall
         back to SGLang's default backend.
@@ -51,7 +53,7 @@ class Environment:
     """
 
     policy: str = "memory"
-    debug: bool = False
+    debug: str = "0"
     strict: bool = False
     stats_file: Path | None = None
     growth_tokens: int = support.GROWTH_TOKENS
@@ -68,19 +70,19 @@ class Environment:
         given = os.environ if variables is None else variables
         ours = {name: value for name, value in given.items() if name.startswith(PREFIX)}
         policy = ours.pop(PREFIX + "POLICY", "memory")
-        switches = {name: ours.pop(PREFIX + name, "0") for name in _SWITCHES}
+        chosen = {name: ours.pop(PREFIX + name, values[0]) for name, values in _CHOICES.items()}
         stats_file = ours.pop(PREFIX + "STATS_FILE", None)
         growth_tokens = ours.pop(PREFIX + "GROWTH_TOKENS", str(support.GROWTH_TOKENS))
         ours.pop(CACHE_VARIABLE, None)
         if ours:
-            names = ("POLICY", *_SWITCHES, "STATS_FILE", "GROWTH_TOKENS", "KERNEL_CACHE")
+            names = ("POLICY", *_CHOICES, "STATS_FILE", "GROWTH_TOKENS", "KERNEL_CACHE")
             allowed = ", ".join(PREFIX + name for name in names)
             raise ValueError(f"unknown variable {sorted(ours)[0]}; allowed: {allowed}")
         if policy not in support.POLICIES:
             raise _bad_value("POLICY", policy, ", ".join(support.POLICIES))
-        for name, value in switches.items():
-            if value not in ("0", "1"):
-                raise _bad_value(name, value, "0, 1")
+        for name, value in chosen.items():
+            if value not in _CHOICES[name]:
+                raise _bad_value(name, value, ", ".join(_CHOICES[name]))
         if not growth_tokens.isdecimal() or not 1 <= int(growth_tokens) <= _MAX_GROWTH_TOKENS:
             raise _bad_value("GROWTH_TOKENS", growth_tokens, f"1 to {_MAX_GROWTH_TOKENS}")
         path = None if stats_file is None else _stats_file(stats_file)
@@ -89,7 +91,9 @@ class Environment:
             stats_file=path,
             growth_tokens=int(growth_tokens),
             kernel_cache=default_cache(given),
-            **{name.lower(): value == "1" for name, value in switches.items()},
+            debug=chosen["DEBUG"],
+            strict=chosen["STRICT"] == "1",
+            batch_invariant=chosen["BATCH_INVARIANT"] == "1",
         )
 
 

@@ -1,8 +1,9 @@
 """SGLANG_PAT_DEBUG=1 checks every decode step in the running engine.
 
 StepChecker compares a step with SGLang's radix tree and request table, to find wrong kept paths and
-wrong plan reuse. RankChecker compares the plans of all tensor-parallel ranks. Both synchronise the
-device, so they are for tests and for finding errors.
+wrong plan reuse. It synchronises the device, so it is for tests and for finding errors. RankChecker
+compares the plans of all tensor-parallel ranks. With SGLANG_PAT_DEBUG=ranks it is the only check,
+so that steps repeat their plans as they do in production.
 """
 
 from __future__ import annotations
@@ -24,22 +25,17 @@ from sglang_pat.plan import DecodePlan
 from sglang_pat.sglang.compat import RequestFields
 from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder
 from sglang_pat.sglang.tree.radix_paths import PathReader, Request
-from sglang_pat.stats import PlanningTime, bound_of
+from sglang_pat.stats import bound_of
 from sglang_pat.window import WindowAttention
 
 
 class DebugChecks:
     """All checks of a step, made after it has been planned."""
 
-    def __init__(self, ranks: RankChecker) -> None:
-        self._ranks = ranks
+    def __init__(self) -> None:
         self._steps: dict[PackAttention, StepChecker] = defaultdict(StepChecker)
         # Per builder: the attention that planned its last step, and the lengths of that step.
         self._before: dict[DecodeBatchBuilder, tuple[PackAttention, IntArray]] = {}
-
-    def counters(self) -> dict[str, Counter[str]]:
-        """Return the counters of `RankChecker`, by name."""
-        return {"ranks_alike": self._ranks.checked, "ranks_apart_ns": self._ranks.apart_ns}
 
     def check_growth(
         self, attention: PackAttention, builder: DecodeBatchBuilder, *, would_repeat: bool
@@ -69,8 +65,7 @@ class DebugChecks:
         shared = builder.last_shared
         if shared is not None:
             check_host_lengths(builder.lens, request_lens)
-        for attention, plan in made:
-            self._ranks.check(plan, attention.step_time)
+        for attention, _ in made:
             if shared is not None:
                 plan_is_new = attention.step_time.kind != "unchanged"
                 table, rows = tensors["req_to_token"], tensors["req_pool_indices"]
@@ -194,11 +189,15 @@ def _check_reuse(
 
 @dataclass(slots=True)
 class RankChecker:
-    """Compares plans within a group of ranks. All of its ranks must call `check` for every step."""
+    """Compares plans, and how long they took, within a group of ranks.
+
+    All ranks of the group call `check` for every step that they plan.
+    """
 
     group: dist.ProcessGroup | None  # a CPU group; None: there are no other ranks
-    checked: Counter[str] = field(default_factory=Counter)  # steps in which all plans were equal
-    # How much longer the slowest rank planned than the fastest: a histogram as in `PlanningTimes`.
+    checked: Counter[str] = field(default_factory=Counter)  # planned steps with equal plans
+    # How much longer the slowest rank took for a step than the fastest: a histogram over all steps,
+    # as in `PlanningTimes`.
     apart_ns: Counter[str] = field(default_factory=Counter)
 
     @classmethod
@@ -209,17 +208,25 @@ class RankChecker:
         group = get_attn_tp_group()
         return cls(group.cpu_group if group.world_size > 1 else None)
 
-    def check(self, plan: DecodePlan, time: PlanningTime) -> None:
-        """Raise RuntimeError on all ranks if their plans differ. Waits for the other ranks."""
+    def counters(self) -> dict[str, Counter[str]]:
+        """Return the counters, by name."""
+        return {"ranks_alike": self.checked, "ranks_apart_ns": self.apart_ns}
+
+    def check(self, plans: Sequence[DecodePlan], times_ns: Sequence[int]) -> None:
+        """Raise RuntimeError on all ranks if their plans differ. Waits for the other ranks.
+
+        times_ns: the host times of the steps that repeated the last planned step, then of this one.
+        """
         if self.group is None:
             return
         found: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(found, (digest(plan), time.nanoseconds), group=self.group)
+        dist.all_gather_object(found, ([*map(digest, plans)], times_ns), group=self.group)
         digests, times = zip(*found, strict=True)
-        if len(set(digests)) > 1:
+        if any(each != digests[0] for each in digests):
             raise RuntimeError(f"ranks planned the step differently: plans by rank {[*digests]}")
         self.checked["steps"] += 1
-        self.apart_ns[str(bound_of(max(times) - min(times)))] += 1
+        for step in zip(*times, strict=True):
+            self.apart_ns[str(bound_of(max(step) - min(step)))] += 1
 
 
 def digest(plan: DecodePlan) -> str:

@@ -150,14 +150,14 @@ class SkippedPlanning:
         with self._lock:
             self._tokens, self._num_growing = tokens, num_growing
 
-    def end(self) -> int:
-        """Count the remaining steps, and return the number of steps since begin()."""
-        num_repeated = len(self._times)
-        if num_repeated:
+    def end(self) -> list[int]:
+        """Count the remaining steps, and return the host times in ns of all since begin()."""
+        times = self._times
+        if times:
             with self._lock:
                 self._count()
                 self._times, self._growths, self._num_counted = [], [], 0
-        return num_repeated
+        return times
 
     def add(self, begun_ns: int, growth: int | None = None) -> None:
         """Count a step that repeats the last one.

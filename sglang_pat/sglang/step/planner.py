@@ -68,9 +68,10 @@ class StepPlanner:
         self._microbatches = Microbatches(
             _num_microbatches(model_runner.server_args),
             partial(self._new_plans, layer_support.kinds()),
-            partial(self.new_builder, strict=environment.debug),
+            partial(self.new_builder, strict=environment.debug == "1"),
         )
-        self._checks = DebugChecks(RankChecker.of_sglang()) if environment.debug else None
+        self._checks = DebugChecks() if environment.debug == "1" else None
+        self._ranks = RankChecker.of_sglang() if environment.debug != "0" else None
         self._max_requests = 0  # requests of the largest graph
         self._reuse = PlanReuse()
         self._reasons: Counter[str] = Counter()  # why steps were planned
@@ -130,7 +131,8 @@ class StepPlanner:
         """Read a step's paths and plan the step."""
         plans = microbatch.eager if execution is ExecutionMode.EAGER else microbatch.captured
         assert plans is not None
-        builder, num_repeated = microbatch.builder, self._skipped.end()
+        begun_ns = time.perf_counter_ns()
+        builder, times_ns = microbatch.builder, self._skipped.end()
         reqs = None if requests is None else requests.reqs
         num_requests: int = forward_batch.batch_size
         would_repeat = False
@@ -151,6 +153,10 @@ class StepPlanner:
             made = plans.plan(batch, **tensors)
         except PlanOverflowError:
             made = plans.plan(builder.without_sharing(batch, StepReason.OVERFLOW), **tensors)
+        num_repeated = len(times_ns)
+        if self._ranks is not None:
+            times_ns.append(time.perf_counter_ns() - begun_ns)
+            self._ranks.check([plan for _, plan in made], times_ns)
         if self._checks is not None:
             self._checks.check_growth(made[-1][0], builder, would_repeat=would_repeat)
             self._checks.check(made, builder, view.seq_lens, tensors)
@@ -175,7 +181,10 @@ class StepPlanner:
         elif not kind.graphs_are_complete:
             self._reuse.block_skips(StepReason.GRAPH)
         else:
-            steps = sys.maxsize if self._reports is None else self._reports.steps_left
+            steps = sys.maxsize
+            # One rank logs. Where ranks are compared, all plan the same steps, and it logs late.
+            if self._reports is not None and self._ranks is None:
+                steps = self._reports.steps_left
             self._reuse.permit_skips(min(kind.steps_to_repeat(builder, plans.steps_left()), steps))
             self._skipped.begin(plans.last.step_tokens, len(shared.reqs))
 
@@ -259,8 +268,8 @@ class TargetPlanner(StepPlanner):
         )
 
     def _more_counters(self) -> dict[str, list[Counter[str]]]:
-        """Return counters that only some servers have."""
-        more = {} if self._checks is None else self._checks.counters()
+        """Return the counters that not all servers have."""
+        more = {} if self._ranks is None else self._ranks.counters()
         if self._windows:
             more["windows"] = self._windows
         return {name: [counts] for name, counts in more.items()}
