@@ -29,7 +29,7 @@ class ModelShape:
 
     @property
     def vocab_size(self) -> int:
-        size: int = self.config["vocab_size"]
+        size: int = self.config.get("text_config", self.config)["vocab_size"]
         return size
 
     def write(self, folder: Path) -> Path:

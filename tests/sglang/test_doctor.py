@@ -73,7 +73,7 @@ def test_routes_of_a_model_without_its_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "more", "backend"),
     [
-        ("Gemma4ForCausalLM", FAMILIES["gemma-4"].config, "triton"),
+        ("Gemma4ForConditionalGeneration", FAMILIES["gemma-4"].config, "triton"),
         (
             "Exaone4ForCausalLM",
             {
