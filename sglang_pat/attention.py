@@ -740,10 +740,7 @@ def _canonical_device(device: torch.device | str) -> torch.device:
     given = device
     try:
         device = torch.device(given)
-    except (
-        RuntimeError,
-        TypeError,
-    ):  # torch's message lists devices that pat lacks
+    except (RuntimeError, TypeError):  # torch would list devices that pat lacks
         raise ValueError(f"device must be cpu or cuda, got {given!r}") from None
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device}")

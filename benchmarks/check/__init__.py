@@ -1,4 +1,4 @@
-"""Check that pat is right: in SGLang's server, and its kernels below NVIDIA's sanitizers."""
+"""Checks of pat's correctness: in SGLang's server, and of its kernels under NVIDIA's sanitizers."""
 
 SUITES = (
     "logits",

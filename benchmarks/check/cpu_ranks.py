@@ -1,4 +1,4 @@
-"""Lets SGLang start several ranks on the CPU."""
+"""Environment variables with which SGLang starts several ranks on the CPU."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from importlib.metadata import version
 
 
 def environment_of_ranks(*, tp_size: int = 1, pp_size: int = 1) -> dict[str, str]:
-    """Variables for an engine of so many ranks.
+    """Return the variables for an engine of `tp_size * pp_size` ranks.
 
-    SGLang wants to know the cores of each; 0.5.17 only those of the ranks of one stage. Between
-    ranks it prefers NCCL to gloo where it finds the library, even for a CPU, so it must not find
-    it.
+    SGLang requires the cores of each rank; 0.5.17 only those of the ranks of one stage. Even on a
+    CPU, it uses NCCL instead of gloo if it finds the library, so the library is hidden.
     """
     cores = sorted(os.sched_getaffinity(0))
     count = tp_size if version("sglang") == "0.5.17" else tp_size * pp_size

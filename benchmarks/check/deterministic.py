@@ -1,17 +1,17 @@
-"""Deterministic servers: a request's bits in every batch, for pat beside FA3.
+"""Checks that deterministic servers give a request the same bits in every batch.
 
     python benchmarks/check deterministic [--json FILE]
 
-All servers have `--enable-deterministic-inference`; on a CPU, where SGLang refuses it, pat's
-batch-invariant mode alone, beside torch_native, in float32.
+pat and FA3 run with `--enable-deterministic-inference`. On a CPU, where SGLang refuses it, pat runs
+in its batch-invariant mode, beside torch_native, in float32.
 
-The trained model of `sglang-pat demo`, its positions stretched by YaRN, continues docstrings. Some
-requests are asked alone with an empty cache, alone with a full one, and in batches of 7 and 128,
-with nothing in common or nearly all: greedily, and all sampled by seeds of their own. (Batches of
-both kinds take another way through SGLang's sampler.) Tokens and log-probabilities must be equal to
-the last bit. A first token that differs was computed by prefill alone; pat may change no more
-requests than FA3 does. None may have a log-probability that is not a finite number, and the model
-must know its text: where SGLang's products compute nothing, all answers are equal and wrong.
+The trained model of `sglang-pat demo`, with positions stretched by YaRN, continues docstrings. Some
+requests are sent alone with an empty cache, alone with a full one, and in batches of 7 and 128 that
+share nothing or nearly everything: once greedily, and once with all requests sampled by their own
+seeds. (Batches with both kinds take another path in SGLang's sampler.) Tokens and log-probabilities
+must be equal to the last bit. If a first token differs, prefill is the cause, so pat may change no
+more requests than FA3. All log-probabilities must be finite, and those of the docstrings high: if
+SGLang's products computed nothing, all answers would be equal and wrong.
 
 `server compare --scenarios deterministic` times the mode.
 """
@@ -44,23 +44,23 @@ from sglang_pat.bench.server import START_SECONDS, Server, Start, contender, sam
 from sglang_pat.cli.tiny_model import TRAINED
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
-STRICT = {"SGLANG_PAT_STRICT": "1"}  # layers that the default backend decodes would compare nothing
-INVARIANT = {"SGLANG_PAT_BATCH_INVARIANT": "1"}  # where SGLang has no mode
-TRAINED_CONTEXT = 1024  # tokens of a sequence that the model was trained with
+STRICT = {"SGLANG_PAT_STRICT": "1"}  # a fallback would compare nothing
+INVARIANT = {"SGLANG_PAT_BATCH_INVARIANT": "1"}  # if SGLang has no such mode
+TRAINED_CONTEXT = 1024  # longest sequence of the model's training
 CONTEXT = 24 * TRAINED_CONTEXT
-OWN = 40  # tokens of a prompt that shares the others
-STRIDE = 1009  # tokens of the text between the beginnings of two prompts
+OWN = 40  # private tokens of a prompt
+STRIDE = 1009  # tokens of text between the beginnings of prompts
 ANSWER = 32  # tokens
 PACKAGES = ("numpy", "scipy", "torch", "pandas", "networkx", "matplotlib", "transformers")
-LEAST_LOGPROB = -4.0  # mean of a token of text; of 2,048 equal ones: -7.6
-LARGEST_RATIO = 0.5  # of KV that pat reads, to query by query, in the longest shared case
+LEAST_LOGPROB = -4.0  # mean over text; -7.6 for 2,048 equally probable tokens
+LARGEST_RATIO = 0.5  # KV that pat reads / query-centric, longest case
 
 Bits = tuple[tuple[int, ...], tuple[float | None, ...]]
-Done = Callable[[str, str, Any, Mapping[str, Any]], None]  # part, name, what was found, gates
+Done = Callable[[str, str, Any, Mapping[str, Any]], None]  # arguments: part, name, findings, gates
 
 
 class Scale(NamedTuple):
-    """Requests of this machine. probes: how many are asked alone, too. samples: by seeds, too."""
+    """Requests for this machine. probes: how many are also sent alone. samples: also sampled."""
 
     backends: tuple[str, str]
     lengths: tuple[int, ...]
@@ -94,14 +94,14 @@ WITHOUT_GPU = Scale(
     (60, 500),
     12,
     3,
-    False,  # SGLang has no seeds there
+    False,  # SGLang has no seeds on a CPU
     ON_CPU | {"context_length": CONTEXT, "max_running_requests": 16, "max_total_tokens": 1 << 14},
     INVARIANT,
 )
 
 
 def _config() -> dict[str, Any]:
-    """The trained model's, with room for long prompts."""
+    """Return the trained model's configuration, with a longer context."""
     config: dict[str, Any] = json.loads((TRAINED / "config.json").read_text())
     stretched = {
         "rope_type": "yarn",
@@ -118,7 +118,7 @@ def write_trained(folder: Path) -> Path:
 
 
 def docstrings(packages: Path) -> Iterator[str]:
-    """Docstrings of `PACKAGES`, each once; none of tests, none of less than 200 characters."""
+    """Yield docstrings of `PACKAGES`, each once, without tests and those below 200 characters."""
     seen = set()
     for package in PACKAGES:
         for file in sorted((packages / package).rglob("*.py")):
@@ -127,7 +127,7 @@ def docstrings(packages: Path) -> Iterator[str]:
             with warnings.catch_warnings(action="ignore"):
                 try:
                     tree = ast.parse(file.read_text(errors="replace"))
-                except SyntaxError:  # templates, and what another Python reads
+                except SyntaxError:  # templates, and files for another Python
                     continue
             for node in ast.walk(tree):
                 if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
@@ -138,7 +138,7 @@ def docstrings(packages: Path) -> Iterator[str]:
 
 
 def text(count: int) -> list[int]:
-    """Tokens of docstrings of installed packages."""
+    """Return tokens of docstrings of installed packages."""
     import torch
     from tokenizers import Tokenizer
 
@@ -169,16 +169,16 @@ def bits(answer: Mapping[str, Any]) -> Bits:
 
 
 def same(one: Bits, other: Bits, count: int | None = None) -> bool:
-    """Compare the first tokens, and on a GPU their log-probabilities.
+    """Return True if the first tokens are equal, and on a GPU their log-probabilities too.
 
-    On a CPU, SGLang's products depend on the batch.
+    On a CPU, SGLang's matrix products depend on the batch.
     """
     parts = slice(None) if cuda_driver_is_present() else slice(1)
     return [each[:count] for each in one[parts]] == [each[:count] for each in other[parts]]
 
 
 def not_finite(answers: Sequence[Bits]) -> int:
-    """Log-probabilities that are no finite number, which JSON has as null."""
+    """Return the number of log-probabilities that are not finite, which are null in JSON."""
     found = (value for _, logprobs in answers for value in logprobs)
     return sum(value is None or not math.isfinite(value) for value in found)
 
@@ -186,10 +186,10 @@ def not_finite(answers: Sequence[Bits]) -> int:
 def of_answers(
     server: Server, asked: Sequence[Sequence[int]], probes: int, *, sampled: bool
 ) -> dict[str, Any]:
-    """Ask some requests alone and in batches.
+    """Send some requests alone and in batches, and compare their bits.
 
-    sampled: at temperature 1, by seeds of their own. different: by batch, those with other bits
-    than alone; different_first: whose first token has.
+    sampled: at temperature 1, with their own seeds. Of the result, different: number of requests
+    with other bits than alone, by batch; different_first: those whose first token differs.
     """
     own = [{"temperature": 1.0, "sampling_seed": i} if sampled else {} for i in range(len(asked))]
     sampling = [sampling_of(ANSWER) | each for each in own]
@@ -229,7 +229,7 @@ def of_answers(
 
 
 def mean_logprob(server: Server, tokens: Sequence[int]) -> float:
-    """Mean log-probability of a token of the text after those before it."""
+    """Return the mean log-probability of a text's tokens."""
     server.flush()
     answer = server.answer(tokens, sampling_of(1), return_logprob=True, logprob_start_len=0)
     values = [each[0] for each in answer["meta_info"]["input_token_logprobs"][1:]]
@@ -237,7 +237,7 @@ def mean_logprob(server: Server, tokens: Sequence[int]) -> float:
 
 
 def of_both(pair: Mapping[str, Member], work: Callable[[Server], Any]) -> dict[str, Any]:
-    """Let both servers work at once."""
+    """Run `work` on both servers at the same time, and return the results."""
     with ThreadPoolExecutor(len(pair)) as pool:
         futures = {name: pool.submit(work, member.server) for name, member in pair.items()}
         return {name: future.result() for name, future in futures.items()}
@@ -252,7 +252,7 @@ def compare(
     *,
     sampled: bool = False,
 ) -> float | None:
-    """Ask both servers at once. Returns pat's KV read ratio. done: is given what was found."""
+    """Send a case to both servers at once. Return pat's KV read ratio. done: gets the findings."""
     pat = pair["pat"]
     before = pat.server.stats()
     found = of_both(pair, partial(of_answers, asked=asked, probes=probes, sampled=sampled))
@@ -265,7 +265,7 @@ def compare(
 
 
 def gates_of(case: str, found: Mapping[str, Any], name: str, other: str) -> dict[str, Any]:
-    """Judge a case: `name` may change no more requests than `other`, in any of the batches."""
+    """Return a case's gates: `name` may not change more requests than `other` in any batch."""
     mine, theirs = (found[each]["different"] for each in (name, other))
     more = max(mine[batch] - theirs[batch] for batch in mine)
     odd = sum(found[each]["not_finite"] for each in (name, other))
@@ -293,7 +293,7 @@ def answers(pair: Mapping[str, Member], scale: Scale, done: Done) -> None:
 
 
 def starts(folder: Path) -> dict[str, Start]:
-    """Both servers, by backend."""
+    """Return the arguments of both servers, by backend."""
     scale, model = this_scale(), write_trained(folder / "trained")
     return {
         name: Start(

@@ -1,12 +1,12 @@
-"""The hierarchical cache: KV that has left the device and come back gives the answers it gave.
+"""Checks that KV which has left the device and come back gives the same answers.
 
     python benchmarks/check hicache [--backends pat fa3 triton] [--json FILE]
 
-The requests of `check logits`. pat runs with a pool that is too small for all requests, and with a
-tier on the host: the requests are answered, others drive their KV out of the device, and they are
-answered again, from the host. Both times the logits may be off the last backend's, which runs
-without tiers, by at most twice what the backends between are, and tokens may part at a tie only.
-The second time must have found KV on the host, and shared it.
+The requests are those of `check logits`. pat runs with a host tier and a small pool. The requests
+are answered, other requests evict their KV from the device, and they are answered again with KV
+from the host. Both times, pat's logits may differ from the last backend's, which has no tiers, by
+at most twice as much as the other backends' logits do, and tokens may differ only at ties. The
+second time, KV must have come from the host and been shared.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from sglang_pat.bench.answers import agreement
 from sglang_pat.bench.server import Server, Start, contender, running_servers, sampling_of
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
-LARGEST_RATIO = 0.9  # of KV that is planned, to what attention for each request alone reads
+LARGEST_RATIO = 0.9  # planned KV / KV that query-centric attention reads
 TIERS = {
     "enable_hierarchical_cache": True,
     "hicache_write_policy": "write_through",
@@ -49,19 +49,19 @@ TIERS = {
     "enable_cache_report": True,
     "page_size": 16,
 }
-# Without a driver torch copies between the tiers (tests/support/fakes/driver.py).
+# Arguments for a CPU, where torch copies between the tiers (tests/support/fakes/driver.py).
 TIERS_ON_CPU = {"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first"}
 
 
 def pool_tokens(setup: Setup) -> int:
-    """Enough for the requests, their answers and their pages, and little more."""
+    """Return a pool size just above what the requests and answers need."""
     shared = setup.system + setup.document
     own = sum(len(prompt) - shared for prompt in prompts(setup))
     return -(-(own + setup.system + DOCUMENTS * setup.document) // 1024) * 1024 + 4096
 
 
 def drive_out(server: Server, setup: Setup) -> None:
-    """Fill the pool with other requests."""
+    """Fill the pool with other requests, which evicts the KV of the first ones."""
     source = random.Random(11)
     vocabulary = range(NUM_SPECIAL_TOKENS, setup.model.vocab_size)
     count = 8
@@ -72,7 +72,7 @@ def drive_out(server: Server, setup: Setup) -> None:
 
 
 def found_on_host(server: Server, setup: Setup) -> int:
-    """Tokens of the prompts that come from the host when they are asked for again."""
+    """Return how many prompt tokens come from the host when prompts are sent again."""
     answers = server.generate(prompts(setup), sampling_of(1))
     details = [answer["meta_info"].get("cached_tokens_details") or {} for answer in answers]
     return sum(int(each.get("host") or 0) for each in details)
@@ -81,10 +81,9 @@ def found_on_host(server: Server, setup: Setup) -> int:
 def judge(
     pat: tuple[Run, Run], others: dict[str, Run], on_host: int, counted: dict[str, Any]
 ) -> dict[str, Any]:
-    """Compare the answers.
+    """Compare pat's answers, before and after eviction, with those of other backends.
 
-    pat: before and after its KV was on the host. others: the last is the yardstick. counted: by pat
-    since then.
+    pat: answers before and after. others: the last is the reference. counted: pat's counters after.
     """
     *names, yardstick = others
     reference = others[yardstick]

@@ -1,22 +1,22 @@
-"""Logits of pat in SGLang's server against those of SGLang's own backends.
+"""Compares logits of pat in SGLang's server with those of SGLang's own backends.
 
     python benchmarks/check logits [--backends pat fa3 triton] [--json FILE]
 
-A model whose logits are not flat, 32 requests over a three-level prefix tree, 64 tokens each, one
-server per backend; all start at the same moment. The last backend is the yardstick. pat must have
-decoded all layers (SGLANG_PAT_STRICT=1), planned every step, and shared what is common.
+Each backend has a server, and all servers start at the same time. A model whose logits are not flat
+answers 32 requests over a three-level prefix tree with 64 tokens each. The last backend is the
+reference. pat must decode all layers (SGLANG_PAT_STRICT=1), plan every step, and share common KV.
 
-Forced: a bias of its own makes every request answer one token again and again, whatever the
-backend, so that all positions of all requests can be compared. What is compared are the logits of
-PROBES tokens, less their mean, which the bias cannot reach. pat may be off the yardstick by at most
-twice what the backends between are, in the largest and in the mean difference.
+Forced pass: a logit bias makes every request repeat one token, whatever the backend, so that all
+positions of all requests can be compared. The logits of PROBES other tokens, minus their mean, are
+compared. pat's largest and mean difference from the reference may be at most twice those of the
+backends between pat and the reference.
 
-Greedy: the tokens themselves, up to a tie: where two tokens' logits lie no further apart in the
-yardstick's scores than the other backends' noise can move them, which is twice their largest
-difference, since either logit may move by that.
+Greedy pass: the tokens are compared up to a tie. Two tokens tie if their logits differ in the
+reference by at most twice the other backends' largest difference, because each logit may move by
+that difference.
 
-Each server answers both twice, from an empty cache: the same tokens, and of pat the same logits to
-the last bit.
+Each server runs both passes twice, from an empty cache. Both times must give the same tokens, and
+with pat bit-identical logits.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ REQUESTS = 32
 DOCUMENTS = 4
 NUM_TOKENS = 64
 PROBES = 64
-CANDIDATES = 64  # whose scores are known; some 40 tokens lie within bfloat16's noise of the best
+CANDIDATES = 64  # top tokens with scores; about 40 may tie in bfloat16
 BIAS = 80.0  # several times any logit
-LARGEST_RATIO = 0.9  # of KV that pat plans, to what attention for each request alone reads
+LARGEST_RATIO = 0.9  # planned KV / KV that query-centric attention reads
 STRICT = {"SGLANG_PAT_STRICT": "1"}  # layers that the default backend decodes would compare nothing
-# Where no other backend gives the measure: float32 sums in another order.
+# The limits if there is no other backend to compare with, for float32 sums in another order.
 FLOAT32_LIMIT = 1e-3
 
 COMMON = {
     "skip_tokenizer_init": True,
     "enable_fp32_lm_head": True,
     "context_length": 8192,
-    "max_running_requests": REQUESTS,  # and no CUDA graphs of larger batches
+    "max_running_requests": REQUESTS,  # captures no larger CUDA graphs
 }
 
 
 class Setup(NamedTuple):
-    """The model and its requests here. system, document: tokens of the two shared levels."""
+    """Model and requests for this machine. system, document: tokens of the two shared levels."""
 
     model: TinyModel
     arguments: dict[str, Any]
@@ -104,7 +104,7 @@ Logits = np.ndarray[tuple[int, int, int], np.dtype[np.float64]]
 
 
 class Run(NamedTuple):
-    """One pass over all requests. logits: of the forced answers, `[requests, tokens, probes]`."""
+    """Both passes over all requests. logits: forced pass, `[requests, tokens, probes]`."""
 
     logits: Logits
     greedy: list[Answer]
@@ -122,7 +122,7 @@ def prompts(setup: Setup) -> list[list[int]]:
 
 
 def answer_all(server: Server, setup: Setup, *, flush: bool = True) -> Run:
-    """Both passes. flush: each from an empty radix cache."""
+    """Run both passes. flush: each from an empty radix cache."""
     usable = range(NUM_SPECIAL_TOKENS, setup.model.vocab_size)
     chosen = random.Random(6).sample(usable, REQUESTS + PROBES)
     forced, probes = chosen[:REQUESTS], chosen[REQUESTS:]
@@ -146,7 +146,7 @@ def answer_all(server: Server, setup: Setup, *, flush: bool = True) -> Run:
 
 
 def _probed(answers: list[dict[str, Any]]) -> Logits:
-    """Log-probabilities are logits less a number that all tokens of a position have in common."""
+    """Return the probes' logits minus their mean, computed from log-probabilities."""
     logprobs = np.array(
         [
             [[probe[0] for probe in position] for position in answer["meta_info"][_PROBED]]
@@ -158,13 +158,13 @@ def _probed(answers: list[dict[str, Any]]) -> Logits:
 
 
 def largest_and_mean(left: Logits, right: Logits) -> tuple[float, float]:
-    """Return largest and mean difference; infinite if one is no number."""
+    """Return the largest and the mean difference, infinite if a logit is not a number."""
     differences = np.nan_to_num(np.abs(left - right), nan=np.inf)
     return float(differences.max()), float(differences.mean())
 
 
 def problems_of_decoding(stats: dict[str, Any]) -> list[str]:
-    """Why pat's counters show that it did not decode the requests of a check, or shared nothing."""
+    """Return why pat's counters show that it has not decoded the requests, or shared nothing."""
     steps = stats.get("plans_built", 0) + stats.get("plans_reused", 0)
     ratio = read_ratio(stats) if steps else None
     found = []
@@ -176,7 +176,7 @@ def problems_of_decoding(stats: dict[str, Any]) -> list[str]:
 
 
 def problems_of_comparing(greedy: Agreement, limits: Sequence[float]) -> list[str]:
-    """Why an agreement of answers, or limits, would let anything pass."""
+    """Return why a comparison of answers, or its limits, would let anything pass."""
     found = []
     compared = greedy.positions + len(greedy.partings)
     if compared < greedy.requests:
@@ -187,9 +187,9 @@ def problems_of_comparing(greedy: Agreement, limits: Sequence[float]) -> list[st
 
 
 def judge(runs: dict[str, tuple[Run, Run]], problems: Sequence[str]) -> dict[str, Any]:
-    """Each backend against the last, and its two runs with each other. `passed` is about pat.
+    """Compare each backend with the last, and its two runs. `passed` is the verdict on pat.
 
-    problems: why the runs say nothing about pat (`problems_of_decoding`).
+    problems: reasons why the runs prove nothing about pat (`problems_of_decoding`).
     """
     *names, yardstick = runs
     off = {
@@ -206,7 +206,7 @@ def judge(runs: dict[str, tuple[Run, Run]], problems: Sequence[str]) -> dict[str
             "same_logits_again": bool(np.array_equal(first.logits, second.logits)),
         }
         if name != yardstick:
-            # Twice the noise: either of the two logits may be moved by it.
+            # Twice the noise, by which each of the two logits may move.
             greedy = agreement(first.greedy, runs[yardstick][0].greedy, max_limit)
             largest, mean = off[name]
             backends[name] |= {"max": largest, "mean": mean, "greedy": greedy.as_dict()}

@@ -1,25 +1,25 @@
-"""Several ranks: the same tokens from them as from one, and plans as they should be.
+"""Checks that several ranks give the same tokens as one rank, by the right plans.
 
     python benchmarks/check ranks --layout tp pp dp mla mla-dp chains [--ranks 2] [--json FILE]
 
-tp: the ranks have a part of the heads each; SGLANG_PAT_DEBUG makes them compare their plans, and
-fail if one has another. pp: a part of the layers each; batches take turns, and each
-reuses its own plans. dp: the layers' attention is for requests of a rank's own
-(--enable-dp-attention); each rank plans its own. mla, mla-dp: as tp and dp, of a model with latent
-attention. chains: as tp, and a draft model (the same one) drafts chains of tokens.
+tp: each rank has some of the heads. SGLANG_PAT_DEBUG makes the ranks compare their plans, and fail
+if these differ. pp: each rank has some of the layers, batches alternate, and each reuses its own
+plans. dp: each rank computes and plans attention for its own requests (--enable-dp-attention). mla,
+mla-dp: like tp and dp, with a model with latent attention. chains: like tp, and the same model
+drafts chains of tokens.
 
-The requests of `check logits`, through each backend on one rank and on several. What the sums in
-another order cost is measured on the other backends: pat's logits may move by at most twice that,
-and its tokens may part at a tie only. With chains, each token must be the one that the model finds
-most probable, up to rounding, when all of the answer is given to another backend's single rank as a
-prompt; and as many drafts are accepted as there, up to two standard errors.
+Each backend answers the requests of `check logits` on one rank and on several. The other backends
+show how much logits move by sums in another order. pat's logits may move by at most twice that, and
+its tokens may differ only at ties. With chains, another backend on one rank gets the answers as
+prompts. Each token must be its most probable one, up to rounding. As many drafts must be accepted
+as with that backend, up to two standard errors.
 
-Where ranks share a batch, none may wait for the plan of another: how much longer the slowest rank
-planned a step than the fastest is judged on GPUs, where steps repeat plans as in production
-(SGLANG_PAT_DEBUG=ranks).
+Ranks that share a batch must not wait for one another's plans. So on GPUs, where steps repeat plans
+as in production (SGLANG_PAT_DEBUG=ranks), there is a limit on how much longer the slowest rank
+plans a step than the fastest.
 
-The servers of all layouts start at once. One that fails fails its layout, and what is known is
-written after each layout. Without a GPU, tp and pp run on the CPU with a smaller model.
+The servers of all layouts start at once. A server that fails, fails its layout. Results are written
+after each layout. Without a GPU, tp and pp run on the CPU with a smaller model.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 from sglang_pat.stats import PlanningTimes
 
-# The model of each layout, and who writes it. SGLang's Llama has no data-parallel attention.
+# The model of each layout, and the function that writes it. SGLang's Llama lacks data-parallel
+# attention.
 LAYOUTS = {
     "tp": "llama",
     "pp": "llama",
@@ -92,24 +93,24 @@ WRITERS: dict[str, Callable[[TinyModel, Path], Path]] = {
 }
 ONE_BATCH = ("tp", "mla", "chains")  # all ranks decode the same requests
 ON_A_CPU = ("tp", "pp")
-# Least share of the steps that have the last plan; the others follow a change of the batch.
+# Least fraction of steps that reuse the last plan. The others follow a change of the batch.
 LEAST_REUSED = 0.5
-# KV that is planned, of what attention for each request alone reads.
+# Largest allowed planned KV / KV that query-centric attention reads.
 LARGEST_RATIO = 0.9
-# Limit for 90% of the steps: the slowest rank's planning less the fastest's.
+# Limit, for 90% of the steps, on the slowest rank's planning time minus the fastest's.
 APART_US, APART_PERCENT = 50.0, 90
 
 
 class Plans(NamedTuple):
-    """Counters of one of pat's ranks."""
+    """Counters of one of pat's ranks, about its plans."""
 
     steps: int
     reused: int
     kv_ratio: float
-    steps_alike: int  # planned steps in which all ranks had the same plans
-    # By reason. A rank without requests of its own decodes padding.
+    steps_alike: int  # planned steps with equal plans on all ranks
+    # Number by reason. A rank without requests decodes padding.
     steps_without_sharing: dict[str, int]
-    apart_us: dict[str, float]  # by percentile; empty where ranks do not share a batch
+    apart_us: dict[str, float]  # by percentile; empty if ranks share no batch
 
     @classmethod
     def of(cls, stats: Mapping[str, Any]) -> Plans:
@@ -149,11 +150,11 @@ class Plans(NamedTuple):
 
 
 def judge(runs: dict[str, tuple[Run, Run]], plans: Plans, layout: str) -> dict[str, Any]:
-    """runs: of each backend on one rank and on several. plans: of pat on several."""
+    """Judge a layout. runs: each backend's on one rank and on several. plans: pat's on several."""
     moved = {name: largest_and_mean(one.logits, many.logits) for name, (one, many) in runs.items()}
     others = [errors for name, errors in moved.items() if name != "pat"]
     max_limit, mean_limit = (2 * max(column) for column in zip(*others, strict=True))
-    if not cuda_driver_is_present():  # where one other backend may happen not to move at all
+    if not cuda_driver_is_present():  # on a CPU, another backend may not move at all
         max_limit, mean_limit = max(max_limit, FLOAT32_LIMIT), max(mean_limit, FLOAT32_LIMIT)
     one, many = runs["pat"]
     greedy = agreement(many.greedy, one.greedy, max_limit)
@@ -176,8 +177,8 @@ def judge(runs: dict[str, tuple[Run, Run]], plans: Plans, layout: str) -> dict[s
 class Drafted(NamedTuple):
     """Answers of a backend whose ranks verify drafts.
 
-    off: by how much a token is less probable than the best one, at most. accepted: tokens that a
-    step gives a request. error: of `accepted`, its standard error.
+    off: by how much a token is at most less probable than the best one. accepted: mean tokens that
+    a step gives a request. error: the standard error of `accepted`.
     """
 
     off: float
@@ -186,7 +187,7 @@ class Drafted(NamedTuple):
 
 
 def judge_chains(found: Mapping[str, Drafted], plans: Plans) -> dict[str, Any]:
-    """found: by backend, pat's and that of the others."""
+    """Judge chains. found: the answers of pat and of the other backends, by backend."""
     pat = found["pat"]
     others = [each for name, each in found.items() if name != "pat"]
     limit = max(OFF_STEP, OFF_RATIO * max(each.off for each in others))
@@ -208,8 +209,8 @@ def judge_chains(found: Mapping[str, Drafted], plans: Plans) -> dict[str, Any]:
 
 
 def arguments_of(layout: str, ranks: int, model: Path, *, on_cpu: bool) -> dict[str, Any]:
-    """Return arguments of sglang.Engine. model: its folder."""
-    # SGLang's own all-reduce is compiled for a minute, and pat has no part in it.
+    """Return arguments of sglang.Engine. model: the folder of the model."""
+    # SGLang's own all-reduce takes a minute to compile, and does not concern pat.
     more: dict[str, Any] = {} if on_cpu else {"disable_custom_all_reduce": True}
     if layout == "pp":
         return {"pp_size": ranks, **more}
@@ -229,9 +230,9 @@ def arguments_of(layout: str, ranks: int, model: Path, *, on_cpu: bool) -> dict[
 def starts_of(
     setup: Setup, folder: Path, backends: Sequence[str], layouts: Sequence[str], ranks: int
 ) -> dict[str, Start]:
-    """Every backend in every layout, `pat-tp`; and on one rank, of each model, `pat-llama`.
+    """Return the servers: every backend in every layout (`pat-tp`) and on one rank (`pat-llama`).
 
-    folder: has the models.
+    folder: folder of the models.
     """
     on_cpu = setup.arguments.get("device") == "cpu"
     models = dict.fromkeys(LAYOUTS[layout] for layout in layouts)
@@ -239,7 +240,7 @@ def starts_of(
     for name in (*models, *layouts):
         environment = {
             "SGLANG_PAT_DEBUG": "ranks" if name in ONE_BATCH and not on_cpu else "1",
-            # SGLang would take the other servers on a GPU for a fault.
+            # SGLang would report the memory of other servers on a GPU as an error.
             "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
             **STRICT,
         }
@@ -260,13 +261,13 @@ def starts_of(
 
 
 def answer_chains(server: Server, setup: Setup) -> list[dict[str, Any]]:
-    """The greedy answers to all prompts."""
+    """Return the greedy answers to all prompts."""
     server.flush()
     return server.generate(prompts(setup), sampling_of(NUM_TOKENS))
 
 
 class Answers:
-    """The answers of servers, by name. failures: why a server gave none."""
+    """The answers of servers, by name. failures: why a server has no answers."""
 
     def __init__(self, members: Mapping[str, Member], setup: Setup) -> None:
         self._members = members
@@ -286,7 +287,7 @@ class Answers:
             self.failures[name] = failures[0]
 
     def judge(self, layout: str, backends: Sequence[str]) -> dict[str, Any]:
-        """The verdict on a layout, whose servers have been asked."""
+        """Return the verdict on a layout, whose servers have answered."""
         one = {name: f"{name}-{LAYOUTS[layout]}" for name in backends}
         many = {name: f"{name}-{layout}" for name in backends}
         missing = [name for name in (*one.values(), *many.values()) if name not in self._found]
@@ -310,7 +311,7 @@ class Answers:
 
 
 def gates(verdicts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Judge, by layout, how far apart the ranks' planning was."""
+    """Return gates on the differences of the ranks' planning times, by layout."""
     key = f"p{APART_PERCENT}"
     return {
         f"{layout}: planning of the slowest rank less the fastest's, {key}, us": at_most(
@@ -339,7 +340,7 @@ def show(data: Mapping[str, Any], layouts: Sequence[str]) -> None:
 def check_all(
     setup: Setup, backends: Sequence[str], args: argparse.Namespace, folder: Path
 ) -> dict[str, Any]:
-    """All layouts: their verdicts, `failures` and `gates`. What is known is in the file."""
+    """Run all layouts. Return and write their verdicts, `failures` and `gates`."""
     layouts = args.layout
     for model in {LAYOUTS[layout] for layout in layouts}:
         WRITERS[model](setup.model, folder / model)
@@ -351,7 +352,7 @@ def check_all(
         wait(members.values(), args.start_seconds)
         report_starts(members.values())
         answers = Answers(members, setup)
-        # Ranks that compare how long they plan have the machine's cores for themselves.
+        # Ranks that compare planning times run alone, so that they have all cores.
         in_turn = [f"pat-{layout}" for layout in layouts if layout in ONE_BATCH]
         with ThreadPoolExecutor() as pool:
             list(pool.map(answers.ask, starts.keys() - {*in_turn}))
@@ -365,7 +366,7 @@ def check_all(
             found["failed"] = bool(failures)
             data["failures"] += [f"{layout}: {failure}" for failure in failures]
             data |= {layout: found}
-            if setup is not ON_CPU:  # whose cores are few
+            if setup is not ON_CPU:  # the CPU has few cores
                 data["gates"] = gates(verdicts)
             write(args.json, data)
     return data

@@ -1,4 +1,4 @@
-"""Small cases of every body of the kernels: what a sanitizer watches.
+"""Runs small cases of every body of the kernels, for a sanitizer.
 
     python benchmarks/check sanitizer-grid [--body NAME ...] [--uninitialized] [--planted]
 
@@ -51,7 +51,7 @@ TREE = make_case(
 RAGGED = make_case([], [(-1, length) for length in (1, 15, 31, 32, 33, 63, 64, 65, 127, 129)])
 LONG = make_case([(-1, 700)], [(0, 90)] * 3 + [(-1, 1100), (-1, 30), (-1, 0)])
 WIDE = make_case([(-1, 130)], [(0, 1 + 7 * (i % 5)) for i in range(40)])
-# Many items in a ticket, or more tickets than a device runs CTAs: the ring's stages are used again.
+# Many items in a ticket, or more tickets than CTAs, so that the ring's stages are used again.
 MANY = make_case([(-1, 20)] * 10, [(node, 1 + 5 * node) for node in range(10)] * 14)
 MORE = make_case([(-1, 20)] * 10, [(node, 1 + 5 * node) for node in range(10)] * 32)
 SPLIT = {"num_workers": 33, "min_item_tokens": 64}
@@ -61,10 +61,10 @@ SPLIT = {"num_workers": 33, "min_item_tokens": 64}
 class Case:
     """One step of one layer.
 
-    heads: of queries and of KV. scheduler: what differs from its defaults here. seed: of a plan cut
-    at random; None: the scheduler's plan. placement: where in the pool slots lie, as in
-    `slot_placements.py`. broken: the first request's last key is NaN, and those beside it are
-    computed again.
+    heads: numbers of query and KV heads. scheduler: options other than the defaults here. seed:
+    seed of a randomly cut plan, or None for the scheduler's plan. placement: how slots lie in the
+    pool, as in `slot_placements.py`. broken: make the first request's last key NaN, so that rows of
+    other requests are recomputed.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Case:
         )
 
     def plan(self, config: KernelConfig) -> PackScheduler | HandPlan:
-        """The plan of the case, made."""
+        """Make and return the plan of the case."""
         group_size = self.heads[0] // self.heads[1]
         if self.seed is not None:
             plan = random_plan(self.forest, group_size, self.seed)
@@ -105,7 +105,7 @@ class Case:
             ),
             "policy": "memory",
             "min_item_tokens": 128,
-            "by_time": False,  # small cases, which are to share
+            "by_time": False,  # else small cases would not share
             "one_tile": batch_invariant and not config.tiles_agree,
             "latent": config.is_latent,
             **self.scheduler,
@@ -157,7 +157,7 @@ def _of_body(**body: Any) -> list[Case]:
 
 
 def _of_head_dim_512() -> list[Case]:
-    """Return the cases of the rows that two warpgroups share."""
+    """Return the cases of wide rows, which two warpgroups share."""
 
     def case(name: str, forest: ForestCase, **more: Any) -> Case:
         return Case(f"head-dim-512-{name}", forest, (16, 2), WIDE_HEAD_DIMS, **more)
@@ -234,7 +234,7 @@ class _Inputs:
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator).to(case.dtype)
 
-        # At the pool's end.
+        # These slots are at the pool's end.
         unused = forest.num_slots + 7
         places = unused + torch.from_numpy(place(forest, case.placement))
         pool = int(places.max()) + 1
@@ -263,11 +263,11 @@ class _Inputs:
 
     @staticmethod
     def _values_in(keys: torch.Tensor) -> torch.Tensor:
-        """Those of latent attention."""
+        """Return the values of latent attention, which are columns of the keys."""
         return keys[..., : LATENT_HEAD_DIMS[1]]
 
     def plant(self, *, uninitialized: bool) -> None:
-        """The fault of `run_case`."""
+        """Make the error that `planted` of `run_case` asks for."""
         self.table[self.rows[0], self.lens[0] - 1] = 0 if uninitialized else len(self.k)
 
     def exact(self, logit_cap: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -279,13 +279,13 @@ class _Inputs:
     def on_device(
         self, device: torch.device, *, uninitialized: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keys, values and table."""
+        """Return keys, values and table on the device."""
         named = (self.k, self.v, self.table)
         if not uninitialized:
             k, v, table = (tensor.to(device) for tensor in named)
             return k, self._values_in(k) if self.is_latent else v, table
         k, v, table = (torch.empty_like(tensor, device=device) for tensor in named)
-        # By memcpy, no kernel of torch's.
+        # Copies by memcpy, because a torch kernel would be watched too.
         for copy, tensor in ((k, self.k), (v, self.v)):
             for begin, end in _runs(self.slots):
                 copy[begin:end].copy_(tensor[begin:end])
@@ -295,7 +295,7 @@ class _Inputs:
 
 
 def _runs(slots: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """The slots as ranges of neighbours."""
+    """Yield the slots as ranges of consecutive slots."""
     ascending = slots.sort().values
     breaks = (ascending.diff() > 1).nonzero().flatten() + 1
     for run in ascending.tensor_split(breaks):
@@ -305,11 +305,11 @@ def _runs(slots: torch.Tensor) -> Iterator[tuple[int, int]]:
 def run_case(
     case: Case, device: torch.device, *, uninitialized: bool = False, planted: bool = False
 ) -> None:
-    """The case, twice: the second time finds the counters where the first has left them.
+    """Run the case twice, so that the second run uses the counters of the first.
 
-    On the CPU by the executor in plain torch. RuntimeError if a result is wrong. uninitialized:
-    nobody writes what no kernel may read. planted: the first request's last slot is the pool's end,
-    or one that nobody has written.
+    On a CPU, the executor in plain torch runs it. RuntimeError if a result is wrong. uninitialized:
+    leave memory unwritten that no kernel may read. planted: make the first request's last slot the
+    end of the pool, or an unwritten slot.
     """
     on_gpu = device.type == "cuda"
     config = case.config(torch.cuda.get_device_capability(device) if on_gpu else HOPPER)
@@ -346,12 +346,12 @@ def _kernels_with_tight_buffers(
     *,
     poisoned: bool,
 ) -> CudaExecutor:
-    """Buffers that hold this plan, and end where it ends."""
+    """Return an executor whose buffers end where this plan ends."""
     sizes = BufferSizes.needed_by(plan)  # type: ignore[arg-type]  # a plan by hand knows it too
     kernels = load_kernels(config, torch.cuda.current_device())
     executor = CudaExecutor(kernels, case.heads[0], device, sizes)
     buffers = executor.buffers
-    # Once more, by a copy: not every version of initcheck sees what torch's kernels write.
+    # Writes them by a copy too, because some versions of initcheck do not see torch's kernels.
     buffers.counters.copy_(torch.zeros(buffers.counters.shape, dtype=torch.int32))
     if poisoned:
         _poison(buffers.partial_out, buffers.partial_lse)
@@ -364,9 +364,9 @@ def _poison(*tensors: torch.Tensor) -> None:
 
 
 def _check(case: Case, result: tuple[torch.Tensor, torch.Tensor], exact: Sequence[Any]) -> None:
-    """That the kernels have computed what they should; how well is for tests/gpu to say."""
+    """Raise RuntimeError if a result is wrong. tests/gpu have tighter bounds."""
     out_close = {"rtol": 0.02, "atol": 0.02}
-    # Sums of products over fp8 keys keep 13 bits of mantissa (kernels/README.md).
+    # With fp8 keys, sums of products have 13 bits of mantissa (kernels/README.md).
     exactness = 2e-5 if case.kv_dtype is None else 5e-3
     lse_close = {"rtol": 0.0, "atol": exactness + 1e-3 * case.logit_cap}
     for name, got, expected, close in zip(

@@ -1,15 +1,15 @@
-"""The kernels below compute-sanitizer: memcheck, racecheck, synccheck, initcheck.
+"""Runs the kernels under compute-sanitizer: memcheck, racecheck, synccheck, initcheck.
 
     python benchmarks/check sanitizers [--tool NAME ...] [--body NAME ...] [--json FILE]
 
-Needs a GPU, and compute-sanitizer: CUDA's own, or that of the package nvidia-cuda-sanitizer-api
-(`--sanitizer`). Each tool watches the cases of `check sanitizer-grid`, one process per tool and
-body, all at once. A tool that reports anything, or does not get through its cases, fails. memcheck
-and initcheck also fail if they do not report a fault that is planted.
+This needs a GPU and compute-sanitizer, from CUDA or from the package nvidia-cuda-sanitizer-api
+(`--sanitizer`). Each tool watches the cases of `check sanitizer-grid`, in one process per tool and
+body, all at once. A tool that reports anything, or does not finish its cases, fails the check.
+memcheck and initcheck also fail if they do not report a planted error.
 
-What the tools do not see: racecheck knows shared memory only, so neither the queue of tickets nor
-what pack_decode leaves for merge_partials. initcheck knows global memory here. No graph is
-captured; its kernels would be the same.
+The tools do not see everything. racecheck checks only shared memory, and so neither the ticket
+counters nor the partials. initcheck checks only global memory here. No graph is captured; its
+kernels would be the same.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from common.terminal import console, show_failure
 from sglang_pat.cli.arguments import folder_path
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-PLANTED = ("memcheck", "initcheck")  # tools that a fault is planted for
+PLANTED = ("memcheck", "initcheck")  # tools that must find a planted error
 KERNELS = ("pack_decode", "merge_partials", "fill_rows", "gather_slots", "write_kv")
-# Flags of one tool. torch's calls of CUDA are not ours: memcheck reports accesses, no failed calls.
-# Without padding, the next allocation may follow directly.
+# Flags by tool. memcheck must not report failed CUDA calls, which are torch's. Padding keeps
+# allocations apart, so that accesses beyond one are found.
 _FLAGS = {"memcheck": ("--report-api-errors", "no", "--padding", "4096")}
 _PORTS = 49152
 _PORTS_EACH = 20
-_SHOWN_REPORTS = 8  # in the result, which also has the number of the others
+_SHOWN_REPORTS = 8  # most reports in the result
 _LONGEST_REPORT = 400
 _GRID = (str(Path(__file__).resolve().parent), "sanitizer-grid")
 
-# The oldest racecheck whose reports count. Earlier ones misread mbarriers and report races that are
-# none: NVIDIA's release notes from 2025.4 to 2026.3 name such false positives.
+# The oldest usable racecheck. Earlier ones misread mbarriers and report false races, as NVIDIA's
+# release notes from 2025.4 to 2026.3 say.
 OLDEST_RACECHECK = 2026, 4
 
 _SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (.*)$", re.MULTILINE)
@@ -60,7 +60,7 @@ _CASES = re.compile(r"^(\d+) of (\d+): ", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Watched:
-    """One tool over the cases of one body; or over one of them, with a fault."""
+    """A tool and the cases of one body that it watches, or one case with a planted error."""
 
     tool: str
     body: str
@@ -89,10 +89,10 @@ class Watched:
 def verdict(
     output: str, *, timed_out: bool, seconds: float, planted: bool = False
 ) -> dict[str, Any]:
-    """Sum up what a tool has said; `failures` says why it is not what it should say."""
+    """Return a tool's result. `failures` has the reasons why it fails the check."""
     summaries = _SUMMARY.findall(output)
     ran, cases = max(((int(a), int(b)) for a, b in _CASES.findall(output)), default=(0, None))
-    summary = summaries[0] if summaries else None  # another one may tell what is not printed
+    summary = summaries[0] if summaries else None  # the first; another may be of unprinted reports
     found = _COUNT.search(summary) if summary else None
     failures = []
     if timed_out:
@@ -119,7 +119,7 @@ def verdict(
 
 
 def reports(output: str) -> list[str]:
-    """Each report as one line, every one once: without threads, addresses and the host's frames."""
+    """Return the distinct reports as lines, without threads, addresses and host frames."""
     said = re.findall(r"^=+(?: +(.*))?$", output, re.MULTILINE)
     blocks: list[list[str]] = [[]]
     for line in said:
@@ -133,8 +133,8 @@ def reports(output: str) -> list[str]:
 
 
 def watch(watched: Watched, sanitizer: str, port: int, seconds: float, log: Path) -> dict[str, Any]:
-    """Run it, for so many seconds at most."""
-    # One allocation per tensor, and one thread per process.
+    """Run a tool, for at most `seconds`."""
+    # Each tensor is a separate allocation, and each process has one thread.
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
     begun = time.monotonic()
     with log.open("wb") as output:
@@ -181,7 +181,7 @@ def version_of(sanitizer: str, tools: list[str]) -> str:
 def check(
     tools: list[str], bodies: list[str], sanitizer: str, seconds: float, logs: Path
 ) -> dict[str, Any]:
-    """Every tool over every body. The kernels are compiled first."""
+    """Run every tool with every body. Compile the kernels first."""
     version = version_of(sanitizer, tools)
     subprocess.run([sys.executable, *_GRID, "--compile", "--body", *bodies], check=True)
     jobs = [Watched(tool, body) for tool in tools for body in bodies]
@@ -222,7 +222,7 @@ def check(
 
 
 def _shown(command: list[str]) -> str:
-    """Without the folders of this machine."""
+    """Return a command without this machine's folders."""
     names = {sys.executable: "python", _GRID[0]: "benchmarks/check"}
     return " ".join(["compute-sanitizer", *(names.get(part, part) for part in command[1:])])
 

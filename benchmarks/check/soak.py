@@ -3,17 +3,16 @@
     python benchmarks/check soak [--minutes 10] [--unchecked] [--window N] [--backend default]
         [--json FILE]
 
-A server with SGLANG_PAT_DEBUG=1, which plans every step and checks it against the radix tree (with
---unchecked: without, as in production), and a KV pool that is too small. In waves, requests with
-prefixes shared on three levels arrive at random; some stop at stop tokens, some are aborted, some
-are retracted when the pool is full; between waves the cache is flushed. With --window, every other
-layer has a sliding window, and on a GPU a pool of its own that gives up slots in each step. Some of
-the requests are samples, which were answered alone before: their tokens must be the same, up to a
-tie.
+The server has SGLANG_PAT_DEBUG=1, by which it plans every step and checks it with the radix tree
+(not with --unchecked, as in production), and a KV pool that is too small. Waves of requests with
+prefixes on three levels arrive at random. Some end at stop tokens, some are aborted, and some are
+retracted when the pool is full. Between waves the cache is flushed. With --window, every other
+layer has a sliding window, and on a GPU its own pool, which frees slots in each step. Some of the
+requests are samples, which were first answered alone: their tokens must be the same, up to a tie.
 
-The exit status is 1 if the server dies (a stale plan, a wrong slot), if a sample is answered
-differently, if the schedulers' resident memory or the GPU's grows by more than GROWTH after the
-waves of the first minute, or if something that was to happen did not.
+The exit status is 1 if the server dies (a stale plan, a wrong slot), if a sample gets another
+answer, if the schedulers' resident memory or the GPU memory grows by more than GROWTH after the
+first minute, or if an event that must happen did not.
 """
 
 from __future__ import annotations
@@ -47,31 +46,31 @@ from sglang_pat.cli.arguments import real_number, whole_number
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 WAVE_SECONDS = 20
-MAX_WAITING = 96  # requests under way, those in SGLang's queue included
+MAX_WAITING = 96  # requests at once, including SGLang's queue
 MIB = 1 << 20
 GROWTH_MIB = 64
 GROWTH_SHARE = 0.05
 SAMPLES = 12
-CANDIDATES = 8  # at each position of a sample
+CANDIDATES = 8  # top tokens at each position of a sample
 NUM_SYSTEM_PROMPTS = 2
-SYSTEM_TOKENS = 200  # or a window, so that windows move on from the shared part of a prompt
-DOCUMENTS = 3  # of each system prompt
-# Shares of the requests that are samples, end at a stop token, are aborted.
+SYSTEM_TOKENS = 200  # at least, or a window
+DOCUMENTS = 3  # documents per system prompt
+# Fractions of the requests that are samples, that end at a stop token, and that are aborted.
 SHARE_OF_SAMPLES, SHARE_STOPPED, SHARE_ABORTED = 0.25, 0.25, 0.15
-# SGLang admits requests by how much KV it expects them to need: let it expect little.
+# Makes SGLang expect that requests need little KV, so that it admits too many.
 _ADMIT_TOO_MANY = {"schedule_conservativeness": 0.1}
 MODEL = TinyModel()
 
 
 class Memory(NamedTuple):
-    """In MiB. host: by process title. device: used on all GPUs, by whomever; None without a GPU."""
+    """Memory in MiB. host: by process title. device: used on all GPUs, or None without a GPU."""
 
     host: dict[str, float]
     device: float | None
 
     @property
     def schedulers(self) -> float:
-        """Memory of the processes that plan and decode: one per rank."""
+        """Memory of the scheduler processes, which plan and decode, one per rank."""
         return sum(size for title, size in self.host.items() if "scheduler" in title)
 
 
@@ -83,7 +82,7 @@ def memory_of(server: HttpServer) -> Memory:
             words = process.cmdline()
             title = words[0] if words and words[0].startswith("sglang::") else "server"
             host[title] = host.get(title, 0) + process.memory_info().rss / MIB
-        except psutil.NoSuchProcess:  # ended meanwhile
+        except psutil.NoSuchProcess:  # the process has just ended
             continue
     return Memory(host, _device_memory())
 
@@ -101,7 +100,7 @@ def _device_memory() -> float | None:
 class Setup(NamedTuple):
     """Settings of a soak.
 
-    rate: requests per second. tie: by how much log-probabilities may differ in a tie: some ten
+    rate: requests per second. tie: largest difference of log-probabilities in a tie, about ten
     times the rounding in this model.
     """
 
@@ -135,7 +134,7 @@ ON_CPU = Setup(
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request. abort_after: seconds, or never. sample: which one it is, if any."""
+    """A request. abort_after: seconds, or None. sample: index of the sample, or None."""
 
     prompt: list[int]
     sampling: dict[str, Any]
@@ -144,7 +143,7 @@ class Request:
 
 
 class Workload:
-    """Requests without end, seeded."""
+    """Generates requests without end from a seed."""
 
     def __init__(self, seed: int, system_tokens: int = SYSTEM_TOKENS) -> None:
         self._random = random.Random(seed)
@@ -171,11 +170,11 @@ class Workload:
             yield Request(self._prompt(), sampling, abort_after)
 
     def gap(self, rate: float) -> float:
-        """Seconds until the next arrival."""
+        """Return the seconds until the next arrival."""
         return self._random.expovariate(rate)
 
     def _prompt(self) -> list[int]:
-        # A system prompt alone now and then: a request that ends inside others' prefix.
+        # Some requests are only a system prompt, so that they end within others' prefix.
         context = self._random.choice(self._contexts)
         if self._random.random() < 0.1:
             context = context[: self._system_tokens]
@@ -186,19 +185,19 @@ class Workload:
 
 
 class Soak:
-    """One soak of one server."""
+    """The soak of a server."""
 
     def __init__(self, server: Server, setup: Setup, workload: Workload) -> None:
         self._server = server
         self._setup = setup
         self._workload = workload
         self._expected: list[Answer] = []
-        self.ended: Counter[str] = Counter()  # requests by how they ended, and what befell them
+        self.ended: Counter[str] = Counter()  # number of requests by end and by event
         self.errors: list[Parting] = []
         self.ties = 0
 
     def answer_samples(self) -> None:
-        """Each alone, from an empty cache: what they must be answered later."""
+        """Answer each sample alone, from an empty cache, for later comparisons."""
         for request in self._workload.samples:
             self._server.flush()
             answer = self._server.answer(
@@ -207,9 +206,9 @@ class Soak:
             self._expected.append(Answer.parse(answer))
 
     def wave(self, seconds: float) -> None:
-        """Requests arrive for `seconds`; returns when all have ended and the cache is empty.
+        """Send requests for `seconds`. Return when all have ended and the cache is empty.
 
-        RuntimeError if the server fails to answer one.
+        RuntimeError if the server does not answer a request.
         """
         begin = time.monotonic()
         waiting: set[Future[None]] = set()
@@ -251,7 +250,7 @@ class Soak:
 
 
 def _still_waiting(waiting: set[Future[None]]) -> set[Future[None]]:
-    """Without those that are done; raises what one of them raised."""
+    """Return the futures that are not done. Raise the exception of one that failed."""
     for each in waiting:
         if each.done():
             each.result()
@@ -263,7 +262,7 @@ def _sampling(num_tokens: int) -> dict[str, Any]:
 
 
 def grown(before: Memory, after: Memory) -> list[str]:
-    """Name memory that grew by more than it may; for people."""
+    """Return descriptions of memory that has grown too much."""
     pairs = [("schedulers", before.schedulers, after.schedulers)]
     if before.device is not None and after.device is not None:
         pairs.append(("GPU", before.device, after.device))
@@ -275,7 +274,7 @@ def grown(before: Memory, after: Memory) -> list[str]:
 
 
 def missing(ended: Counter[str]) -> list[str]:
-    """Name events that should have happened and did not."""
+    """Return the events that should have happened and did not."""
     expected = ("length", "stop token", "abort", "retractions", "samples compared")
     return [f"no {name}" for name in expected if not ended[name]]
 
@@ -297,10 +296,10 @@ def run(args: argparse.Namespace) -> int:
         debug = {} if args.unchecked else {"SGLANG_PAT_DEBUG": "1"}
         if args.window is not None:
             debug["SGLANG_SWA_EVICTION_INTERVAL"] = "1"
-            # SGLang's attention on a CPU reads a pool of its own with the slots of the other one.
+            # On a CPU, SGLang's attention would read the window pool with slots of the other pool.
             setup.arguments["disable_hybrid_swa_memory"] = setup is ON_CPU
-            # SGLang 0.5.17 loses the end of a prompt where it cuts two at once (docs/support.md).
-            # Without chunks it reserves memory for max_prefill_tokens.
+            # SGLang 0.5.17 loses the end of a prompt if it cuts two at once (docs/support.md), so
+            # prompts are not cut. Without chunks, it reserves memory for max_prefill_tokens.
             setup.arguments.update(chunked_prefill_size=-1, max_prefill_tokens=4096)
         result = soak(
             Path(folder),

@@ -1,4 +1,4 @@
-"""Other models of the tiny one's size: with latent attention (MLA), as a Qwen3, or with windows."""
+"""Writes variants of the tiny model: with latent attention (MLA), as a Qwen3, or with windows."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _OF_HEADS = ("num_key_value_heads", "head_dim")
 def write_latent(model: TinyModel, folder: Path) -> Path:
     """Write config and weights of `model` to `folder`, with the latent sizes of a DeepSeek-V2.
 
-    All its MLPs are dense. Like the tiny model's, queries and keys are sharp enough that a far away
-    token can decide.
+    All MLPs are dense. As in the tiny model, the softmax is sharp enough that a far away token can
+    decide the next one.
     """
     model.write(folder)
     config = {
@@ -60,9 +60,9 @@ def write_latent(model: TinyModel, folder: Path) -> Path:
 
 
 def write_qwen3(model: TinyModel, folder: Path) -> Path:
-    """Write config and weights of `model` to `folder`, with the norms that a Qwen3 has.
+    """Write config and weights of `model` to `folder`, as a Qwen3 with its additional norms.
 
-    SGLang's Llama has no data-parallel attention.
+    It is for data-parallel attention, which SGLang's Llama lacks.
     """
     model.write(folder)
     config = model.config() | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
@@ -76,9 +76,9 @@ def write_qwen3(model: TinyModel, folder: Path) -> Path:
 
 
 def write_windows(model: TinyModel, folder: Path, window: int) -> Path:
-    """Write config and weights of `model` to `folder`, every other layer with a sliding window.
+    """Write config and weights of `model`, with a sliding window in every other layer.
 
-    It is a Mellum, of which no layer has the experts: so its weights are those of a Qwen3.
+    The model is a Mellum without layers of experts, so its weights are those of a Qwen3.
     """
     write_qwen3(model, folder)
     kinds = ("sliding_attention", "full_attention")

@@ -1,1 +1,1 @@
-"""Shared by all folders: command line, metadata, results, terminal, servers that share a GPU."""
+"""Modules that all folders use: command line, metadata, results, servers that share a GPU."""

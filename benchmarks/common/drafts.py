@@ -1,4 +1,4 @@
-"""Answers of servers that verify drafts: how many are accepted, and if tokens are the model's."""
+"""Checks answers of servers that verify drafts: accepted drafts, and correct tokens."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 
 from sglang_pat.bench.server import Server, sampling_of
 
-DRAFT_TOKENS = 4  # of a step, the first of which is no draft
-# How far apart acceptance of two backends may be.
+DRAFT_TOKENS = 4  # tokens of a verify step, with one that is not a draft
+# Largest difference of two backends' acceptance.
 ACCEPTANCE_LIMIT = 0.02
-# A token is off by as much as the best one is more probable, in log-probability. pat's largest may
-# be so many times FA3's, or as much as one step of a bfloat16 logit.
+# A token is off by the best token's log-probability minus its own. pat's largest such number may be
+# OFF_RATIO times FA3's, or OFF_STEP, which is one step of a bfloat16 logit.
 OFF_RATIO, OFF_STEP = 2.0, 0.04
 _AT_ONCE = 4  # requests
 
 
 def accepted(answers: Sequence[Mapping[str, Any]]) -> float:
-    """Tokens of the answers per step and request."""
+    """Return the tokens of the answers per step and request."""
     tokens, steps = _tokens_and_steps(answers)
     return sum(tokens) / sum(steps)
 
 
 def error_of_accepted(answers: Sequence[Mapping[str, Any]]) -> float:
-    """Return the standard error of `accepted`, the answers being a sample."""
+    """Return the standard error of `accepted`, given that the answers are a sample."""
     tokens, steps = _tokens_and_steps(answers)
     ratio = sum(tokens) / sum(steps)
     off = [gained - ratio * taken for gained, taken in zip(tokens, steps, strict=True)]
@@ -40,9 +40,10 @@ def _tokens_and_steps(answers: Sequence[Mapping[str, Any]]) -> tuple[list[int], 
 def largest_off(
     server: Server, prompts: Sequence[Sequence[int]], answers: Sequence[Mapping[str, Any]]
 ) -> float:
-    """Return by how much a token of the answers is less probable than the best one, at most.
+    """Return by how much a token of the answers is at most less probable than the best one.
 
-    0 if all tokens are the model's own. The server prefills prompts and answers, without drafts.
+    It is 0 if all tokens are the model's best ones. The server prefills prompts and answers,
+    without drafts.
     """
     found = 0.0
     for first in range(0, len(prompts), _AT_ONCE):
@@ -64,7 +65,7 @@ def largest_off(
 
 
 def off(own: Sequence[Sequence[Any]], best: Sequence[Sequence[Sequence[Any]]]) -> float:
-    """own: (log-probability, token, ...) at each position. best: the most probable ones there."""
+    """Return by how much the tokens `own` are at most less probable than the best, `best`."""
     if not own:
         raise ValueError("no position to compare")
     return max(b[0][0] - mine[0] for mine, b in zip(own, best, strict=True))

@@ -1,7 +1,7 @@
-"""Servers that start at once and share a GPU: one at a time is asked while the others sleep.
+"""Starts servers that share a GPU. One at a time works while the others sleep.
 
-A server takes half a minute or more to start, most of it on the CPU; so all that are to be compared
-start at once, as far as the memory goes. One that fails leaves the others as they are.
+A server takes half a minute or more to start, mostly on the CPU. So as many of the compared servers
+as fit into the memory start at once. If one fails, the others go on.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun, ask_again_if_held_up, decode_run, held_up_ms, tpot
 from sglang_pat.bench.server import Server, Start, running_servers, sampling_of
 
-# Arguments of a server that is not alone on its GPU.
+# Arguments of servers that share a GPU.
 SHARED_GPU = {
     "load_format": "dummy",
     "dtype": "bfloat16",
-    "chunked_prefill_size": 2048,  # the memory that it takes is not to be had several times
-    "mem_fraction_static": 0.95,  # of what is free; max_total_tokens is the limit
+    "chunked_prefill_size": 2048,  # limits the memory of each server
+    "mem_fraction_static": 0.95,  # of free memory; max_total_tokens limits the pool
     "cuda_graph_backend_prefill": "disabled",
     "skip_tokenizer_init": True,
-    "sleep_on_idle": True,  # another server is being measured
+    "sleep_on_idle": True,  # does not disturb the measured server
     "enable_cache_report": True,
 }
-# The same on a CPU, to see that a suite works.
+# Arguments for a CPU, to test that a suite works.
 ON_CPU = MODELS[TINY].arguments | {"skip_tokenizer_init": True}
-TAIL_LINES = 30  # of the log of a server that failed
-MOST_AT_ONCE = 8  # servers that start together: each takes a core and more
+TAIL_LINES = 30  # of a failed server's log
+MOST_AT_ONCE = 8  # servers that start together, each on a core or more
 _POLL_SECONDS = 0.3
 _ERROR = re.compile(r"(?:\[.*?\] )?([\w.]*(?:Error|Exception|Refused\w*): .*)")
-_OF_ANOTHER = "died during initialization"  # what a process says of a rank that failed
+_OF_ANOTHER = "died during initialization"  # message of a process about another, failed rank
 
 Prompts = Sequence[Sequence[int]]
 Name = TypeVar("Name", bound=Hashable)
 
 
 class Member:
-    """A server. start_seconds: until it was ready, if it is. failure: why it is asked no more."""
+    """A server. start_seconds: time until it was ready. failure: why it is no longer used."""
 
     def __init__(self, name: str, server: Server) -> None:
         self.name = name
@@ -54,7 +54,7 @@ class Member:
         self.failure: str | None = None
 
     def fail(self, why: str) -> None:
-        """With the first error of its log, and the lines before it; without one, the log's end."""
+        """Mark the server as failed, with the first error in its log, or the log's end."""
         if self.failure is not None:
             return
         lines = self.server.process.log.read_text(errors="replace").splitlines()
@@ -68,7 +68,7 @@ class Member:
         print("--- log", *shown, "---", sep="\n", flush=True)
 
     def look(self, begun: float) -> None:
-        """See if it is ready by now."""
+        """Check whether the server is ready or has failed."""
         try:
             if self.server.process.is_ready():
                 self.start_seconds = time.monotonic() - begun
@@ -76,7 +76,7 @@ class Member:
             self.fail("ended while it started")
 
     def about(self) -> dict[str, Any]:
-        """The backends that were chosen, and which layers pat decodes."""
+        """Return the server's backends, and which layers pat decodes."""
         info = self.server.info()
         names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
         chosen = {
@@ -88,10 +88,10 @@ class Member:
 
 
 def groups_that_fit(needs: Mapping[Name, tuple[int, float]], memory: float) -> list[list[Name]]:
-    """Divide what is to be measured into groups whose servers start together.
+    """Divide measurements into groups whose servers start together.
 
-    needs: servers, and the memory that they take on the GPU, by name, in the order of measurement.
-    memory: free on the GPU, in the same unit. A name that fits nowhere has a group of its own.
+    needs: number of servers and their GPU memory, by name, in the order of measurement. memory:
+    free GPU memory, in the same unit. A name that does not fit gets its own group.
     """
     groups: list[list[Name]] = []
     for name, (count, need) in needs.items():
@@ -106,13 +106,13 @@ def groups_that_fit(needs: Mapping[Name, tuple[int, float]], memory: float) -> l
 
 @contextlib.contextmanager
 def fleet(starts: Mapping[str, Start], folder: Path) -> Iterator[dict[str, Member]]:
-    """Start servers, until the block ends. folder: for logs and pat's counters."""
+    """Start servers and run them until the block ends. folder: for logs and pat's counters."""
     with running_servers(starts, folder, wait=False) as servers:
         yield {name: Member(name, server) for name, server in servers.items()}
 
 
 def wait(members: Iterable[Member], seconds: float) -> None:
-    """Until each is ready or has failed; one that takes longer has."""
+    """Wait until each server is ready or has failed. A server that takes longer has failed."""
     begun = time.monotonic()
     waiting = list(members)
     while waiting and time.monotonic() - begun < seconds:
@@ -126,9 +126,9 @@ def wait(members: Iterable[Member], seconds: float) -> None:
 
 @contextlib.contextmanager
 def watched(members: Sequence[Member], what: str) -> Iterator[list[str]]:
-    """Show an error of the block, and yield a list for failures of members that stopped answering.
+    """Print an error of the block, and yield a list that gets failures of dead members.
 
-    If all members answer, only the work of the block is lost.
+    If all members still answer, only the block's work is lost.
     """
     failures: list[str] = []
     try:
@@ -145,9 +145,9 @@ def watched(members: Sequence[Member], what: str) -> Iterator[list[str]]:
 
 
 def fill_all(members: Sequence[Member], prompts: Prompts, *before: Prompts) -> None:
-    """Empty the caches of all, fill them with the prompts, and compile what first use compiles.
+    """Empty all caches, fill them with the prompts, and compile what first use compiles.
 
-    before: is asked first, one after the other, so that prompts find it.
+    before: prompts that are sent first, one after the other, so that `prompts` find their KV.
     """
     if members:
         with ThreadPoolExecutor(len(members)) as pool:
@@ -163,7 +163,7 @@ def _fill(member: Member, prompts: Prompts, before: Sequence[Prompts]) -> None:
 
 
 def heads_of(case: Case, prompts: Prompts) -> list[Sequence[int]]:
-    """The prefixes of a case, each once."""
+    """Return the distinct prefixes of a case."""
     if not case.prefix:
         return []
     return [prompt[: case.prefix] for prompt in prompts[:: case.batch // case.groups]]
@@ -172,7 +172,7 @@ def heads_of(case: Case, prompts: Prompts) -> list[Sequence[int]]:
 def ask_in_turn(
     members: Sequence[Member], prompts: Prompts, num_tokens: int, rounds: int
 ) -> dict[str, list[DecodeRun]]:
-    """So many passes of each, by name. In every round each is asked once."""
+    """Return the passes of each server, by name. Each server runs once in every round."""
     runs: dict[str, list[DecodeRun]] = {member.name: [] for member in members}
     for _ in range(rounds):
         for member in members:
@@ -184,7 +184,7 @@ def ask_in_turn(
 
 
 def times_of(runs: Mapping[str, Sequence[DecodeRun]]) -> dict[str, Any]:
-    """Times per token and what they rest on, by name, for a result."""
+    """Return times per token and their data, by name, for a result."""
     spreads = {name: tpot(passes) for name, passes in runs.items()}
     return {
         "tpot_ms": {name: spread.median for name, spread in spreads.items()},

@@ -1,4 +1,4 @@
-"""The origin of a number, which every benchmark writes beside its results."""
+"""Metadata on the origin of numbers, which every benchmark writes with its results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = ("sglang-pat", "sglang", "flashinfer-python", "sglang-kernel", "trito
 
 
 def metadata() -> dict[str, object]:
-    """Command, commit, machine and versions. GIT_COMMIT names the commit where there is no git."""
+    """Return command, commit, machine and versions. GIT_COMMIT: the commit, without git."""
     return {
         "command": " ".join(["python", *sys.argv]),
         "commit": _commit(),
@@ -32,23 +32,23 @@ def metadata() -> dict[str, object]:
 
 
 def gpu_state() -> str | None:
-    """SM and memory clock, temperature and power, as nvidia-smi reports them."""
+    """Return nvidia-smi's SM and memory clocks, temperature and power."""
     return _of_gpus("clocks.sm,clocks.mem,temperature.gpu,power.draw")
 
 
 def gpu_id() -> str | None:
-    """UUID of the card: two of the same name need not be equally fast."""
+    """Return the GPU's UUID, because GPUs of the same name may differ in speed."""
     return _of_gpus("uuid")
 
 
 def known_gpu(name: str | None) -> str | None:
-    """The GPU of the time model (`workload/models.py`) that a driver's name means."""
+    """Return the GPU type in `workload/models.py` for the driver's name of a GPU."""
     words = (name or "").upper().replace("-", " ").split()
     return next((known for known in GPUS if known in words), None)
 
 
 def _of_gpus(fields: str) -> str | None:
-    """Ask nvidia-smi about the GPUs that this process sees; a line each."""
+    """Return nvidia-smi's fields of this process's GPUs, a line for each."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     chosen = [f"--id={seen}"] if seen else []
     return _output("nvidia-smi", *chosen, f"--query-gpu={fields}", "--format=csv,noheader")

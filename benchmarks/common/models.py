@@ -1,7 +1,7 @@
-"""The models that are served: shapes of well-known ones with random weights.
+"""The models of the server benchmarks: shapes of well-known models with random weights.
 
-A folder with config.json and a word-level tokenizer of the model's vocabulary is all that SGLang
-needs: weights are drawn by `load_format=dummy`, and nothing is downloaded.
+SGLang needs only a folder with config.json and a word-level tokenizer of the model's vocabulary.
+`load_format=dummy` draws the weights, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from sglang_pat.workload.models import NAMED_CONFIGS
 
 @dataclass(frozen=True)
 class ModelShape:
-    """config: that of the Hugging Face model. arguments: for the server, which dtype and device.
+    """config: the Hugging Face model's. arguments: the server's, such as dtype and device.
 
-    cut: what the model has more of than the shape, by the config's names.
+    cut: the real model's numbers where this shape has fewer, by key of the config.
     """
 
     name: str
@@ -33,7 +33,7 @@ class ModelShape:
         return size
 
     def write(self, folder: Path) -> Path:
-        """Write all that SGLang reads of the model to `folder`, and return it."""
+        """Write all files that SGLang reads to `folder`, and return `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         if self.name == TINY:
             TinyModel().write(folder)
@@ -44,7 +44,7 @@ class ModelShape:
 
 
 def write_tokenizer(folder: Path, vocab_size: int, end: int) -> None:
-    """A tokenizer whose word `w7` is token 7: text and tokens have the same length, always."""
+    """Write a tokenizer in which the word `w7` is token 7, so that texts have known lengths."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -61,7 +61,7 @@ _GPU = {
     "dtype": "bfloat16",
     "context_length": 16384,
     "mem_fraction_static": 0.85,
-    "cuda_graph_backend_prefill": "disabled",  # half of the time that a server takes to start
+    "cuda_graph_backend_prefill": "disabled",  # halves the time of a start
 }
 _LLAMA_3_8B = {
     **NAMED_CONFIGS["llama-3-8b"],
@@ -88,7 +88,7 @@ MODELS = {
     for shape in (
         ModelShape("llama-3-8b", _LLAMA_3_8B, _GPU),
         ModelShape("qwen3-8b", _QWEN3_8B, _GPU),
-        # For a machine without a GPU, where it takes seconds: shows that everything works.
+        # For a machine without a GPU, to test in seconds that everything works.
         ModelShape(
             TINY,
             TinyModel().config(),
@@ -97,7 +97,7 @@ MODELS = {
                 "device": "cpu",
                 "disable_cuda_graph": True,
                 "sleep_on_idle": True,
-                # Whatever else takes memory while servers start: theirs is small.
+                # Fixed, so that other processes' memory does not matter.
                 "max_total_tokens": 32768,
                 "mem_fraction_static": 0.95,
             },

@@ -1,7 +1,7 @@
-"""A plug-in of SGLang for `--load-format dummy`: weights with activations of unit scale.
+"""A plug-in of SGLang for `--load-format dummy`, whose weights give activations of unit scale.
 
-SGLang's own dummy weights are all within 1e-3. Attention then adds next to nothing to a token, and
-answers soon repeat one token: such answers prove little about attention.
+SGLang's own dummy weights are all within 1e-3. With them, attention adds next to nothing, and
+answers soon repeat one token, so they prove little about attention.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def register() -> None:
 def draw(model: torch.nn.Module) -> None:
     """Fill all parameters.
 
-    Each depends on its name alone, so that every engine draws the same. Under tensor parallelism a
-    rank's part of the vocabulary is its own; with data-parallel attention each embeds all of it.
+    Each parameter depends only on its name, so that every engine draws the same. With tensor
+    parallelism, each rank draws its own part of the vocabulary.
     """
     weights = dict(model.named_parameters())
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", 0)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    is_tied = not any("lm_head" in name for name in weights)  # each is named once
+    is_tied = not any("lm_head" in name for name in weights)  # shared weights are named once
     for name, weight in weights.items():
         if torch.is_floating_point(weight):
             is_part = ("embed" in name or "lm_head" in name) and len(weight) < vocabulary
@@ -69,7 +69,7 @@ def _fill(name: str, weight: torch.Tensor, generator: torch.Generator, is_tied: 
         drawn = -1 - noise.abs()
     elif weight.dim() > 1:
         is_embedding = "embed" in name or "wte" in name or "wpe" in name
-        # If the embeddings are the head as well, large ones let every token answer itself.
+        # If the embedding is also the head, large values would make every token predict itself.
         of_embedding = 0.2 / math.sqrt(weight.shape[-1]) if is_tied else 1.0
         drawn = noise * (of_embedding if is_embedding else GAIN / math.sqrt(weight.shape[-1]))
     elif bool((weight == 1).all()):  # a norm

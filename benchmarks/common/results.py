@@ -1,6 +1,6 @@
-"""The JSON file of a benchmark, written after each measurement.
+"""The JSON file of a benchmark, which is written after each measurement.
 
-The next command continues it, so that contenders can be measured one by one.
+A later command can continue the file, so that contenders can be measured one by one.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rich.text import Text
 from common.metadata import metadata
 from common.terminal import console
 
-# Metadata that must be the same for numbers to be compared.
+# Metadata that must be equal for numbers to be compared.
 _SAME = ("commit", "gpu", "torch", "cuda", "versions")
 
 
 def earlier(path: Path, meta: dict[str, Any]) -> dict[str, Any]:
-    """Read what `path` holds. ValueError if it was measured elsewhere or with other versions."""
+    """Read `path`. ValueError if it was measured elsewhere or with other versions."""
     data: dict[str, Any] = json.loads(path.read_text())
     for name in _SAME:
         before, now = data["meta"].get(name), meta[name]
@@ -34,7 +34,7 @@ def earlier(path: Path, meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(path: Path | None, data: Mapping[str, Any]) -> None:
-    """Write a file, if one is asked for. All at once: a file that is there is whole."""
+    """Write a file atomically, if `path` is given."""
     if path is None:
         return
     new = path.with_suffix(".new")
@@ -43,12 +43,12 @@ def write(path: Path | None, data: Mapping[str, Any]) -> None:
 
 
 def at_most(value: float, limit: float, *, noise: float = 0.0) -> dict[str, Any]:
-    """Return a gate, which `value` may exceed by `noise`: value, limit and whether it is met."""
+    """Return value, limit and whether the limit is met, which `value` may exceed by `noise`."""
     return _gate(value, limit, noise, met=value <= limit + noise)
 
 
 def at_least(value: float, limit: float, *, noise: float = 0.0) -> dict[str, Any]:
-    """Return a gate that `value` may miss by `noise`."""
+    """Return value, limit and whether it is met, which `value` may miss by `noise`."""
     return _gate(value, limit, noise, met=value >= limit - noise)
 
 
@@ -58,7 +58,7 @@ def _gate(value: float, limit: float, noise: float, *, met: bool) -> dict[str, A
 
 
 def report(verdict: Mapping[str, Any], path: Path | None) -> int:
-    """Print what a check found, the verdict last, and write it to `path` if given.
+    """Print the findings of a check, with the verdict last, and write them to `path` if given.
 
     Returns the exit status: 1 if it names failures.
     """

@@ -1,8 +1,8 @@
 """The command line of a folder: `python benchmarks/FOLDER SUITE ...`.
 
-A folder is a package that lists its SUITES. Each is a module of that name with two functions:
-`add_options(parser)`, and `run(args)`, which returns the exit status. They run from anywhere,
-against the sglang_pat that is installed. Some need modules of the checkout's tests/support.
+A folder is a package with a list SUITES. Each suite is a module with two functions:
+`add_options(parser)`, and `run(args)`, which returns the exit status. Suites run from any folder,
+with the installed sglang_pat. Some need modules of the checkout's tests/support.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sglang_pat.cli.arguments import LARGEST_SEED, Parser, quoted, real_number, 
 from sglang_pat.output_file import output_file
 
 SUPPORT = Path(__file__).resolve().parents[2] / "tests" / "support"
-# Options of several suites.
+# Options that several suites have.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "--backends": {"nargs": "+", "metavar": "NAME", "help": "of SGLang, by name: %(default)s"},
     "--json": {"type": output_file, "metavar": "FILE", "help": "write all numbers to FILE"},
@@ -42,7 +42,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Refused(ValueError):
-    """Options that do not go together, or not on this machine."""
+    """Options exclude one another, or are not possible on this machine."""
 
 
 def add_option(parser: argparse.ArgumentParser, name: str, **changes: Any) -> None:
@@ -55,7 +55,7 @@ def module_of(package: ModuleType, suite: str) -> ModuleType:
 
 
 def parser_of(package: ModuleType, suite: str) -> Parser:
-    """The parser of a suite's options."""
+    """Return the parser of a suite's options."""
     module = module_of(package, suite)
     parser = Parser(
         prog=f"benchmarks/{package.__name__} {suite}",
@@ -67,18 +67,18 @@ def parser_of(package: ModuleType, suite: str) -> Parser:
 
 
 def said(package: ModuleType, suite: str) -> str:
-    """The first sentence of a suite's docstring, without importing it."""
+    """Return the first sentence of a suite's docstring, without importing the suite."""
     path = Path(package.__path__[0], f"{suite.replace('-', '_')}.py")
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     return " ".join(text.partition("\n\n")[0].split())
 
 
 def main(package: ModuleType, words: Sequence[str]) -> Any:
-    """Run the suite that `words` name, with the other words as its options."""
+    """Run the suite named by the first word, with the other words as its options."""
     folder = f"benchmarks/{package.__name__}"
     if words and words[0] in package.SUITES:
         suite = words[0]
-        sys.argv = [f"{folder} {suite}", *words[1:]]  # the command of the metadata
+        sys.argv = [f"{folder} {suite}", *words[1:]]  # the command, for the metadata
         if str(SUPPORT) not in sys.path:
             sys.path.append(str(SUPPORT))
         try:

@@ -1,4 +1,4 @@
-"""The terminal: tables and failures."""
+"""Prints tables and failures on the terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ console = Console(width=132, highlight=False)
 
 
 def show_failure(text: str) -> None:
-    """In red, and as it is: a log may hold what looks like markup."""
+    """Print a text in red, without markup, because a log may have brackets."""
     console.print("FAILED", style="bold red", end=" ")
     console.print(text, markup=False)
 

@@ -1,6 +1,6 @@
-"""A tiny Llama with random weights, written to a folder: a model for SGLang without any download.
+"""Writes a tiny Llama with random weights, so that SGLang needs no download.
 
-Engine tests and benchmarks serve it, on the CPU in seconds. What users get is trained
+Engine tests and benchmarks serve it on the CPU in seconds. Users get a trained model
 (`sglang_pat/cli/trained`).
 """
 
@@ -25,7 +25,7 @@ _CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
-    """Shape and seed of the model. Float32, grouped-query heads."""
+    """Shape and seed of the model, which is float32 with grouped-query heads."""
 
     num_layers: int = 4
     hidden_size: int = 256
@@ -38,7 +38,7 @@ class TinyModel:
     seed: int = 20
 
     def write(self, folder: Path | str) -> Path:
-        """Write configuration, weights and tokenizer to `folder`; make it if it is missing."""
+        """Write configuration, weights and tokenizer to `folder`, which is made if missing."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config(), indent=2) + "\n")
@@ -73,8 +73,8 @@ class TinyModel:
     def _write_tokenizer(self, folder: Path) -> None:
         """Write a tokenizer that reads any text byte by byte, and has a word for each other token.
 
-        Some words end a line or a sentence or hold an "and": what SGLang's test kits let answers
-        stop at.
+        Some words have a line end, a full stop or an "and", at which SGLang's test kits stop
+        answers.
         """
         unknown, begin, end = SPECIAL_TOKENS
         known = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
@@ -108,15 +108,17 @@ class TinyModel:
             "model.norm.weight": torch.ones(hidden),
             "lm_head.weight": normal(self.vocab_size, hidden),
         }
-        # The special tokens (unknown, begin, end) never win: an answer ends where it is asked to.
+        # Special tokens (unknown, begin, end) are never generated, so answers have the requested
+        # length.
         weights["lm_head.weight"][:NUM_SPECIAL_TOKENS] = 0
         for layer in range(self.num_layers):
             prefix = f"model.layers.{layer}"
             weights |= {
                 f"{prefix}.input_layernorm.weight": torch.ones(hidden),
                 f"{prefix}.post_attention_layernorm.weight": torch.ones(hidden),
-                # Gain 2 in both: sharp enough that a far away token can decide the next one. At
-                # gain 1 the softmax is nearly flat, and the output hardly depends on a long prefix.
+                # With gain 2 for queries and keys, a far away token can decide the next one. With
+                # gain 1, the softmax is nearly flat, and the output hardly depends on a long
+                # prefix.
                 f"{prefix}.self_attn.q_proj.weight": normal(q_size, hidden, 2.0),
                 f"{prefix}.self_attn.k_proj.weight": normal(kv_size, hidden, 2.0),
                 f"{prefix}.self_attn.v_proj.weight": normal(kv_size, hidden, 2.0),

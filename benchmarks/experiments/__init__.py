@@ -1,6 +1,6 @@
-"""Programs by which recorded numbers were made. They are kept to read, and are not maintained.
+"""Programs that have made recorded numbers. They are kept as a reference and not maintained.
 
-The tests of `rl` lie beside it: `python -m pytest benchmarks/experiments`.
+The tests of `rl` are in this folder: `python -m pytest benchmarks/experiments`.
 """
 
 SUITES = ("speculation", "rl", "planted", "routing")

@@ -1,9 +1,9 @@
-"""A model and a smaller one that drafts for it: the first layers of the model, with its embeddings.
+"""Writes a model, and a smaller one that drafts for it: the model's embedding and first layers.
 
-Most tokens follow from the one before, by a permutation of the vocabulary. The others, one in some
-thirty, are chosen by attention, which is sharp: by tokens far away. Few of them are near ties, so
-that rounding seldom sends an answer elsewhere. The layers that the smaller model lacks change
-little. So drafts are accepted as those of a trained draft model are, and n-grams come again.
+Most tokens follow from the previous token, by a permutation of the vocabulary. About one in thirty
+depends on tokens far away, by sharp attention. Few of these are near ties, so rounding seldom
+changes an answer. The layers that the smaller model lacks change little. So drafts are accepted as
+often as those of a trained draft model, and n-grams repeat.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from safetensors.torch import load_file, save_file
 
 from common.models import write_tokenizer
 
-# Weight that the layers which drafts do without add to a token.
+# Weight of the layers that the draft model lacks.
 _LATER = 0.01
-# Share of its predecessor's embedding that the head holds for a token. Times 0.62, the share of an
-# embedding in the last layer's output, it stands against the largest of the random logits, 4.5.
+# Weight of a token's predecessor's embedding in the head. Times 0.62, an embedding's fraction of
+# the last layer's output, it competes with the largest random logit, 4.5.
 _ORDER = 10.0
-BLOCK_LAYERS = 5  # of a model that drafts blocks
+BLOCK_LAYERS = 5  # layers of a model that drafts blocks
 
 
 def write_nested(
     folder: Path, config: Mapping[str, Any], counts: Sequence[int], draft_layers: int
 ) -> dict[int, Path]:
-    """Write models of several numbers of layers, of which the smallest drafts for the others.
+    """Write models with several numbers of layers. The smallest drafts for the others.
 
     Parameters
     ----------
     folder : Path
-        Exists.
+        A folder that exists.
     config : mapping
-        Of a Llama.
+        Configuration of a Llama.
     counts : sequence of int
-        Layers of the models.
+        Numbers of layers of the models.
     draft_layers : int
-        Of the one that drafts.
+        Layers of the draft model.
 
     Returns
     -------
@@ -53,7 +53,7 @@ def write_nested(
     for name, tensors in _parts(config, max(counts), draft_layers):
         save_file(tensors, weights / f"{name}.safetensors", metadata={"format": "pt"})
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # servers need it
+        torch.cuda.empty_cache()  # frees it for servers
     paths = {}
     for count in sorted({*counts, draft_layers}):
         path = paths[count] = folder / f"layers-{count}"
@@ -69,15 +69,15 @@ def write_nested(
 def write_head(folder: Path, config: Mapping[str, Any]) -> Path:
     """Write an EAGLE head for the models that write_nested() wrote into `folder`.
 
-    Its one layer is their first. What the model knew of a token is left out, the token's embedding
-    goes through: so it drafts as that layer alone does. Nearly all of its drafts are accepted if
-    draft_layers was 1.
+    Its only layer is the models' first layer. It ignores the model's hidden states and uses only
+    the token's embedding, so it drafts like that layer alone. Nearly all of its drafts are accepted
+    if draft_layers was 1.
 
     Parameters
     ----------
     folder : Path
     config : mapping
-        Of a Llama.
+        Configuration of a Llama.
 
     Returns
     -------
@@ -89,7 +89,7 @@ def write_head(folder: Path, config: Mapping[str, Any]) -> Path:
     head = {**config, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
     (path / "config.json").write_text(json.dumps(head, indent=2) + "\n")
     write_tokenizer(path, config["vocab_size"], config["eos_token_id"])
-    # EAGLE's layer has no norm of its own at its beginning; the embeddings' length is that of one.
+    # EAGLE's layer does not begin with a norm, but embeddings have the length of normed ones.
     weights = {
         name.removeprefix("model."): weight
         for name, weight in load_file(folder / "weights" / "0.safetensors").items()
@@ -103,24 +103,24 @@ def write_head(folder: Path, config: Mapping[str, Any]) -> Path:
 
 
 def write_blocks(folder: Path, config: Mapping[str, Any], layers: int, tokens: int) -> Path:
-    """Describe a DFLASH model that drafts blocks for a model of so many layers.
+    """Write the configuration of a DFLASH model, which drafts blocks for another model.
 
-    Its weights are SGLang's random ones (`speculative_draft_load_format=dummy`).
+    Its weights will be SGLang's random ones (`speculative_draft_load_format=dummy`).
 
     Parameters
     ----------
     folder : Path
     config : mapping
-        Of a Llama.
+        Configuration of a Llama.
     layers : int
-        Of the model that it drafts for.
+        Layers of the model for which it drafts.
     tokens : int
-        Of a block.
+        Tokens of a block.
 
     Returns
     -------
     Path
-        The folder of its configuration.
+        The folder of the configuration.
     """
     path = folder / f"blocks-{layers}"
     path.mkdir(exist_ok=True)
@@ -139,7 +139,7 @@ def write_blocks(folder: Path, config: Mapping[str, Any], layers: int, tokens: i
 def _parts(
     config: Mapping[str, Any], layers: int, draft_layers: int
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """The embeddings and the head, then each layer."""
+    """Yield the weights of embedding and head, then of each layer."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(1)
     dtype = getattr(torch, config["torch_dtype"])
@@ -173,7 +173,7 @@ def _parts(
             {
                 f"{prefix}.input_layernorm.weight": ones.clone(),
                 f"{prefix}.post_attention_layernorm.weight": ones.clone(),
-                # Gain 2 in both: sharp enough that a far away token can decide the next one.
+                # With gain 2 for queries and keys, a far away token can decide the next one.
                 f"{prefix}.self_attn.q_proj.weight": normal(q_size, hidden, 2.0),
                 f"{prefix}.self_attn.k_proj.weight": normal(kv_size, hidden, 2.0),
                 f"{prefix}.self_attn.v_proj.weight": normal(kv_size, hidden, 2.0),

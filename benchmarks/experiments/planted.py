@@ -1,13 +1,13 @@
-"""Errors planted in pat: `sglang-pat check` must find each, and must not raise a false alarm.
+"""Plants errors in pat, which `sglang-pat check` must find without false alarms.
 
     python benchmarks/experiments planted [--kinds NAME ...] [--runs N] [--json FILE]
 
-The kinds are those of tests/support/fakes/planted_errors.py. They are planted in a server of pat
-that runs without CUDA graphs. Another server of pat, with graphs and without errors, answers other
-requests in each run. FA3 answers the same requests and Triton scores all answers, as in the
-command. The model is the tiny trained one, in float16: what that type rounds is an eighth of what
-bfloat16 does, so that errors of 1% stand out. On a CPU torch_native is the other backend and
-scores, in float32.
+The kinds of errors are those of tests/support/fakes/planted_errors.py. They are planted in a pat
+server without CUDA graphs. Another pat server, with graphs and without errors, answers other
+requests in each run. FA3 answers the same requests, and Triton scores all answers, as in the
+command. The model is the tiny trained one in float16, whose rounding is an eighth of bfloat16's, so
+that errors of 1% show. On a CPU, torch_native in float32 is the other backend and scores the
+answers.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def requests(seed: int) -> list[Asked]:
 
 
 def starts(folder: Path) -> dict[str, Start]:
-    """The servers. folder: of the plug-in that plants errors, and of the error's name."""
+    """Return the servers. folder: for the plug-in that plants errors, and the error's name."""
     install_plugin(folder, "fakes.planted_errors")
     (folder / "error").write_text("")
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -74,7 +74,7 @@ def starts(folder: Path) -> dict[str, Start]:
         "mem_fraction_static": 0.95,
         "chunked_prefill_size": CHUNK,
         "max_running_requests": RUNNING,
-        "schedule_conservativeness": 0.1,  # requests are retracted, as in the command
+        "schedule_conservativeness": 0.1,  # forces retractions, as in the command
         "max_total_tokens": pool_tokens(requests(1), RUNNING),
     }
     if ON_GPU:
@@ -101,7 +101,7 @@ class Check:
         self._first: list[Reply] | None = None
 
     def kind(self, name: str) -> LogprobVerdict:
-        """Compare while this error is planted. An empty name: none."""
+        """Compare while this error is planted. "" stands for no error."""
         asked = requests(1)
         if self._first is None:
             self._first = self._replies(OTHER, asked)
@@ -136,7 +136,7 @@ class Check:
 
 
 def runs(check: Check, kinds: Sequence[str], number: int) -> Iterator[tuple[str, str, Any]]:
-    """Yield what each run found: list of the result, name, verdict or what went wrong."""
+    """Yield the finding of each run: list of the result, name, and verdict or error."""
     begun = time.monotonic()
 
     def verdict(of: Any, what: Any) -> Any:
@@ -144,10 +144,10 @@ def runs(check: Check, kinds: Sequence[str], number: int) -> Iterator[tuple[str,
             return of(what).as_dict() | {"after_seconds": time.monotonic() - begun}
         return {"failure": "; ".join(failures)}
 
-    # The first one also asks FA3, whose cache is emptied before each further run.
+    # The first run also uses FA3, whose cache is emptied before each further run.
     yield "without an error", "planted server", verdict(check.kind, "")
     with ThreadPoolExecutor(2) as pool:
-        # One thread for each server of pat; several would empty each other's cache.
+        # One thread for each pat server, because several would empty each other's cache.
         found: Queue[tuple[str, str, Any]] = Queue()
 
         def work(where: str, of: Any, whats: Mapping[str, Any]) -> None:
@@ -162,7 +162,7 @@ def runs(check: Check, kinds: Sequence[str], number: int) -> Iterator[tuple[str,
 
 
 def fill(data: dict[str, Any], kinds: Sequence[str], number: int) -> None:
-    """Count what was found."""
+    """Add the counts of findings to the result."""
     found = [kind for kind in kinds if data["with an error"].get(kind, {}).get("is_close") is False]
     clean = data["without an error"].values()
     data["gates"] = {

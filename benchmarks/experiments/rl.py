@@ -1,26 +1,25 @@
-"""A loop of reinforcement learning: pat's log-probabilities, FA3's, and the trainer's of the same.
+"""Compares log-probabilities of pat, FA3 and a trainer in a reinforcement learning loop.
 
     python benchmarks/experiments rl [--model FOLDER] [--iterations N] [--keep-memory] [--json FILE]
 
-In every iteration the servers draw samples of the same prompts, over bfloat16 KV and over e4m3 KV
-with scales. They give back weights and KV pool. The trainer, in torch, computes the
-log-probabilities of all samples with the same weights, and makes a policy-gradient step with them.
-The servers take memory again, then the new weights by `update_weights_from_tensor`; those over e4m3
-also new scales. What the trainer makes of a token and what the server did are apart by the
-mismatch.
+In every iteration, the servers draw samples of the same prompts, with bfloat16 KV and with scaled
+e4m3 KV. They free weights and KV pool. The trainer, in torch, computes the log-probabilities of all
+samples with the same weights, and makes a policy-gradient step. The servers allocate memory again,
+then get the new weights by `update_weights_from_tensor`, and with e4m3 KV also new scales. The
+mismatch is the difference between the trainer's and the server's log-probability of a token.
 
-pat's mean mismatch may not be above that of SGLang's default, FA3. Of two equal backends either one
-is above the other in half of all runs, so two standard errors of the ratio are granted; they come
-from resampled groups of samples.
+pat's mean mismatch may not be above that of SGLang's default, FA3. Because either of two equal
+backends is above the other in half of all runs, two standard errors of the ratio are allowed, which
+are estimated by resampling groups of samples.
 
-A step moves the log-probabilities by less than rounding does. So whether a server has the new
-weights is read from the direction: the trainer computes in float32 how the step before changed each
-token, and the share of that change which a server lacks is fitted to its mismatch. It is 0 with the
-new weights and 1 with the old ones, in each iteration.
+A step changes log-probabilities by less than rounding does. So the direction of the change shows
+whether a server has the new weights: the trainer computes in float32 how the last step changed each
+token, and fits to the mismatch the fraction of that change which the server lacks. In each
+iteration, the fraction is 0 with the new weights, and 1 with the old ones.
 
-The model is the tiny trained one that sglang-pat ships. `--model` takes another Llama.
-`--keep-memory`: for a machine without `torch_memory_saver`. On a CPU pat and torch_native are
-compared in float32 and keep their memory, to see that it works.
+The model is the tiny trained one of sglang-pat, or another Llama (`--model`). `--keep-memory` is
+for machines without `torch_memory_saver`. On a CPU, pat and torch_native are compared in float32
+and keep their memory, to test that everything works.
 """
 
 from __future__ import annotations
@@ -60,16 +59,16 @@ ON_GPU = cuda_driver_is_present()
 DEVICE, DTYPE = ("cuda", "bfloat16") if ON_GPU else ("cpu", "float32")
 PEER = "fa3" if ON_GPU else "torch_native"
 CACHES = {"bfloat16": {}, "fp8": {"kv_cache_dtype": "fp8_e4m3"}} if ON_GPU else {"float32": {}}
-PROMPTS, SAMPLES, TOKENS = (8, 8, 32) if ON_GPU else (2, 4, 8)  # of an iteration; of an answer
+PROMPTS, SAMPLES, TOKENS = (8, 8, 32) if ON_GPU else (2, 4, 8)  # per iteration; tokens of an answer
 POOL_TOKENS = 1 << 17 if ON_GPU else 1 << 13
 RUNNING = PROMPTS * SAMPLES
-E4M3_MAX, MARGIN = 448.0, 1.5  # rotation makes a key at most sqrt(2) times as large
+E4M3_MAX, MARGIN = 448.0, 1.5  # rotation may enlarge a number sqrt(2) times
 RESAMPLES, STANDARD_ERRORS = 1000, 2.0
 OLD_SHARE, READ_RATIO, FREED_SHARE = 0.5, 0.9, 0.9
 
 
 class Trainer:
-    """The model in the type of the servers, with float32 weights that the optimizer changes."""
+    """The model in the servers' dtype, with float32 weights for the optimizer."""
 
     def __init__(self, folder: Path, rate: float) -> None:
         from transformers import AutoModelForCausalLM
@@ -79,7 +78,7 @@ class Trainer:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(DEVICE)
         self._weights = [*self.model.parameters()]
         self._exact = [each.detach().float().clone() for each in self._weights]
-        # The present weights, and those before the last step.
+        # The current weights, and the weights before the last step.
         self._now, self._before = (copy.deepcopy(self.model).float() for _ in range(2))
         self._optimizer = torch.optim.Adam(self._exact, rate)
 
@@ -93,7 +92,7 @@ class Trainer:
             return _logprobs(self._now, prompt, answers) - _logprobs(self._before, prompt, answers)
 
     def step(self) -> None:
-        """Change the weights by the gradients that have been summed up."""
+        """Change the weights by the accumulated gradients."""
         for exact, weight in zip(self._exact, self._weights, strict=True):
             exact.grad = None if weight.grad is None else weight.grad.float()
             weight.grad = None
@@ -106,7 +105,7 @@ class Trainer:
                 copied.copy_(weight)
 
     def scales(self, prompt: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Return what keys and values of each layer are divided by, to fit e4m3."""
+        """Return the scales by which each layer's keys and values fit e4m3."""
         found: dict[str, torch.Tensor] = {}
 
         def note(name: str) -> Callable[..., None]:
@@ -139,12 +138,12 @@ def _logprobs(model: Any, prompt: Sequence[int], answers: Sequence[Sequence[int]
 
 
 def pickled(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Pickle tensors for a process that shares their memory. They must stay until it has them."""
+    """Pickle tensors for a process that shares their memory. Keep them until it has read them."""
     return base64.b64encode(bytes(ForkingPickler.dumps([*tensors.items()]))).decode()
 
 
 def write_scaled(model: Path, folder: Path, scales: Mapping[str, torch.Tensor]) -> Path:
-    """Write a copy of a model whose checkpoint has scales of the KV cache, as of fp8 models."""
+    """Write a copy of a model with KV cache scales in the checkpoint, as in fp8 models."""
     folder.mkdir()
     config = json.loads((model / "config.json").read_text())
     weights = load_file(model / "model.safetensors")
@@ -152,7 +151,7 @@ def write_scaled(model: Path, folder: Path, scales: Mapping[str, torch.Tensor]) 
     config["quantization_config"] = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
-        "ignored_layers": linear,  # all: only the scales are of fp8
+        "ignored_layers": linear,  # all layers; only KV is fp8
     }
     (folder / "config.json").write_text(json.dumps(config))
     scaled = {name: scale.cpu() for name, scale in scales.items()}
@@ -161,7 +160,7 @@ def write_scaled(model: Path, folder: Path, scales: Mapping[str, torch.Tensor]) 
 
 
 def starts(model: Path, scaled: Path, *, saves_memory: bool) -> dict[str, Start]:
-    """The servers, by name: backend and type of the KV cache."""
+    """Return the servers, by name: backend and dtype of the KV cache."""
     common = {
         **(SHARED_GPU | {"load_format": "auto"} if ON_GPU else ON_CPU),
         "max_running_requests": RUNNING,
@@ -185,10 +184,10 @@ def starts(model: Path, scaled: Path, *, saves_memory: bool) -> dict[str, Start]
 
 @dataclass
 class Followed:
-    """A server over all iterations.
+    """The results of a server in all iterations.
 
-    distances: one array of tokens per group of samples. old_shares: of a step's change, by
-    iteration from the second on.
+    distances: mismatches of the tokens, one array per group of samples. old_shares: see
+    old_share(), one for each iteration from the second on.
     """
 
     distances: list[Any] = field(default_factory=list)
@@ -206,7 +205,7 @@ class Followed:
             "mean": float(np.abs(every).mean()),
             "p99": float(np.quantile(np.abs(every), 0.99)),
             "worst": float(np.abs(every).max()),
-            "kl": float((np.exp(every) - 1 - every).mean()),  # of the trainer from the server
+            "kl": float((np.exp(every) - 1 - every).mean()),  # trainer from server
             "old_share_by_iteration": self.old_shares,
             "mean_by_iteration": [float(each.mean()) for each in rounds],
             "reward_by_iteration": self.rewards,
@@ -217,7 +216,7 @@ class Followed:
 
 
 def ratio_of(pat: Followed, other: Followed) -> tuple[float, float]:
-    """Return pat's mean mismatch over the other's, and the standard error of that ratio."""
+    """Return the ratio of pat's mean mismatch to the other's, and its standard error."""
     sums = [
         np.array([(np.abs(group).sum(), len(group)) for group in each.distances])
         for each in (pat, other)
@@ -232,22 +231,22 @@ def ratio_of(pat: Followed, other: Followed) -> tuple[float, float]:
 
 
 def old_share(distances: Sequence[Any], changes: Sequence[Any]) -> float:
-    """Return the share of a step's change that a server lacks: 0 with new weights, 1 with old ones.
+    """Return the fraction of a step's change that a server lacks: 0 with new weights, 1 with old.
 
-    It is the least-squares fit of what the trainer and the server are apart by to the change.
+    It is the least-squares fit of the change to the mismatch.
     """
     apart, change = np.concatenate(distances), np.concatenate(changes)
     return float(apart @ change / (change @ change))
 
 
 class Loop:
-    """The servers, the trainer, and what was found of each server."""
+    """The servers, the trainer, and the results of each server."""
 
     def __init__(self, members: Mapping[str, Member], trainer: Trainer, *, saves: bool) -> None:
         self.members = members
         self.trainer = trainer
         self.found = {name: Followed() for name in members}
-        self.freed: list[int] = []  # bytes, by iteration
+        self.freed: list[int] = []  # freed bytes by iteration
         self._saves = saves
         self._pool = ThreadPoolExecutor(len(members))
 
@@ -256,7 +255,7 @@ class Loop:
         return {name: each for name, each in self.members.items() if each.failure is None}
 
     def each(self, what: str, work: Callable[[str, Server], Any]) -> dict[str, Any]:
-        """Do this with all servers at once. One that fails is asked no more."""
+        """Run `work` on all servers at once. A server that fails is no longer used."""
 
         def one(item: tuple[str, Member]) -> Any:
             name, member = item
@@ -282,7 +281,7 @@ class Loop:
         self._sync(prompts[0])
 
     def _learn(self, name: str, prompts: Sequence[Sequence[int]], said: Any) -> None:
-        """Compare one server's samples, and add the gradient of its rewards."""
+        """Compare a server's samples, and add the gradient of their rewards."""
         found = self.found[name]
         rewards, distances, changes = [], [], []
         for i, prompt in enumerate(prompts):
@@ -324,14 +323,14 @@ def _free_memory() -> int:
 
 
 def pool_bytes(config: Mapping[str, Any]) -> int:
-    """Bytes of the KV pools of all servers."""
+    """Return the bytes of all servers' KV pools."""
     a_token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
     sizes = {"bfloat16": 2, "fp8": 1, "float32": 4}
     return sum(2 * a_token * POOL_TOKENS * sizes[cache] for cache in CACHES)
 
 
 def judge(data: dict[str, Any], loop: Loop, stats: Mapping[str, Any]) -> None:
-    """Fill `data` with what has been found so far."""
+    """Fill `data` with the results so far."""
     done = {name: each for name, each in loop.found.items() if each.iterations}
     data["servers_found"] = {name: each.summary() for name, each in done.items()}
     gates = data["gates"] = {}
@@ -393,7 +392,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if not ON_GPU:
-        torch.multiprocessing.set_sharing_strategy("file_system")  # to processes of others
+        torch.multiprocessing.set_sharing_strategy("file_system")  # to share with other processes
     saves = ON_GPU and not args.keep_memory
     data: dict[str, Any] = {
         "meta": metadata(),

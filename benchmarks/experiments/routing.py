@@ -1,9 +1,8 @@
-"""Several workers behind a router: how much they share, by how requests are routed.
+"""Simulates several workers behind a router, to compare how much they share by route.
 
-One trace is cut into the parts that each worker would get, and every part is served by a simulated
-server. The router in front is imitated with SGLang's router's
-rules and defaults: `cache_aware` sends a request to the worker that has seen the longest part of
-its prompt, `random` and `round_robin` look at nothing.
+A trace is divided into the requests of each worker, and a simulated server serves each part. The
+routes follow the rules and defaults of SGLang's router: `cache_aware` sends a request to the worker
+that has seen the longest prefix of the prompt. `random` and `round_robin` ignore the prompt.
 
     python benchmarks/experiments routing --generate toolagent --workers 4 --json routing.json
 """
@@ -35,7 +34,7 @@ from sglang_pat.workload.tree import RadixTree
 # Defaults of SGLang's router.
 CACHE_THRESHOLD = 0.3
 BALANCE_ABSOLUTE, BALANCE_RELATIVE = 64, 1.5
-# Guessed duration of a request: the router sees answers end, this script does not.
+# Guessed duration of a request, because this script does not know when answers end.
 SECONDS_PER_TOKEN = 0.02
 
 Route = Callable[[TraceRequest], int]
@@ -43,7 +42,7 @@ Route = Callable[[TraceRequest], int]
 
 @dataclass
 class Worker:
-    """A worker, to the router: the prompts it has sent there, and the requests that still run."""
+    """A worker as the router sees it: the prompts sent to it, and its running requests."""
 
     seen: RadixTree = field(default_factory=lambda: RadixTree(1 << 60))
     ends: list[float] = field(default_factory=list)
@@ -67,7 +66,7 @@ def round_robin_route(workers: int, seed: int) -> Route:
 def cache_aware_route(workers: int, seed: int) -> Route:
     """Route by prefix, unless the load is out of balance.
 
-    A prompt that nobody knows goes to the worker that has seen least.
+    An unknown prompt goes to the worker that has seen the fewest tokens.
     """
     known = [Worker() for _ in range(workers)]
 
@@ -106,7 +105,7 @@ def cut(requests: Sequence[TraceRequest], route: Route, workers: int) -> list[li
 
 
 def summed(servers: Sequence[tuple[ServerStats, ServerStats]]) -> dict[str, Any]:
-    """Sum up all workers: the stats of each with the default backend and with pat."""
+    """Return the sums over all workers. servers: stats with the default backend and with pat."""
 
     def step_ms(stats: Sequence[ServerStats]) -> float:
         steps = sum(each.steps for each in stats)

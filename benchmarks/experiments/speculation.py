@@ -1,32 +1,34 @@
-"""Speculative decoding: time per accepted token, and how much is accepted, pat against FA3.
+"""Compares pat with FA3 in speculative decoding: acceptance, and time per accepted token.
 
     python benchmarks/experiments speculation [--drafts NAME ...] [--quick] [--json FILE]
 
-Drafts come from what has been said (ngram), or from a model: the served one itself (same), its
-first layer (small), or that layer as a head on the model (eagle). Those are chains of 3 steps.
-With 4 branches there are trees of 3 steps from the first layer (trees), and of 5 from the head
-(deep-trees), as SGLang chooses for a Llama. A model of 5 random layers gives blocks of 8 (dflash).
+Drafts come from earlier text (ngram) or from a model: the served model itself (same), its first
+layer (small), or that layer as a head on the model (eagle). These are chains of 3 steps. With 4
+branches, there are trees of 3 steps from the first layer (trees), and of 5 steps from the head
+(deep-trees), as SGLang chooses for a Llama. A model of 5 random layers drafts blocks of 8 (dflash).
 
-For each there are two servers, of pat and of FA3, with the same tokens to verify per step, which
-start together and are asked in turn. What is timed are the steps in which all requests decode
-(sglang_pat/bench/decoding.py): the time of a step is the median of a round's, and what is reported
-is the median of the rounds, per token that a request gains: each was accepted. All prompts are in
-the prefix cache before the clock starts. How much is accepted is compared in the answers that both
-servers gave with the same tokens, because other text has other drafts. One request alone, and as
-many as before that share nothing, are compared by the time of a step.
+For each kind, a pat server and an FA3 server, with the same tokens to verify per step, start
+together and work in turn. The steps in which all requests decode are timed
+(sglang_pat/bench/decoding.py). The time of a step is the median of a round, and the result is the
+median of the rounds, per accepted token. All prompts are in the prefix cache before the clock
+starts. Acceptance is compared on answers for which both servers gave the same tokens, because other
+text has other drafts. One request alone, and requests that share nothing, are compared by the time
+of a step.
 
-Draft models decode by pat on pat's server, and read what was accepted by FA3 on both: one as large
-as the model leaves FA3 a fourth of the attention there. The servers of NGRAM copy of a prompt what
-SGLang 0.5.23 copies (ngram_tails/): the GPU waits for the copies of 0.5.17, whatever the backend.
+On pat's server, draft models decode with pat, but draft extend is FA3's on both servers. For a
+draft model as large as the model, FA3 does a fourth of the attention. NGRAM servers copy as little
+of the prompts as SGLang 0.5.23 (ngram_tails/), because with 0.5.17 the GPU would wait for the
+copies.
 
-Answers are greedy: each token must be the one that the model finds most probable, up to rounding,
-when all of the answer is given to it as a prompt. So must answers that stop tokens end, of twice as
-many requests as run at once. Not those of random drafts: SGLang takes 4 tokens of each block.
+Answers are greedy: each token must be the model's most probable one, up to rounding, when the
+answer is given to the model as a prompt. This includes answers that end at stop tokens, of twice as
+many requests as run at once. It excludes random drafts, because SGLang accepts 4 tokens of each
+block.
 
---quick: three rounds; servers start together as far as the GPU's memory goes, some 40 s of
-measurement each. Those that fail so start once more alone. With --seconds nothing is begun later.
---model tiny: on a CPU, where SGLang has no kernels for drafts; with `--without-drafts` it shows
-that everything else works.
+--quick: three rounds. As many servers as fit into GPU memory start together; each is measured for
+about 40 s. Servers that fail start once more alone. --seconds: begin nothing later. --model tiny:
+for a CPU, where SGLang has no kernels for drafts; with `--without-drafts` it tests that everything
+else works.
 """
 
 from __future__ import annotations
@@ -73,10 +75,10 @@ from sglang_pat.cli.arguments import whole_number
 
 
 class Drafting(NamedTuple):
-    """Drafts of a kind.
+    """A kind of drafts.
 
-    algorithm: SGLang's. tokens: to verify per step, of each request. source: the model that drafts.
-    layers: of the served model; on 80 GB servers of three kinds fit at once, of ten layers.
+    algorithm: SGLang's name. tokens: tokens to verify per request and step. source: the draft
+    model. layers: layers of the served model; with ten, servers of three kinds fit into 80 GB.
     """
 
     algorithm: str
@@ -100,19 +102,19 @@ NONE = "none"
 NO_DRAFTS = Drafting("", 0, 0, 1, None, 4)
 NGRAM_TAILS = Path(__file__).parent / "ngram_tails"
 BACKENDS = {"pat": {"decode_attention_backend": "pat"}, "default": {}}
-# Tokens of a block that SGLang takes for accepted.
+# Tokens of a block that SGLang is told to accept.
 TAKEN = 4
-# Time per accepted token over FA3's; time of a step over FA3's where nothing is shared.
+# Limits of pat's over FA3's time per accepted token, and time of a step if nothing is shared.
 TIME_LIMIT, ALONE_LIMIT = 0.6, 1.01
 CHECKED = 32  # requests
 START_SECONDS = 180
-FILLED = 16  # tokens of an answer that fills the cache
+FILLED = 16  # tokens tokens of an answer that fills the cache
 _CASE = Case(64, 8192, 256, 200)
 _ALONE = (Case(1, 0, 1024, 200), Case(64, 0, 384, 112))
 _TINY_CASE = Case(6, 256, 64, 64)
 _TINY_ALONE = (Case(1, 0, 64, 64), Case(6, 0, 64, 64))
-_FREE = 0.95  # of the GPU's free memory, for servers
-_OTHER_GB = 1.8  # of a server: CUDA, graphs, what steps compute
+_FREE = 0.95  # of free GPU memory, for servers
+_OTHER_GB = 1.8  # per server: CUDA, graphs, activations
 
 
 def drafting(drafts: str) -> Drafting:
@@ -120,7 +122,7 @@ def drafting(drafts: str) -> Drafting:
 
 
 def speculation(drafts: str, draft: Path | None) -> dict[str, Any]:
-    """Server arguments. draft: folder of what drafts, if it is a model."""
+    """Return server arguments. draft: folder of the draft model, if any."""
     kind = drafting(drafts)
     if drafts == NONE:
         return {}
@@ -141,7 +143,7 @@ def speculation(drafts: str, draft: Path | None) -> dict[str, Any]:
 
 
 def gigabytes(shape: ModelShape, drafts: str, layers: int, draft_layers: int, slots: int) -> float:
-    """About what both servers take on a GPU. slots: of the KV pool."""
+    """Return the approximate GPU memory of both servers. slots: slots of the KV pool."""
     config, kind = shape.config, drafting(drafts)
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     q_size, kv_size = (
@@ -162,9 +164,9 @@ def gigabytes(shape: ModelShape, drafts: str, layers: int, draft_layers: int, sl
 def measure(
     drafts: str, members: Mapping[str, Member], cases: Sequence[Case], vocab: int, rounds: int
 ) -> Iterator[dict[str, Any]]:
-    """Both servers in turn, by backend. Yields what has been measured, more each time.
+    """Measure both servers in turn. Yield the measurements so far after each case.
 
-    cases: the one that shares a prefix, then those that share nothing.
+    cases: the case with a shared prefix, then those that share nothing.
     """
     case, *alone = cases
     prompts = case.prompts(vocab)
@@ -201,7 +203,7 @@ def measure(
 
 
 def fill(drafts: str, server: Server, prompts: Sequence[Sequence[int]], case: Case) -> None:
-    """Fill the cache, and compile what is compiled at first use. NGRAM hears what will be said."""
+    """Fill the cache and compile kernels. NGRAM gets the text from which it drafts."""
     server.generate(prompts, sampling_of(case.generated if drafts == "ngram" else FILLED))
 
 
@@ -216,7 +218,7 @@ def in_turn(
 def nothing_shared(
     drafts: str, members: Mapping[str, Member], case: Case, vocab: int, rounds: int
 ) -> dict[str, Any]:
-    """Compare the time of a step where requests share nothing. One request: twice the rounds."""
+    """Compare the time of a step if nothing is shared. One request runs twice the rounds."""
     prompts = case.prompts(vocab)
     for member in members.values():
         member.server.flush()
@@ -235,7 +237,7 @@ def nothing_shared(
 
 
 def summary(runs: Mapping[str, Sequence[DecodeRun]]) -> dict[str, Any]:
-    """Sum up the rounds. runs: by backend."""
+    """Return a summary of the rounds. runs: by backend."""
     steps = {backend: [step_ms(run) for run in passes] for backend, passes in runs.items()}
     gained = {backend: [accepted(run.answers) for run in each] for backend, each in runs.items()}
     rounds = {
@@ -266,7 +268,7 @@ def summary(runs: Mapping[str, Sequence[DecodeRun]]) -> dict[str, Any]:
 
 
 def step_ms(run: DecodeRun) -> float:
-    """Time of a step: the observer's time for a token, times the tokens that a step gives it."""
+    """Return the time of a step: the observer's time per token times its tokens per step."""
     return run.tpot_ms * accepted(run.answers[:1])
 
 
@@ -275,7 +277,7 @@ def stops(
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Mapping[str, Any]],
 ) -> dict[str, float]:
-    """Ask pat each prompt twice, with a token from the middle of its answer as the stop token."""
+    """Send pat each prompt twice, with a token from the middle of the answer as stop token."""
     asked = [*prompts, *prompts]
     sampling = []
     for i in range(len(asked)):
@@ -291,7 +293,7 @@ def stops(
 
 
 def gates(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Judge the cases: by name, value, limit and whether it is met."""
+    """Return the gates of the cases: name -> value, limit and whether it is met."""
     found: dict[str, Any] = {}
     for case in cases:
         name, each = case["drafts"], case["accepted_in_same_answers"]
@@ -323,7 +325,7 @@ def gates(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def starts(
     drafts: str, target: Path, draft: Path | None, arguments: Mapping[str, Any]
 ) -> dict[str, Start]:
-    """Both servers of one kind of drafts. target: the folder of the model. draft: as above."""
+    """Return both servers of a kind of drafts. target: model folder. draft: as above."""
     environment = {}
     if drafts == "ngram":
         paths = (str(NGRAM_TAILS), os.environ.get("PYTHONPATH", ""))
@@ -346,9 +348,9 @@ def run_drafts(
     data: dict[str, Any],
     path: Path | None,
 ) -> None:
-    """Measure both servers of some drafts, and write what has been measured.
+    """Measure both servers of a kind of drafts, and write the measurements.
 
-    A failure is kept beside it.
+    A failure is written too.
     """
     down = [f"{name}: {each.failure}" for name, each in members.items() if each.failure]
     if down:
@@ -484,7 +486,7 @@ def run(args: argparse.Namespace) -> int:
                     run_drafts(each, pair, cases, shape.vocab_size, rounds, data, args.json)
                     started = all(one.start_seconds is not None for one in pair.values())
                     if not started and len(group) > 1:
-                        groups.append([each])  # once more, alone
+                        groups.append([each])  # tries it once more, alone
             console.print(f"{', '.join(group)}: {time.monotonic() - begun:.0f} s since the start")
             write(args.json, data)
     write(args.json, data)
@@ -500,7 +502,7 @@ def _free_gigabytes() -> float:
 
 
 def _shared_device(shape: ModelShape, cases: Sequence[Case]) -> dict[str, Any]:
-    """Arguments of servers that share a device."""
+    """Return arguments of servers that share a device."""
     if shape.name == TINY:
         return {"skip_tokenizer_init": True}
     tokens = [each.prefix + each.batch * (each.private + each.generated + 64) for each in cases]
@@ -510,9 +512,9 @@ def _shared_device(shape: ModelShape, cases: Sequence[Case]) -> dict[str, Any]:
         "attention_backend": "fa3",
         "max_total_tokens": max(tokens),
         "max_running_requests": max(sizes),
-        "mem_fraction_static": 0.98,  # of what the others leave; max_total_tokens is the limit
+        "mem_fraction_static": 0.98,  # of free memory; max_total_tokens limits the pool
         "chunked_prefill_size": 2048,
         "cuda_graph_bs_decode": [*sizes[:1], 16, *sizes[1:]],
         "skip_tokenizer_init": True,
-        "sleep_on_idle": True,  # another server is being measured
+        "sleep_on_idle": True,  # does not disturb the measured server
     }

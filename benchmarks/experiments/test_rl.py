@@ -1,4 +1,4 @@
-"""Numbers and gates of `benchmarks/experiments rl` and `planted`. No server is started."""
+"""Tests of the numbers and gates of `benchmarks/experiments rl` and `planted`, without a server."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Kernel benchmark: one decode step of a prefix tree; pat, FlashInfer, FA3, cascade and XQA.
+"""Times a decode step of a prefix tree with pat, FlashInfer, FA3, cascade and XQA.
 
-All contenders of a case run interleaved in one process, as CUDA graphs of 8 layers behind an L2
-that holds other data: read (clean) and written (dirty). Each is compared with float64 before it is
-timed. KV slots are scattered over the pool, as in a server that has run for a while; with
-`--slots runs`, those of a node follow one another, as in one that has just started. The pools of
-the suites page-64 are in pages, which are scattered as a whole. Times are per layer. workloads.py
-has the suites, gates.py has the gates.
+All contenders of a case run in turn in one process, as CUDA graphs of 8 layers. Before each run the
+L2 is filled with other data, which is read (clean) or written (dirty). Each contender is compared
+with float64 before it is timed. KV slots are scattered over the pool, as in a server that has run
+for a while; with `--slots runs`, slots of a node are consecutive, as in a new server. The pools of
+the suites page-64 have pages, which are scattered as a whole. Times are per layer. workloads.py has
+the suites, and gates.py the gates.
 
     python benchmarks/kernel attention --quick --seconds 110 --no-compile
     python benchmarks/kernel attention --suite rank unshared --json FILE
@@ -39,12 +39,12 @@ from sglang_pat.executors.reference import dense_attention
 
 _CHECKED_REQUESTS = 16
 _POOL_BYTES = 48 << 30
-# Plans, partials, workspaces, the float64 results, and copies in pages.
+# Memory for plans, partials, workspaces, float64 results and paged copies.
 _SPARE_BYTES = (14 << 30) + pages.MOST_BYTES
 
 
 def pool_for(workloads: Iterable[Workload]) -> KvPool:
-    """Return a pool for the largest of them, or as much as the GPU has."""
+    """Return a pool for the largest workload, or as large as the GPU allows."""
     free, _ = torch.cuda.mem_get_info()
     return KvPool(min(_POOL_BYTES, free - _SPARE_BYTES, max(map(KvPool.bytes_for, workloads))))
 
@@ -52,7 +52,7 @@ def pool_for(workloads: Iterable[Workload]) -> KvPool:
 def measure(
     workload: Workload, pool: KvPool, names: Iterable[str], rounds: int, *, dirty: bool = False
 ) -> dict[str, object]:
-    """Check and time one case. dirty: also behind an L2 that was written to."""
+    """Check and time one case. dirty: also time it with a dirty L2."""
     tensors = WorkloadTensors.make(workload)
     caches = pool.layers(workload)
     everybody = CONTENDERS | ABLATIONS
@@ -71,7 +71,7 @@ def measure(
 def _dense(
     tensors: WorkloadTensors, k: torch.Tensor, v: torch.Tensor, rows: slice, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Attention without a plan, of some requests."""
+    """Return the attention of some requests, without a plan."""
     out, _ = dense_attention(
         tensors.q[rows],
         k,
@@ -113,7 +113,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     begin = time.perf_counter()
-    if args.no_compile:  # before FlashInfer is imported
+    if args.no_compile:  # set before FlashInfer is imported
         os.environ["FLASHINFER_DISABLE_JIT"] = "1"
     names = args.contenders or [*CONTENDERS, *(ABLATIONS if args.ablations else ())]
     copy_bandwidth = timing.copy_bandwidth()
@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compile_kernels(workloads: Iterable[Workload], names: Iterable[str]) -> None:
-    """Compile kernels of FlashInfer; those that cannot be are named with their cases."""
+    """Compile FlashInfer's kernels. Print failures with their cases."""
     try:
         compile_ahead(workloads, names)
     except RuntimeError as error:

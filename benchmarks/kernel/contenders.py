@@ -1,8 +1,8 @@
 """The contenders of the kernel benchmark: one function each, all with the same signature.
 
-A contender gets the workload's tensors, does its planning, and returns a function that runs the
-attention of one layer: K and V cache in, output out. It can be captured in a CUDA graph. Each is
-called as SGLang calls it. Libraries are imported when their contender is asked for.
+A contender gets the workload's tensors, does its planning, and returns a function that computes the
+output of one layer from its K and V cache. The function can be captured in a CUDA graph, and calls
+the library as SGLang does. A library is imported when its contender is used.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Layer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Contender = Callable[[Workload, WorkloadTensors], Layer]
 
 WORKSPACE_BYTES = 512 << 20
-TRITON_SPLITS = 8  # of a request, in SGLang's server arguments
-_LEVEL_WORKSPACE_BYTES = 512 << 20  # of each level of the cascade; groups of 16 take 300 MB
-_MERGED_NUMBERS = 8192  # of a request: 8 a thread, 1,024 threads
+TRITON_SPLITS = 8  # splits of a request, as in SGLang's server arguments
+_LEVEL_WORKSPACE_BYTES = 512 << 20  # per cascade level; groups of 16 take 300 MB
+_MERGED_NUMBERS = 8192  # per request: 8 per thread, 1,024 threads
 
 
 def pat(
@@ -36,8 +36,7 @@ def pat(
 ) -> Contender:
     """Return the package as a contender.
 
-    It runs one of its packing policies, only its tile bodies up to max_block_q, or its
-    batch-invariant mode.
+    policy: packing policy. max_block_q: uses only tiles up to this size.
     """
 
     def prepare(workload: Workload, tensors: WorkloadTensors) -> Layer:
@@ -71,7 +70,7 @@ def pat(
 
 
 def flashinfer(workload: Workload, tensors: WorkloadTensors) -> Layer:
-    """FlashInfer's paged decode, with tensor cores where there is a group."""
+    """FlashInfer's paged decode, with tensor cores if the group size is above 1."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
     if tensors.sinks is not None:
@@ -107,8 +106,8 @@ def _on_tensor_cores(workload: Workload) -> bool:
 def cascade(workload: Workload, tensors: WorkloadTensors) -> Layer:
     """FlashInfer's multi-level cascade, one level per depth of the forest.
 
-    Its levels run FlashInfer's fa2 kernels, which put the query heads of a group into one tile. By
-    default they would run FA3 on Hopper, which reads KV again for each of these heads.
+    The levels run FlashInfer's fa2 kernels, which put the query heads of a group into one tile. The
+    default on Hopper would be FA3, which reads KV again for each of these heads.
     """
     from flashinfer import (
         BatchPrefillWithPagedKVCacheWrapper,
@@ -147,7 +146,7 @@ def cascade(workload: Workload, tensors: WorkloadTensors) -> Layer:
 
 
 class Group(NamedTuple):
-    """Requests from `first` to the next group's, and the KV that all of them read on a level."""
+    """Requests from `first` up to the next group, and the KV that all of them read on a level."""
 
     first: int
     kv_begin: int
@@ -155,10 +154,11 @@ class Group(NamedTuple):
 
 
 class Level(NamedTuple):
-    """Groups of a level, as FlashInfer plans them: int32 tensors.
+    """The groups of a level in FlashInfer's format: int32 tensors.
 
-    Group i is the requests `qo_indptr[i]` to `qo_indptr[i + 1]` and the pages
-    `kv_indices[kv_indptr[i] : kv_indptr[i + 1]]`, of whose last one it reads `last_page_len[i]`.
+    Group i has the requests `qo_indptr[i]` to `qo_indptr[i + 1]` and the pages
+    `kv_indices[kv_indptr[i] : kv_indptr[i + 1]]`. It reads `last_page_len[i]` tokens of the last
+    page.
     """
 
     qo_indptr: torch.Tensor
@@ -168,9 +168,9 @@ class Level(NamedTuple):
 
 
 def cascade_groups(forest: Forest) -> list[list[Group]]:
-    """By depth, the nodes there; then what each request has alone.
+    """Return the groups of each level: the nodes by depth, then the private KV.
 
-    On levels below their path requests are groups without KV.
+    On levels below its path, a request is a group without KV.
     """
     levels = []
     for depth in range(max(map(len, forest.paths))):
@@ -194,7 +194,7 @@ def _whole_requests(forest: Forest) -> list[Group]:
 
 
 def level_of(groups: Iterable[Group], page_table: torch.Tensor, workload: Workload) -> Level:
-    """Return the pages of the groups of one level, each of which begins with a page."""
+    """Return a level in FlashInfer's format. Each group must begin at a page."""
     page = workload.page_size
     groups = list(groups)
     pages = [
@@ -223,9 +223,9 @@ def _paged(workload: Workload, *caches: torch.Tensor) -> tuple[torch.Tensor, ...
 
 
 def fa3(workload: Workload, tensors: WorkloadTensors) -> Layer:
-    """FA3 of sglang-kernel, whose schedule is computed once for all layers.
+    """FA3 of sglang-kernel. Its schedule is computed once for all layers.
 
-    Over a KV cache of another type the queries are converted to that type, in every layer.
+    If the KV cache has another dtype, each layer converts its queries to that dtype.
     """
     from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
 
@@ -265,9 +265,9 @@ def fa3(workload: Workload, tensors: WorkloadTensors) -> Layer:
 
 
 def xqa(workload: Workload, tensors: WorkloadTensors) -> Layer:
-    """FlashInfer's XQA, which SGLang runs as `trtllm_mha` on Hopper: pages of 64 tokens.
+    """FlashInfer's XQA, which SGLang runs as `trtllm_mha` on Hopper, with pages of 64 tokens.
 
-    Of a pool in tokens it reads a copy in such pages.
+    If the pool has no pages, it reads a copy in pages.
     """
     from flashinfer.decode import trtllm_batch_decode_with_kv_cache
 
@@ -301,7 +301,7 @@ def xqa(workload: Workload, tensors: WorkloadTensors) -> Layer:
 
 
 def triton(workload: Workload, tensors: WorkloadTensors) -> Layer:
-    """SGLang's Triton kernels, its default for rows that FA3 does not take."""
+    """SGLang's Triton kernels, its default for head_dims that FA3 does not support."""
     if workload.head_dim <= 256:
         raise Unsupported("SGLang's default is another one")
     batch, heads, _ = tensors.q.shape
@@ -360,7 +360,7 @@ def triton_layer(
 
 
 def triton_decode() -> Callable[..., None]:
-    """The kernel's place differs between SGLang's versions."""
+    """Return the kernel, whose module depends on SGLang's version."""
     try:
         module = import_module("sglang.kernels.ops.attention.decode_attention")
     except ImportError:
@@ -370,7 +370,7 @@ def triton_decode() -> Callable[..., None]:
 
 
 def _triton_splits() -> Any:
-    """The kernel by which SGLang chooses the splits of each request."""
+    """Return the kernel by which SGLang chooses the splits of each request."""
     try:
         module = import_module("sglang.kernels.ops.attention.metadata")
     except ImportError:
@@ -379,7 +379,7 @@ def _triton_splits() -> Any:
 
 
 def slots_of_requests(tensors: WorkloadTensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """The slots of all requests one behind the other, and where each begins."""
+    """Return the concatenated slots of all requests, and where each request begins."""
     columns = torch.arange(tensors.req_to_token.shape[1], device="cuda")
     indptr = torch.zeros(len(tensors.seq_lens) + 1, dtype=torch.int32, device="cuda")
     indptr[1:] = tensors.seq_lens.cumsum(0)
@@ -388,13 +388,13 @@ def slots_of_requests(tensors: WorkloadTensors) -> tuple[torch.Tensor, torch.Ten
 
 @functools.cache
 def _workspace() -> torch.Tensor:
-    """Shared by the wrappers of FlashInfer, none of which runs while another does."""
+    """Return a workspace that FlashInfer's wrappers share, because they run one at a time."""
     return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
 
 
 @functools.cache
 def _zeroed_workspace() -> torch.Tensor:
-    """The workspace of XQA, whose semaphores in it are zero before and after each call."""
+    """Return the workspace of XQA, whose semaphores must be zero before each call."""
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
 
 
@@ -416,10 +416,10 @@ ABLATIONS: dict[str, Contender] = {
 
 
 def compile_ahead(workloads: Iterable[Workload], names: Iterable[str]) -> None:
-    """Compile all kernels of FlashInfer that the cases need, side by side.
+    """Compile all kernels of FlashInfer that the cases need, in parallel.
 
-    Else each is compiled at its first call, one after the other, half a minute each. RuntimeError
-    of FlashInfer with the compiler's words.
+    Otherwise each would be compiled at its first call, for half a minute. FlashInfer raises
+    RuntimeError with the compiler's output.
     """
     from flashinfer.jit import build_jit_specs
     from flashinfer.jit.attention import gen_batch_decode_module, gen_batch_prefill_module

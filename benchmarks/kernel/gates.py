@@ -1,4 +1,4 @@
-"""Findings of the kernel benchmark: a summary by suite, and gates that must hold."""
+"""Summaries and gates of the kernel benchmark, by suite."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 Case = Mapping[str, Any]
 
-# Least time of the best peer over pat's where nothing is shared, by kind of case.
+# Lower limits of the best peer's time / pat's if nothing is shared, by kind of case.
 UNSHARED_LIMITS = {"uniform": 0.99, "ragged": 0.97, "long": 0.97}
-# The same of any case, behind an L2 that was written to.
+# Lower limit of the best peer's time / pat's in any case, with a dirty L2.
 DIRTY_LIMIT = 0.97
 RANK_CASE, RANK_US = "1,10_4096,416 8/1", 12.0
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """suite: whose cases. passed: None if there was nothing to judge by."""
+    """A limit on a suite's cases. passed: None if there are no cases to judge."""
 
     suite: str
     rule: str
@@ -44,14 +44,14 @@ def is_peer(name: str) -> bool:
 
 
 def versus_best(case: Case, times: str = "us") -> float | None:
-    """Time of the best peer over pat's; below 1 pat loses. None without both."""
+    """Return the best peer's time / pat's, which is below 1 if pat is slower, or None."""
     us = case.get(times, {})
     peers = [time for name, time in us.items() if is_peer(name)]
     return min(peers) / us["pat"] if peers and "pat" in us else None
 
 
 def summary(cases: Sequence[Case], names: Sequence[str]) -> list[str]:
-    """A line for each suite, of what is shared and what is not."""
+    """Return a line for each suite, with shared and unshared cases."""
     lines = []
     for suite in dict.fromkeys(case["suite"] for case in cases):
         for title, shared in (("shared", True), ("unshared", False)):
@@ -74,7 +74,7 @@ def summary(cases: Sequence[Case], names: Sequence[str]) -> list[str]:
 
 
 def gates(cases: Sequence[Case]) -> list[Gate]:
-    """All that has to hold. A case in which pat failed fails the gates of its suite."""
+    """Return all gates. A case in which pat failed fails the gates of its suite."""
 
     def of(suite: str, *, shared: bool = True) -> list[Case]:
         return [case for case in cases if case["suite"] == suite and case["shared"] is shared]
@@ -103,7 +103,7 @@ def gates(cases: Sequence[Case]) -> list[Gate]:
     ]
 
 
-# Latent attention: microseconds of a layer, by case.
+# Limits for latent attention: microseconds of a layer, by case.
 LATENT_US = {
     "1,128_8192,256 h16": 85.0,
     "1,128_8192,256 h8": 55.0,
@@ -113,7 +113,7 @@ LATENT_US = {
 
 
 def latent_gates(cases: Sequence[Case]) -> list[Gate]:
-    """Limits for latent attention (MLA)."""
+    """Return the gates of latent attention (MLA)."""
     gained = [
         case
         for case in cases
@@ -134,7 +134,7 @@ def latent_gates(cases: Sequence[Case]) -> list[Gate]:
 
 
 def fp8_latent_gates(cases: Sequence[Case]) -> list[Gate]:
-    """Limits for latent attention over an fp8 cache, which FA3 and FlashInfer convert first."""
+    """Return the gates with an fp8 latent cache, which FA3 and FlashInfer convert first."""
     shared = [case for case in cases if case["shared"]]
     alone = [case for case in cases if not case["shared"]]
     return [
@@ -146,7 +146,7 @@ def fp8_latent_gates(cases: Sequence[Case]) -> list[Gate]:
 
 
 def many_rows_gates(cases: Sequence[Case]) -> list[Gate]:
-    """Limits for latent attention whose requests fill a tile: that the results are right."""
+    """Return the gates for latent requests that fill a tile: results must be right."""
     return [_bitwise(cases)]
 
 
@@ -167,7 +167,7 @@ def _geomean(
     *,
     digits: int = 3,
 ) -> Gate:
-    """peer: whose time over pat's; the best one's of each case if none is named."""
+    """Return a gate on a peer's time / pat's. peer: None for the best peer of each case."""
     rule = f"geomean {peer or 'best peer'}/pat >= {limit:.2f}"
     ratios = list(versus_by_name(cases).values())
     if peer:
@@ -218,7 +218,7 @@ def _floor(suite: str, cases: Sequence[Case], limit: float) -> Gate:
 
 
 def versus_by_name(cases: Sequence[Case], times: str = "us") -> dict[str, float]:
-    """By name. Of a case that two suites have, the worse."""
+    """Return the best peer's time / pat's by case, with the worse one for repeated cases."""
     found: dict[str, float] = {}
     for case in cases:
         if (ratio := versus_best(case, times)) is not None:

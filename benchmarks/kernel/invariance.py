@@ -1,9 +1,9 @@
-"""A request's bits depend on nothing but the request: random batches of the same requests.
+"""Checks, in random batches, that a request's bits depend only on the request.
 
-A world is a pool and requests over it that share prefixes. Each request is computed alone. Then it
-is computed in random batches, and compared bit by bit: other requests, in any order and number,
-shared or not, with any number of workers, any largest tile, under a plan that was made when it was
-shorter, by itself or by a captured graph with rows of padding.
+A world is a KV pool with requests that share prefixes. Each request is computed alone, then in
+random batches, and the results are compared bit by bit. Batches have any requests in any order,
+with or without sharing, any number of workers, any largest tile, plans that were made for shorter
+requests, and captured graphs with padding rows.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from sglang_pat.executors.jit import KernelConfig
 
 _WORKERS = (1, 5, 33, 264)
 _GRAPH_ROWS = (8, 40)
-_MAX_REQUESTS = 1024  # of a plan: room for all chunks of _GRAPH_ROWS[-1] requests
+_MAX_REQUESTS = 1024  # of a plan, for all chunks of _GRAPH_ROWS[-1] requests
 
 
 def random_forest(random: np.random.Generator) -> ForestCase:
-    """Up to 64 requests, of up to some thousand tokens, on a random tree."""
+    """Return up to 64 requests, of up to some thousand tokens, in a random tree."""
 
     def length() -> int:
         near = random.choice([1, 32, 64, 255, 256, 512, 700, 2048])
@@ -55,7 +55,7 @@ class _Graph:
 
 
 class World:
-    """Requests over one pool, on one variant of the kernels."""
+    """Requests in a pool, for one variant of the kernels."""
 
     def __init__(
         self,
@@ -72,15 +72,15 @@ class World:
         def tensor(*shape: int) -> torch.Tensor:
             return torch.randn(shape, device="cuda").to(config.dtype)
 
-        # Logits far apart: the maxima of rows rise on the way, and sums are rescaled.
+        # With so different logits, the maxima of rows rise and sums are rescaled.
         self.q = 8 * tensor(len(case.seq_lens), heads[0], config.head_dim)
         self.k = tensor(case.num_slots, heads[1], config.head_dim).to(config.cache_dtype)
         self.v = tensor(case.num_slots, heads[1], config.v_head_dim).to(config.cache_dtype)
         self.sinks = tensor(heads[0]) if sinks else None
-        # One more row, of padding.
+        # Adds a row for padding.
         tokens = np.concatenate([case.tokens, np.zeros_like(case.tokens[:1])])
         self.table = torch.from_numpy(tokens).cuda()
-        # Where bodies add up in different ways, the mode has one of them only.
+        # If bodies sum in different orders, the mode uses only one tile.
         blocks = [tile[0] for tile in TILE_TABLE] if config.tiles_agree else [TILE_TABLE[-1][0]]
         self._steps = [
             PlannedStep(
@@ -100,7 +100,7 @@ class World:
         self.out, self.lse = self._alone()
 
     def differing(self, num_batches: int) -> Iterator[tuple[int, int]]:
-        """Run random batches: for each, its requests, and how many of them have other bits."""
+        """Run random batches. Yield the requests, and how many have other bits, of each batch."""
         for _ in range(num_batches):
             count = int(self._random.integers(1, _GRAPH_ROWS[-1] + 1))
             rows = self._random.integers(0, len(self._case.seq_lens), count)
@@ -136,7 +136,7 @@ class World:
         shared: bool,
         shorter: bool = False,
     ) -> None:
-        """Plan the batch of these requests, and padding up to the tensors' size."""
+        """Plan the batch of these requests, with padding up to the tensors' size."""
         paths = [self._case.paths[row] if shared else [] for row in rows]
         padding = len(tensors[0]) - len(rows)
         lens = self._case.seq_lens[rows]
@@ -147,7 +147,7 @@ class World:
         step.write(DecodeBatch(lens, all_paths), self.table, *tensors)
 
     def _earlier(self, length: int, path: list[PathNode]) -> int:
-        """A length at which a plan may have been made that still serves this one."""
+        """Return an earlier length, whose plan is still usable for this length."""
         first = path[-1].kv_end + 1 if path else 1
         if first >= length:
             return length

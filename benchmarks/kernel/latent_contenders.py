@@ -1,8 +1,8 @@
 """The contenders of the benchmark of latent attention (MLA), called as SGLang calls them.
 
-Each gets the tensors of one step, does its planning, and returns a function that runs the attention
-of one layer: the KV of its slots in, output out. It can be captured in a CUDA graph. Libraries are
-imported when their contender is asked for.
+Each gets the tensors of a step, does its planning, and returns a function that computes the output
+of one layer from its KV. The function can be captured in a CUDA graph. A library is imported when
+its contender is used.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from sglang_pat.plan import largest_tile
 LatentLayer = Callable[[torch.Tensor], torch.Tensor]  # KV [slots, 1, 576] -> output
 Contender = Callable[[LatentWorkload, WorkloadTensors], LatentLayer]
 
-SM_SCALE = (128 + 64) ** -0.5  # of the models: their heads have 128 columns and 64 of rope
-_TRITON_SPLITS = 16  # SGLang's default is 8; on long contexts it takes up to 16
+SM_SCALE = (128 + 64) ** -0.5  # the models' heads have 128 + 64 columns
+_TRITON_SPLITS = 16  # SGLang's default is 8, and up to 16 for long contexts
 
 
 def pat(
     workload: LatentWorkload, tensors: WorkloadTensors, max_block_q: int | None = None
 ) -> LatentLayer:
-    """The package itself. max_block_q: query rows of the largest tile, if not its own choice."""
+    """pat. max_block_q: query rows of the largest tile, by default pat's choice."""
     device = tensors.q.device
     config = KernelConfig.for_device(
         workload.dtype, workload.head_dim, device, COLUMNS, workload.cache_dtype
@@ -57,7 +57,7 @@ def pat(
 
 
 def pat_64(workload: LatentWorkload, tensors: WorkloadTensors) -> LatentLayer:
-    """The package over fp8, with the tile of 64 rows where it prefers two of 32."""
+    """pat with fp8 KV and the tile of 64 rows, instead of two tiles of 32."""
     own = largest_tile(workload.num_qo_heads, latent=True, one_byte=workload.kv_dtype is not None)
     if own == 64:
         raise Unsupported("the package's own choice")
@@ -65,7 +65,7 @@ def pat_64(workload: LatentWorkload, tensors: WorkloadTensors) -> LatentLayer:
 
 
 def fa3(workload: LatentWorkload, tensors: WorkloadTensors) -> LatentLayer:
-    """FA3, SGLang's default on Hopper: sglang-kernel, page table in tokens."""
+    """FA3 of sglang-kernel, SGLang's default on Hopper, with pages of one token."""
     from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
     nope, rope = _parts(tensors.q)
@@ -92,7 +92,7 @@ def fa3(workload: LatentWorkload, tensors: WorkloadTensors) -> LatentLayer:
 
 
 def flashinfer(workload: LatentWorkload, tensors: WorkloadTensors) -> LatentLayer:
-    """FlashInfer's MLA, page size 1."""
+    """FlashInfer's MLA kernels, with pages of one token."""
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
     _refuse_drafts(workload)
@@ -122,9 +122,9 @@ def flashinfer(workload: LatentWorkload, tensors: WorkloadTensors) -> LatentLaye
 
 
 def flashmla(workload: LatentWorkload, tensors: WorkloadTensors) -> LatentLayer:
-    """FlashMLA, over a copy of the KV in its pages of 64 tokens, shared where whole pages are.
+    """FlashMLA, with a copy of the KV in pages of 64 tokens, in which whole pages are shared.
 
-    Over an fp8 cache the queries are converted to fp8, in every layer.
+    With an fp8 cache, each layer converts its queries to fp8.
     """
     from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
@@ -168,12 +168,12 @@ def triton(workload: LatentWorkload, tensors: WorkloadTensors) -> LatentLayer:
 
 
 def _parts(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The columns that values have, and those of rope: tensors of their own, as in a model."""
+    """Return the value columns and the rope columns as separate tensors, as in a model."""
     return q[..., :COLUMNS].contiguous(), q[..., COLUMNS:].contiguous()
 
 
 def _lengths(workload: LatentWorkload, tensors: WorkloadTensors) -> torch.Tensor:
-    """Return the KV tokens of each request: its last row reads all of them."""
+    """Return the KV tokens of each request, all of which its last row reads."""
     return tensors.seq_lens[workload.drafts - 1 :: workload.drafts].int()
 
 
@@ -188,7 +188,7 @@ def _workspace() -> torch.Tensor:
 
 
 def _converted(contender: Contender) -> Contender:
-    """Convert the whole pool first, where it is of another type: so SGLang does in each layer."""
+    """Return a contender that first converts the whole pool, as SGLang does in each layer."""
 
     def converting(workload: LatentWorkload, tensors: WorkloadTensors) -> LatentLayer:
         layer = contender(workload, tensors)

@@ -12,19 +12,19 @@ from kernel.workloads import E4M3, Workload
 from sglang_pat.batch import DecodeBatch, IntArray, PathNode, PrefixPaths
 from sglang_pat.support import LATENT_HEAD_DIMS
 
-COLUMNS = LATENT_HEAD_DIMS[1]  # of values; those of rope are behind them
+COLUMNS = LATENT_HEAD_DIMS[1]  # value columns, before the rope columns
 HEADS = (8, 12, 16, 20, 32)
 SUITE, MANY_ROWS = SUITES = "mla", "many-rows"
-# Tokens that a request has committed since its rows were planned: each row reads them by itself.
+# Tokens that a request has committed since planning, which each row reads separately.
 _COMMITTED_SINCE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class LatentWorkload(Workload):
-    """One step of latent attention: one KV head, whose values are a part of its keys.
+    """A step of latent attention, with one KV head whose values are a part of the keys.
 
-    drafts: rows of each request. Above 1 it is a verify step of chains, where row `i` of a request
-    reads all but the last `drafts - 1 - i` tokens.
+    drafts: rows per request. If above 1, it is a verify step of chains, in which row `i` of a
+    request reads all but the last `drafts - 1 - i` tokens.
     """
 
     num_kv_heads: int = 1
@@ -54,7 +54,7 @@ class LatentWorkload(Workload):
         return (last + rows).astype(np.int32)
 
     def batch(self) -> DecodeBatch:
-        """The rows as the adapter has them planned: each request's below a node of its own."""
+        """Return the rows as the adapter plans them, each request's rows below one node."""
         forest = self.forest
         if self.drafts == 1:
             return forest.batch()
@@ -68,7 +68,7 @@ class LatentWorkload(Workload):
 
     @property
     def sharing(self) -> int:
-        """Requests that share the first node."""
+        """Number of requests that share the first node."""
         return sum(bool(path) and path[0].node_id == 0 for path in self.forest.paths)
 
     @property
@@ -77,7 +77,7 @@ class LatentWorkload(Workload):
         return self.forest.nodes[0][1] if self.forest.nodes else 0
 
     def least_us(self, copy_bandwidth: float, flops: float) -> float:
-        """Every KV token, query and output moved once, or the arithmetic without padding."""
+        """Return the least time: to move everything once, or to compute without padding."""
         columns = self.head_dim + COLUMNS
         query_bytes = len(self.row_lens) * self.num_qo_heads * columns * self.dtype.itemsize
         memory = (self.unique_kv_bytes + query_bytes) / copy_bandwidth
@@ -91,7 +91,7 @@ def _ragged(count: int, prefix: int, median: int) -> Forest:
 
 
 def workloads(*, quick: bool = False) -> list[LatentWorkload]:
-    """All cases, the most telling ones first. quick: a few that stand for all."""
+    """Return all cases, the most informative first. quick: a few representative cases."""
     gated = [("1,128_8192,256", 16), ("1,128_8192,256", 8)]
     gated += [("1,32_16384,512", 16), ("1,64_2048,128", 16)]
     unshared = [
@@ -144,14 +144,14 @@ def workloads(*, quick: bool = False) -> list[LatentWorkload]:
     return [case for case in cases if case.quick] if quick else cases
 
 
-# Query heads and draft tokens: the recommended MTP; none; GLM-4.7-Flash with MTP; blocks of 8.
+# (query heads, draft tokens): the recommended MTP, none, GLM-4.7-Flash with MTP, blocks of 8.
 MANY = ((16, 4), (64, 1), (20, 4), (8, 8))
 
 
 def many_rows(shapes: Sequence[tuple[int, int]] = MANY) -> list[LatentWorkload]:
-    """Requests of many rows over long shared prefixes: some 64 fill a tile alone.
+    """Return cases of requests with many rows, about 64, which fill a tile, and long prefixes.
 
-    shapes: query heads and draft tokens.
+    shapes: (query heads, draft tokens) pairs.
     """
     trees = ["1,64_8192,256", "1,64_40960,256", "1,24_122880,256", "64_8192"]
     cases = [(tree, *shape) for shape in shapes for tree in trees]

@@ -1,4 +1,4 @@
-"""Check and time the contenders of cases, and write what was found."""
+"""Checks and times the contenders of cases, and writes the results."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from kernel.workloads import Workload, WorkloadTensors
 from sglang_pat.bench import timing
 from sglang_pat.cli.arguments import quoted
 
-# Largest relative error of a request in another kernel's result, by bytes of a number of the cache:
-# with one byte, FA3, XQA and FlashMLA round the queries to fp8 too.
+# Largest allowed relative error of a request in another kernel's result, by bytes of a cache
+# element. With one byte, FA3, XQA and FlashMLA also round the queries to fp8.
 PEER_ERROR = {2: 0.02, 1: 0.15}
-# A kernel that takes so many times the time of the fastest is timed in a few rounds only.
+# A kernel slower than FAR_BEHIND times the fastest is timed only in FEW_ROUNDS rounds.
 FAR_BEHIND, FEW_ROUNDS = 3.0, 2
-ROUNDS = {False: 21, True: 7}  # by whether it is quick
-_MOST_TOKENS = 1 << 24  # of --tree
+ROUNDS = {False: 21, True: 7}  # by whether --quick is on
+_MOST_TOKENS = 1 << 24  # limit for --tree
 
 
 def measure(
@@ -44,19 +44,19 @@ def measure(
 ) -> dict[str, Any]:
     """Check each contender with float64, then time those that passed, interleaved.
 
-    caches: of each layer, what the contenders' functions (contenders.py) are given. dense:
-    attention of the first layer without a plan, of which requests and computed in which type; about
-    `checked_requests` are compared. dirty: time them also behind an L2 that was written to. Returns
-    times and errors by name, and why a contender has none: `unsupported` or `failed`.
+    caches: arguments of the contenders' functions (contenders.py), by layer. dense: computes
+    attention of the first layer without a plan, for some requests, in some dtype. About
+    `checked_requests` requests are compared. dirty: also time with a dirty L2. Returns times and
+    errors by name, or why a contender has none: `unsupported` or `failed`.
     """
-    # An odd step: the rows of a request differ in what they read.
+    # The step is odd, because the rows of a request differ in what they read.
     rows = slice(None, None, len(tensors.q) // checked_requests | 1)
     exact, in_torch = (dense(rows, dtype) for dtype in (torch.float64, workload.dtype))
     layers, graphs, errors, mean_errors = {}, {}, {}, {}
     failed, unsupported = {}, {}
     for name, contender in contenders.items():
         try:
-            # Kept until all is timed: a graph does not own the memory that it reads and writes.
+            # Kept until all are timed, because a graph does not own the memory that it uses.
             layer = layers[name] = contender(workload, tensors)
             report = compare(layer(*caches[0])[rows].to(workload.dtype), in_torch, exact)
             errors[name], mean_errors[name] = report.max_error, report.mean_error
@@ -86,7 +86,7 @@ def measure(
 def _timed(
     graphs: Mapping[str, Callable[[], object]], layers: int, rounds: int, *, dirty: bool
 ) -> dict[str, dict[str, float]]:
-    """Time all in a few rounds, and again, in all rounds, those that are not far behind."""
+    """Time all in a few rounds, then those that are not far behind in all rounds."""
     times = timing.layer_us(graphs, layers, FEW_ROUNDS, warmup=1, dirty=dirty)
     fastest = min(times["us"].values(), default=0.0)
     near = {name: run for name, run in graphs.items() if times["us"][name] < FAR_BEHIND * fastest}
@@ -96,7 +96,7 @@ def _timed(
 
 
 def _forget_error() -> None:
-    """Take a launch that failed out of the runtime's memory: the next kernel would report it."""
+    """Clear the CUDA runtime's last error, which the next kernel would report."""
     for _ in range(2):
         try:
             torch.cuda.synchronize()
@@ -109,7 +109,7 @@ def _forget_error() -> None:
 def _differs(
     layer: Callable[..., torch.Tensor], graph: torch.cuda.CUDAGraph, last: Iterable[torch.Tensor]
 ) -> str | None:
-    """Say if a second run or the graph, which ends with the layer `last`, has other bits."""
+    """Return an error if a second run or the graph, which ends with layer `last`, differs."""
     first = layer(*last).clone()
     out = layer(*last)
     if not torch.equal(first, out):
@@ -151,7 +151,7 @@ def _tree(text: str) -> Forest:
 
 
 def described(workload: Workload) -> dict[str, Any]:
-    """Return what a record says of a case, for any kind of attention."""
+    """Return the description of a case for a record."""
     forest = workload.forest
     return {
         "suite": workload.suite,
@@ -189,12 +189,12 @@ def run_cases(
     info: dict[str, Any],
     begin: float,
 ) -> int:
-    """Measure and report case by case, and write the file after each.
+    """Measure and report each case, and write the file after each.
 
-    args: options of `add_case_options`. measured: the record of a case, in so many rounds, with
-    what `measure` found. info: metadata, with the clocks before the run. begin: of the run, by
-    `time.perf_counter`; no case begins later than `--seconds` after it. Returns the exit status, 1
-    if a result of pat was wrong.
+    args: options of `add_case_options`. measured: measures a case in a number of rounds and returns
+    its record. info: metadata, with the clocks before the run. begin: `time.perf_counter()` at the
+    begin of the run; no case begins more than `--seconds` later. Returns the exit status, 1 if a
+    result of pat was wrong.
     """
     result: dict[str, Any] = {"meta": info, "cases": [], "gates": [], "left_out": []}
     cases, found = result["cases"], list[Gate]()
@@ -215,7 +215,7 @@ def run_cases(
         info["seconds"] = time.perf_counter() - begin
         found = gates(cases) if "pat" in names else []
         result["gates"] = as_json(found)
-        # Each time: a run that is ended early loses nothing.
+        # Written each time, so that a run that is stopped loses nothing.
         write(args.json, result)
         torch.cuda.empty_cache()
     info["clocks"]["after"] = gpu_state()

@@ -1,10 +1,11 @@
-"""Latent attention (MLA): one decode step of a prefix tree; pat, FA3, FlashInfer, FlashMLA, Triton.
+"""Times latent attention (MLA) with pat, FA3, FlashInfer, FlashMLA and Triton.
 
-All contenders of a case run interleaved in one process, as CUDA graphs of 8 layers, each with KV of
-its own, behind an L2 that holds other data: read (clean) and written (dirty). Each is compared with
-float64 before it is timed. Times are per layer. The floor is the arithmetic without padding at the
-rate of a large matrix multiplication here, or the KV read once at copy bandwidth, whichever takes
-longer. What has to hold is in gates.py.
+A case is a decode step of a prefix tree. All contenders of a case run in turn in one process, as
+CUDA graphs of 8 layers, each with its own KV. Before each run the L2 is filled with other data,
+which is read (clean) or written (dirty). Each contender is compared with float64 before it is
+timed. Times are per layer. The floor is the time of the arithmetic without padding, at the rate of
+a large matrix multiplication on this GPU, or the time to read the KV once at copy bandwidth,
+whichever is longer. The gates are in gates.py.
 
     python benchmarks/kernel mla --json mla.json
     python benchmarks/kernel mla --quick --seconds 60 --contenders pat fa3 flashmla
@@ -49,9 +50,9 @@ _CHECKED_REQUESTS = 8
 def measure(
     workload: LatentWorkload, names: list[str], rounds: int, *, dirty: bool, pool_tokens: int = 0
 ) -> dict[str, object]:
-    """Check and time one case. dirty: also behind an L2 that was written to.
+    """Check and time one case. dirty: also time it with a dirty L2.
 
-    pool_tokens: slots of the pool, where the case has fewer.
+    pool_tokens: slots of the pool, if the case has fewer.
     """
     tensors = _tensors(workload)
     generator = torch.Generator("cuda").manual_seed(1)
@@ -75,7 +76,7 @@ def measure(
 
 
 def _tensors(workload: LatentWorkload) -> WorkloadTensors:
-    """The step on the GPU: queries, lengths and requests by row, the table by request."""
+    """Return the step's tensors: queries, lengths and requests by row, the table by request."""
     tensors = WorkloadTensors.make(workload)
     if workload.drafts == 1:
         return tensors
@@ -91,7 +92,7 @@ def _tensors(workload: LatentWorkload) -> WorkloadTensors:
 def _dense(
     tensors: WorkloadTensors, kv: torch.Tensor, rows: slice, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Attention without a plan, of some requests."""
+    """Return the attention of some requests, without a plan."""
     out, _ = dense_attention(
         tensors.q[rows],
         kv,
@@ -106,7 +107,7 @@ def _dense(
 
 
 def matmul_flops() -> float:
-    """FLOP/s of a large matrix multiplication on this GPU."""
+    """Return the FLOP/s of a large matrix multiplication on this GPU."""
     size = 8192
     matrix = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
     us = timing.interleaved_us({"matmul": lambda: matrix @ matrix}, rounds=10)["matmul"]

@@ -1,4 +1,4 @@
-"""Results are compared with float64, by the error of plain torch in the same dtype."""
+"""Compares errors of results with those of plain torch in the same dtype, against float64."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class ErrorReport:
     mean_error: float
     mean_torch_error: float
     worst: tuple[int, ...]  # index of the largest error
-    max_beyond_rounding: float  # largest error of more than one eps of the exact value
-    # Mean error over mean size of the exact value, of the worst first index; of a vector, of all.
+    max_beyond_rounding: float  # largest error minus one eps of the exact value
+    # Mean error / mean size of the exact values, for the worst first index, or for all of a vector.
     relative_error: float
 
     @property
     def acceptable(self) -> bool:
-        """True if the error is at most twice torch's.
+        """True if the error is at most twice the error of torch.
 
-        Where few elements are compared, torch may be lucky: one eps of the value itself is what
-        rounding the probabilities and the result may cost anybody.
+        With few elements, torch may be lucky. So an error of one eps of the value is always
+        accepted, which rounding of the probabilities and of the result may cause.
         """
         return (
             self.max_beyond_rounding <= 2 * self.max_torch_error + 1e-5

@@ -1,4 +1,4 @@
-"""Copies of KV in pages of 64 tokens, for kernels that read nothing smaller."""
+"""Copies KV into pages of 64 tokens, for kernels that need such pages."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import torch
 
 from kernel.workloads import LAYERS, PAGE_SIZE
 
-MOST_BYTES = 14 << 30  # of the copies of all layers
+MOST_BYTES = 14 << 30  # limit for the copies of all layers
 
 
 class Unsupported(ValueError):
-    """A kernel that cannot run a case, and why."""
+    """A kernel cannot run a case. The message says why."""
 
 
 class PagedCopies:
-    """KV of a step's requests in pages; whole pages of a shared prefix are there once.
+    """Copies of a step's KV in pages. Whole pages of a shared prefix are copied once.
 
-    req_to_token: slots, `[requests, tokens of the longest]`. token_bytes: of all that is copied of
-    a token in one layer. table: int32 `[requests, pages of the longest]`. Unsupported is raised if
-    the copies of all layers would take more than `MOST_BYTES`.
+    req_to_token: slots, `[requests, tokens of the longest]`. token_bytes: copied bytes per token
+    and layer. table: int32 `[requests, pages of the longest]`. Raises Unsupported if the copies of
+    all layers would take more than `MOST_BYTES`.
     """
 
     def __init__(self, req_to_token: torch.Tensor, token_bytes: int) -> None:
@@ -29,10 +29,10 @@ class PagedCopies:
                 f"it reads pages of {PAGE_SIZE} tokens, and a copy in pages takes "
                 f"{needed / 1e9:.0f} GB here"
             )
-        self._copies: dict[int, torch.Tensor] = {}  # by the address of what was copied
+        self._copies: dict[int, torch.Tensor] = {}  # by address of the copied cache
 
     def of(self, cache: torch.Tensor) -> torch.Tensor:
-        """Return the copy of a layer's cache, made at the first call: `[pages, 64, ...]`."""
+        """Return the copy of a layer's cache, `[pages, 64, ...]`, which the first call makes."""
         address = cache.data_ptr()
         if address not in self._copies:
             self._copies[address] = cache[self._slots]
@@ -40,10 +40,10 @@ class PagedCopies:
 
 
 def pages_of(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut requests into pages; pages of the same slots are one.
+    """Divide requests into pages. Equal pages are one page.
 
-    Returns the slot that each token of a page is a copy of, `[pages, 64]`, and the page table,
-    int32 `[requests, pages of the longest]`.
+    Returns the slot of each token of a page, `[pages, 64]`, and the page table, int32 `[requests,
+    pages of the longest]`.
     """
     requests, width = table.shape
     padded = torch.nn.functional.pad(table, (0, -width % PAGE_SIZE)).view(requests, -1, PAGE_SIZE)

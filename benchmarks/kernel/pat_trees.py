@@ -28,9 +28,9 @@ PAT_TREES = (
 
 
 def parse_tree(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the nodes of each level, and the tokens of a node there.
+    """Return the number of nodes of each level, and the tokens of a node there.
 
-    ValueError, naming the text, if it is no tree.
+    ValueError, which quotes the text, if it is not a tree.
     """
     given, _, sizes = text.partition("_")
     try:

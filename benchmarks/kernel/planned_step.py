@@ -1,7 +1,7 @@
-"""A planned decode step on the device, without PackAttention: how tests and benchmarks run one.
+"""A planned decode step on the device without PackAttention, for tests and benchmarks.
 
-Unlike there, the packer's constants can be chosen, and what no kernel has written is NaN or out of
-bounds.
+Unlike in PackAttention, the packer's constants can be chosen, and memory that no kernel has written
+is NaN or out of bounds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sglang_pat.plan import MIN_ITEM_TOKENS, BufferSizes, DecodePlan, largest_ti
 
 
 class PlannedStep:
-    """One scheduler with its executor, whose buffers never move: for graphs."""
+    """A scheduler and an executor whose buffers have fixed addresses, for graphs."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class PlannedStep:
         v_scale: float = 1.0,
         q_rope: torch.Tensor | None = None,
     ) -> None:
-        """Run the last plan written."""
+        """Run the last plan that was written."""
         scale = k_cache.shape[-1] ** -0.5 if sm_scale is None else sm_scale
         self.executor.run(
             LayerInputs(

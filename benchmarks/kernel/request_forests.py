@@ -1,4 +1,4 @@
-"""Batches of the kernel benchmark: prefix forests, and which KV slots their requests read."""
+"""Batches of the kernel benchmark: prefix forests, and the KV slots of their requests."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from kernel.pat_trees import parse_tree
 from sglang_pat.batch import DecodeBatch, IntArray, PathNode, PrefixPaths
 
-SLOTS = ("scattered", "runs")  # how a forest's KV lies in a pool
+SLOTS = ("scattered", "runs")  # how a forest's slots lie in a pool
 
 
 @dataclass(frozen=True)
 class Forest:
-    """Requests in the order of the tree.
+    """Shared nodes, and requests in tree order.
 
-    nodes: shared ones, each (index of its parent or -1, tokens); parents come first. requests: each
-    (index of its node or -1, private tokens).
+    nodes: (index of the parent or -1, tokens) of each shared node, parents first. requests: (index
+    of the last node or -1, private tokens) of each request.
     """
 
     name: str
@@ -29,10 +29,10 @@ class Forest:
 
     @classmethod
     def of_tree(cls, text: str) -> Forest:
-        """Parse a uniform tree, such as `1,4,64_1024,256,64`. ValueError if it is none."""
+        """Parse a uniform tree, such as `1,4,64_1024,256,64`. ValueError if it is not a tree."""
         (*counts, num_requests), (*sizes, private) = parse_tree(text)
         nodes: list[tuple[int, int]] = []
-        above = [-1] * num_requests  # by request, its node on the last level
+        above = [-1] * num_requests  # per request: its node on the last level
         for count, tokens in zip(counts, sizes, strict=True):
             first = len(nodes)
             owner = [request * count // num_requests for request in range(num_requests)]
@@ -46,7 +46,7 @@ class Forest:
 
     @cached_property
     def paths(self) -> list[list[PathNode]]:
-        """By request, its shared nodes from the root on."""
+        """Return each request's shared nodes, from the root on."""
         of_node: list[list[PathNode]] = []
         for index, (parent, tokens) in enumerate(self.nodes):
             above = of_node[parent] if parent >= 0 else []
@@ -66,7 +66,7 @@ class Forest:
 
     @property
     def num_tokens(self) -> int:
-        """Distinct KV tokens: what has to be read at least."""
+        """Return the number of distinct KV tokens."""
         return sum(tokens for _, tokens in (*self.nodes, *self.requests))
 
     @property
@@ -77,13 +77,13 @@ class Forest:
         return DecodeBatch(self.seq_lens, PrefixPaths.from_lists(self.paths), key=self.name)
 
     def in_pages(self, page_size: int) -> Forest:
-        """Return the forest as a radix tree of whole pages holds it.
+        """Return the forest as in a radix tree of whole pages.
 
-        What a node has behind its last page boundary is no longer shared: it is a part of each of
-        its children and requests.
+        A node's tokens after its last page boundary are not shared, but a part of each of its
+        children and requests.
         """
-        ends = {-1: 0}  # by node, its last page boundary
-        kept = {-1: -1}  # by node, the node that is left of it, or of the one above
+        ends = {-1: 0}  # per node: its last page boundary
+        kept = {-1: -1}  # per node: the remaining node, or its parent's
         nodes: list[tuple[int, int]] = []
         for index, (parent, tokens) in enumerate(self.nodes):
             begin = self.node_ends[parent] if parent >= 0 else 0
@@ -100,28 +100,28 @@ class Forest:
 
     @cached_property
     def node_ends(self) -> list[int]:
-        """By node, the tokens from the root to its end."""
+        """Return the tokens from the root to the end of each node."""
         ends: list[int] = []
         for parent, tokens in self.nodes:
             ends.append(tokens + (ends[parent] if parent >= 0 else 0))
         return ends
 
     def num_slots(self, page_size: int = 1) -> int:
-        """Return the size of a pool that holds the forest, with the page of slot 0."""
+        """Return the size of a pool for the forest, including the page of slot 0."""
         return (1 + int(self._pages(page_size).sum())) * page_size
 
     def _pages(self, page_size: int) -> IntArray:
-        """Pages of each node, then of each request's own tokens."""
+        """Return the pages of each node, then of each request's private tokens."""
         tokens = np.array([tokens for _, tokens in (*self.nodes, *self.requests)], dtype=np.int64)
         return -(-tokens // page_size)
 
     def token_table(
         self, slots: str = "scattered", page_size: int = 1, *, seed: int = 0, device: str = "cuda"
     ) -> torch.Tensor:
-        """req_to_token, int32 `[num_requests, longest length]`; slot 0 and its page are left out.
+        """Return req_to_token, int32 `[num_requests, longest length]`, without slot 0's page.
 
-        slots: scattered, pages in any order; or runs, where the pages of each node and of each
-        request's own tokens follow one another. Each of these begins with a page.
+        slots: "scattered" for pages in random order, or "runs" for consecutive pages of each node
+        and each request's private tokens. Each node and each private part begins at a page.
         """
         table = np.zeros((self.num_requests, int(self.seq_lens.max())), dtype=np.int64)
         pages = np.cumsum([0, *self._pages(page_size)])
@@ -141,7 +141,7 @@ class Forest:
 
 
 def lognormal_lengths(count: int, median: int, seed: int = 0) -> list[int]:
-    """Lengths that vary as those of chats do."""
+    """Return lengths that vary like those of chats."""
     draw = random.Random(seed)
     return [
         min(max(int(median * draw.lognormvariate(0, 1)), 16), 32 * median) for _ in range(count)
@@ -149,7 +149,7 @@ def lognormal_lengths(count: int, median: int, seed: int = 0) -> list[int]:
 
 
 def random_forest(seed: int) -> Forest:
-    """24 to 333 requests below nodes of any size and depth, and some alone."""
+    """Return 24 to 333 requests below nodes of any size and depth, or without nodes."""
     draw = random.Random(seed)
     nodes: list[tuple[int, int]] = []
     requests: list[tuple[int, int]] = []

@@ -1,27 +1,27 @@
-"""Host time of planning, without a GPU.
+"""Measures the host time of planning, without a GPU.
 
     python benchmarks/kernel scheduler [--json FILE]
 
-Three tables, in microseconds, and one of costs.
+It prints three tables in microseconds, and one of costs.
 
-Stages: a plan built from scratch, from 16 to 4,096 requests. "cold plan" is PackScheduler.plan(),
-paths in, plan assembled. "write" copies the plan into its buffer.
+Stages: plans built from scratch, for 16 to 4,096 requests. "cold plan" is PackScheduler.plan(),
+from paths to the assembled plan. "write" copies the plan into its buffer.
 
-Steps: decode steps of 256, 1,024 and 4,096 requests in each of SGLang's prefix caches, all Python
-included. The unit is CPU time, so other processes do not count. "read" is
+Steps: decode steps of 256, 1,024 and 4,096 requests in each of SGLang's prefix caches, including
+all Python code. Times are CPU time, so other processes do not count. "read" is
 DecodeBatchBuilder.read(). "plan" is PackAttention.plan() up to the plan in its buffer, without the
-copy to a device. Documents are equally long, or of varied lengths. With varied lengths every
-document has more turns in the cache than run, and every fourth newcomer brings a document that no
-running request has: what looks like a split node must not be taken for one.
+copy to a device. Documents have equal or varied lengths. With varied lengths, every document has
+more turns in the cache than are running, and every fourth new request has a document that no
+running request has. These look like split nodes, and must not cost as much.
 
-Batches replaced: PrefixForest.update() from one batch to another one that shares no request with
-it, up to 16,384 requests.
+Batches replaced: PrefixForest.update() from one batch to another without common requests, for up to
+16,384 requests.
 
-Packing: by how much the packing of small random forests costs more than the cheapest one, which is
-found by trying all (tests/support/exact_packing.py).
+Packing: by how much packings of small random forests cost more than the cheapest one, which is
+found by exhaustive search (tests/support/exact_packing.py).
 
-A request's path: one system prompt, a document per 16 requests, a turn of its own. The garbage
-collector is off while steps and updates are timed.
+The path of a request is a common system prompt, a document for 16 requests, and its own turn. The
+garbage collector is off while steps and updates are timed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ REPLACED_REQUESTS = (1024, 4096, 16384)
 NEWCOMERS = 32
 FORESTS = 2000
 SYSTEM_TOKENS, DOCUMENT_TOKENS, TURN_TOKENS, GENERATED_TOKENS = 1024, 2048, 128, 100
-NUM_QO_HEADS, NUM_KV_HEADS, NUM_WORKERS = 32, 8, 33  # 33: an H100's 264 CTAs over 8 KV heads
+NUM_QO_HEADS, NUM_KV_HEADS, NUM_WORKERS = 32, 8, 33  # 33 = an H100's 264 CTAs / 8 KV heads
 
 
 def three_level_paths(num_requests: int) -> PrefixPaths:
@@ -72,7 +72,7 @@ def three_level_paths(num_requests: int) -> PrefixPaths:
 
 
 def microseconds(function: Callable[[], object], repeats: int) -> float:
-    """Median over `repeats` calls, after some to warm up."""
+    """Return the median over `repeats` calls, after some warm-up calls."""
     for _ in range(10):
         function()
     times = []
@@ -103,7 +103,7 @@ def measure(num_requests: int) -> dict[str, float]:
 
 
 class HostExecutor:
-    """The CUDA executor's work on the host: the plan goes into a buffer that has room for it."""
+    """Does the CUDA executor's work on the host: writes the plan into a large enough buffer."""
 
     name = "host"
 
@@ -138,7 +138,7 @@ class Steps:
             NUM_QO_HEADS, NUM_KV_HEADS, 128, dtype=torch.bfloat16, num_workers=NUM_WORKERS
         )
         self.attention._executor = HostExecutor()
-        self.attention._scheduler = self.attention._new_scheduler(by_time=True)  # as on a GPU
+        self.attention._scheduler = self.attention._new_scheduler(by_time=True)  # plans as on a GPU
         self._tree = Tree(cache)
         self._varied = varied
         self._num_turns = 0
@@ -156,7 +156,7 @@ class Steps:
         self.length = SYSTEM_TOKENS + 2 * DOCUMENT_TOKENS + TURN_TOKENS + GENERATED_TOKENS
 
     def _request(self, document: int) -> Any:
-        """A request with a turn of its own, in the tree."""
+        """Return a request in the tree, with its own turn."""
         self._num_turns += 1
         tokens = DOCUMENT_TOKENS
         if self._varied:
@@ -172,7 +172,7 @@ class Steps:
         return self._tree.request(f"r{turn}", prompt, len(prompt), row=self._num_turns)
 
     def run(self, requests: list[Any]) -> tuple[float, float]:
-        """One step: microseconds of read(), and of plan()."""
+        """Run a step. Return the microseconds of read() and of plan()."""
         lens = torch.full((len(requests),), self.length)
         rows = torch.arange(1, len(requests) + 1)
         batch = SimpleNamespace(
@@ -202,7 +202,7 @@ class Steps:
 
 
 def measure_steps(cache: str, num_requests: int, *, varied: bool) -> list[dict[str, object]]:
-    """Medians and 99th percentiles by kind of step."""
+    """Return medians and 99th percentiles by kind of step."""
     repeats = 300
     steps = Steps(cache, num_requests, varied=varied)
     everyone = steps.requests
@@ -242,7 +242,7 @@ def measure_steps(cache: str, num_requests: int, *, varied: bool) -> list[dict[s
 
 
 def measure_replaced(num_requests: int) -> dict[str, float]:
-    """Go from one batch to another and back."""
+    """Measure updates from one batch to another and back."""
 
     class Request:
         def __init__(self, index: int) -> None:
@@ -272,7 +272,7 @@ def measure_replaced(num_requests: int) -> dict[str, float]:
 
 
 def measure_packing() -> dict[str, float]:
-    """By how much packings cost more than the cheapest, in percent."""
+    """Return by how much packings cost more than the cheapest ones, in percent."""
     from exact_packing import packing_gaps
 
     gaps = 100 * np.array(packing_gaps(FORESTS))
@@ -299,7 +299,7 @@ GAPS = ("forests", "mean_percent", "p99_percent", "worst_percent")
 
 
 def show(title: str, rows: list[dict[str, Any]], columns: Sequence[str]) -> None:
-    """A row for each, its times in microseconds."""
+    """Print a table of times in microseconds."""
     table = table_of(title, columns, words=("cache", "documents", "step"))
     for row in rows:
         table.add_row(*(_cell(row[name]) for name in columns))

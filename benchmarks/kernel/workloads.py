@@ -1,4 +1,4 @@
-"""The suites of the kernel benchmark, the least time a GPU needs for a case, and its tensors."""
+"""The suites of the kernel benchmark, and the floor and tensors of a case."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from kernel.request_forests import Forest, lognormal_lengths, random_forest
 
 HEAD_DIM = 128
 E4M3 = torch.float8_e4m3fn
-LAYERS = 8  # of a case: launching a graph is shared by them, as in an engine
-# Best rate of dense attention kernels on an H100: the compute side of the floor.
+LAYERS = 8  # per graph, which share the launch as in an engine
+# Best rate of dense attention kernels on an H100, for the floor of compute-bound cases.
 REFERENCE_FLOPS = 600e12
-LONG_TOKENS = 8000  # context from which up to LONG_REQUESTS requests are a long case
+LONG_TOKENS = 8000  # least context of a long case
 LONG_REQUESTS = 8
-PAGE_SIZE = 64  # of the pool of SGLang with XQA or FlashMLA
+PAGE_SIZE = 64  # SGLang's with XQA or FlashMLA
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """One decode step of a forest.
 
-    quick: the quick mode measures it too. slots: of `SLOTS`, how its KV lies in the pool. kv_dtype:
-    of the KV cache, if not that of the queries. page_size: slots of a page of the pool; above 1,
-    the forest's nodes are whole pages (`Forest.in_pages`).
+    quick: whether the quick mode measures it too. slots: how its KV lies in the pool, one of
+    `SLOTS`. kv_dtype: the KV cache's dtype if not the queries'. page_size: slots of a page of the
+    pool; if above 1, the forest's nodes are whole pages (`Forest.in_pages`).
     """
 
     forest: Forest
@@ -60,7 +60,7 @@ class Workload:
 
     @property
     def kind(self) -> str:
-        """shared, or of what is not shared: uniform, ragged or long."""
+        """The kind of case: "shared" or, if nothing is shared, "uniform", "ragged" or "long"."""
         if self.forest.is_shared:
             return "shared"
         lens = self.forest.seq_lens
@@ -70,7 +70,7 @@ class Workload:
 
     @property
     def token_bytes(self) -> int:
-        """K and V of a token."""
+        """Bytes of K and V of a token."""
         return 2 * self.num_kv_heads * self.head_dim * self.cache_dtype.itemsize
 
     @property
@@ -84,8 +84,8 @@ class Workload:
     def floor_us(self, copy_bandwidth: float) -> float:
         """Return the least time of the step.
 
-        It moves every KV token, query and output once at copy bandwidth, or does the arithmetic at
-        the reference rate, whichever takes longer.
+        It is the time to move every KV token, query and output once at copy bandwidth, or to do the
+        arithmetic at the reference rate, whichever is longer.
         """
         query_bytes = 2 * self.forest.num_requests * self.num_qo_heads * self.head_dim * 2
         memory = (self.unique_kv_bytes + query_bytes) / copy_bandwidth
@@ -93,7 +93,7 @@ class Workload:
 
 
 class KvPool:
-    """K and V of all cases: filled with random numbers once, and cut into layers for each case."""
+    """K and V of all cases, filled with random numbers once and cut into layers for each case."""
 
     def __init__(self, num_bytes: int, device: str = "cuda") -> None:
         self._k = torch.empty(num_bytes // 4, dtype=torch.bfloat16, device=device).normal_()
@@ -101,15 +101,15 @@ class KvPool:
 
     @staticmethod
     def bytes_for(workload: Workload) -> int:
-        """So many that no layers of the case overlap."""
+        """Return the bytes with which no layers of the case overlap."""
         slots = workload.forest.num_slots(workload.page_size)
         return LAYERS * slots * workload.token_bytes
 
     def layers(self, workload: Workload) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """K and V of `LAYERS` layers, each `[slots, num_kv_heads, head_dim]`.
+        """Return K and V of `LAYERS` layers, each `[slots, num_kv_heads, head_dim]`.
 
-        Layers of a case that is larger than the pool over `LAYERS` overlap, each shifted by far
-        more than an L2 cache holds. ValueError if not even one fits.
+        Layers overlap if the pool is too small for all. Each is shifted by far more than the size
+        of an L2 cache. ValueError if not even one fits.
         """
         dtype = workload.cache_dtype
         if self._k.dtype != dtype:
@@ -130,7 +130,7 @@ class KvPool:
 
 
 def _filled(numbers: torch.Tensor) -> torch.Tensor:
-    """Draw normally distributed numbers; fp8 ones are rounded from float16, part by part."""
+    """Draw normally distributed numbers. fp8 numbers are rounded from float16, part by part."""
     if numbers.dtype.itemsize > 1:
         return numbers.normal_()
     for part in numbers.split(1 << 28):
@@ -140,7 +140,7 @@ def _filled(numbers: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadTensors:
-    """The workload on the GPU, in SGLang's layout: what every contender is given beside K and V."""
+    """The workload's tensors on the GPU, except K and V, in SGLang's layout."""
 
     q: torch.Tensor
     req_to_token: torch.Tensor
@@ -175,7 +175,7 @@ def _product(
     *,
     head_dim: int = HEAD_DIM,
 ) -> list[Workload]:
-    """All forests with all heads. quick: names of the cases of the quick mode."""
+    """Return all forests with all heads. quick: names of the cases of the quick mode."""
     cases = [
         Workload(forest, *(int(count) for count in pair.split("/")), head_dim=head_dim)
         for pair in heads
@@ -198,7 +198,7 @@ def _trees(*names: str) -> list[Forest]:
 
 
 def pat_20() -> list[Workload]:
-    """The 20 trees of PAT's Figure 10; the last two share nothing."""
+    """Return the 20 trees of PAT's Figure 10, of which the last two share nothing."""
     return _product(
         _trees(*PAT_TREES),
         ("32/8", "64/8", "16/8", "32/32"),
@@ -219,7 +219,7 @@ def pat_20() -> list[Workload]:
 
 
 def long_prefix() -> list[Workload]:
-    """Shared prefixes of 2k to 128k, with heads of today's models and of their ranks."""
+    """Return shared prefixes of 2k to 128k, with heads of today's models and their ranks."""
     longest = [
         _with_heads("1,32_32768,512", "32/8"),
         _with_heads("1,16_65536,4096", "32/8"),
@@ -254,7 +254,7 @@ def long_prefix() -> list[Workload]:
 
 
 def rank() -> list[Workload]:
-    """One or two KV heads: a rank of a large model under tensor parallelism."""
+    """Return cases with one or two KV heads, as on a rank of a large model."""
     return _product(
         _trees(
             "1,10_4096,416",
@@ -312,7 +312,7 @@ def random_forests() -> list[Workload]:
 
 
 def hybrid() -> list[Workload]:
-    """Full-attention layers of gpt-oss-20b, Gemma-3-12b and Qwen3-Next."""
+    """Return full-attention layers of gpt-oss-20b, Gemma-3-12b and Qwen3-Next."""
     trees = (
         "1,128_8192,256",
         "1,10_4096,416",
@@ -335,7 +335,7 @@ def hybrid() -> list[Workload]:
 
 
 def head_dim_512() -> list[Workload]:
-    """Full layers of Gemma-4-26B-A4B and Gemma-4-31B, and of their ranks."""
+    """Return full-attention layers of Gemma-4-26B-A4B and Gemma-4-31B, and of their ranks."""
     return _product(
         _trees(
             "1,64_16384,300",
@@ -356,13 +356,13 @@ def head_dim_512() -> list[Workload]:
 
 
 def fp8() -> list[Workload]:
-    """Unshared batches with 32/8 heads, and PAT's trees, over a KV cache in e4m3."""
+    """Return unshared batches with 32/8 heads, and PAT's trees, with e4m3 KV."""
     cases = [case for case in unshared() if case.heads == "32/8"] + pat_20()
     return [replace(case, kv_dtype=E4M3) for case in cases]
 
 
 def page_64() -> list[Workload]:
-    """Pools in pages: every contender reads whole pages, pat slots that lie in runs of a page."""
+    """Return cases with pages, which pat reads as runs of consecutive slots."""
     cases = [
         _with_heads("1,128_8192,256", "32/8", quick=True),
         _with_heads("1,64_2048,128", "32/8"),
@@ -390,7 +390,7 @@ def page_64_fp8() -> list[Workload]:
     return [replace(case, kv_dtype=E4M3) for case in page_64()]
 
 
-# In the order in which they are measured: the most telling ones first.
+# Suites in the order of measurement, the most informative first.
 SUITES: dict[str, Callable[[], list[Workload]]] = {
     "page-64": page_64,
     "pat-20": pat_20,
@@ -407,6 +407,6 @@ DEFAULT_SUITES = ("page-64", "pat-20", "unshared", "long-prefix", "rank", "rando
 
 
 def suite(name: str, *, quick: bool = False) -> list[Workload]:
-    """The cases of a suite. quick: a few that stand for all."""
+    """Return the cases of a suite. quick: a few representative cases."""
     cases = [replace(case, suite=name) for case in SUITES[name]()]
     return [case for case in cases if case.quick] if quick else cases

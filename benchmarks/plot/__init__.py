@@ -1,3 +1,3 @@
-"""Draw the pictures of the documentation from recorded results."""
+"""Draws the pictures of the documentation from recorded results."""
 
 SUITES = ("gain",)

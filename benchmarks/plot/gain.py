@@ -1,7 +1,8 @@
-"""Draw the picture of docs/index.md: what sharing a prefix is worth, in SGLang and in the kernels.
+"""Draws the picture of docs/index.md: the gain by shared prefixes, in SGLang and in the kernels.
 
-Left, time per output token in SGLang (`server compare`). Right, the speed-up of attention
-alone over the fastest other kernel, by how often a KV token is shared (`kernel attention`).
+The left part shows the time per output token in SGLang (`server compare`). The right part shows the
+speed-up of attention over the fastest other kernel, by how often a KV token is shared (`kernel
+attention`).
 
 python benchmarks/plot gain benchmarks/results/h100/{serving-gates,kernels}.json docs/gain.png
 """
@@ -24,8 +25,8 @@ from sglang_pat.cli.arguments import input_file
 from sglang_pat.output_file import output_file
 
 MODEL = "llama-3-8b"
-SUITE = "pat-20"  # of the kernel benchmark
-LAYERS = 32  # of the whole model
+SUITE = "pat-20"  # suite of the kernel benchmark
+LAYERS = 32  # layers of the whole model
 COLORS = {"pat": "#c0392b", "fa3": "#7f8c8d"}
 LABELS = {"pat": "sglang-pat", "fa3": "FA3"}
 QUESTIONS = {
@@ -59,7 +60,7 @@ def draw(serving: dict[str, Any], kernels: dict[str, Any], picture: Path) -> Non
 
 
 def _named(case: dict[str, Any], serving: dict[str, Any]) -> dict[str, Any]:
-    """A case with its question and its model's layers, which runs before `compare` have."""
+    """Return a case with a label and its model's layers, which older records have elsewhere."""
     if "question" in case:
         return case
     config = serving["scenarios"][case["scenario"]]["config"]
@@ -67,16 +68,16 @@ def _named(case: dict[str, Any], serving: dict[str, Any]) -> dict[str, Any]:
 
 
 def sharing(tree_name: str) -> float:
-    """KV tokens that the requests of a tree read, over the distinct ones: 1 if nothing is shared.
+    """Return a tree's KV tokens / its distinct KV tokens, which is 1 if nothing is shared.
 
-    tree_name: nodes per level and tokens per node, e.g. `1,10_4096,416`.
+    tree_name: numbers of nodes per level and of tokens per node, e.g. `1,10_4096,416`.
     """
     forest = Forest.of_tree(tree_name)
     return int(forest.seq_lens.sum()) / forest.num_tokens
 
 
 def speedup(case: dict[str, Any]) -> float:
-    """Time of the fastest other contender over the time of pat."""
+    """Return the time of the fastest other contender / the time of pat."""
     others = [us for name, us in case["us"].items() if name != "pat"]
     return float(min(others) / case["us"]["pat"])
 

@@ -1,3 +1,3 @@
-"""Time SGLang's server with pat and with its own backends."""
+"""Times SGLang's server with pat and with its own backends."""
 
 SUITES = ("compare", "traffic")

@@ -1,25 +1,24 @@
-"""Compare servers: pat beside SGLang's other backends, asked in turn.
+"""Compares servers with pat and with SGLang's other backends.
 
     python benchmarks/server compare [--scenarios long-8b 70b-tp4] [--rounds N] [--seconds N]
         [--json FILE]
 
-A scenario (scenarios.py) has the servers of one model and the batches that these are asked for. As
-many servers as fit on the GPU start at the same moment and share it: one at a time is asked while
-the others sleep. If those of a scenario do not fit together, they follow one another.
+A scenario (scenarios.py) has the servers of one model and the batches that they run. As many
+servers as fit on the GPU start at the same time and share it: one at a time works while the others
+sleep. If those of a scenario do not fit together, they run one after the other.
 
-Prompts are prefilled once; what is timed are the steps in which all requests decode
-(sglang_pat/bench/decoding.py). In every round each server is asked once. A ratio is the median over
+Prompts are prefilled once, and the steps in which all requests decode are timed
+(sglang_pat/bench/decoding.py). In every round each server runs once. A ratio is the median over
 slices that begin at the same token, and a gate may be missed by two of its standard errors.
 
 Then every server answers the same prompts greedily. Weights are random and of unit scale, so that
-answers depend on attention. Two tokens tie if the reference finds them no further apart than twice
-what the two servers' log-probabilities differ by where their answers are still equal. Experts make
-a model leap: another rounding chooses another expert. So the first of the other servers is asked
-once more, in two halves of the batch, and pat's answers may part without a tie twice as often as
-its own.
+answers depend on attention. Two tokens tie if their log-probabilities in the reference differ by at
+most twice the servers' difference while their answers are still equal. In models with experts,
+another rounding may choose another expert. So the first of the other servers also answers in two
+halves of the batch, and pat's answers may differ without a tie twice as often as these two runs do.
 
-A server that fails takes itself out, and the others go on. With --seconds nothing more is begun
-after so many seconds. The file of --json is written after each batch.
+If a server fails, the others go on. After --seconds, no measurement begins. The file of --json is
+written after each batch.
 """
 
 from __future__ import annotations
@@ -68,27 +67,27 @@ from sglang_pat.sglang.cpu import cuda_driver_is_present
 from sglang_pat.workload.cost import StepTime
 from sglang_pat.workload.models import GPUS
 
-# Tokens at a prompt's end that are prefilled each time. A cache of recurrent states begins at a
-# state that it has kept, at a multiple of its chunks: prefix and private tokens are such multiples.
+# Tokens at a prompt's end that are prefilled each time. A cache of recurrent states has states only
+# at multiples of its chunks, so prefix and private tokens are such multiples.
 TAIL = 2
 ANSWER_TOKENS, CANDIDATES = 32, 5
 TIE_RATIO = 2.0
-MOST_TIE = {True: 2.0, False: 0.5}  # in log-probability, by whether the KV cache is fp8
+MOST_TIE = {True: 2.0, False: 0.5}  # largest tie, by whether the KV cache is fp8
 
-_OTHER_BYTES = 4e9  # memory of each server beside weights and KV: context, graphs, workspaces
-_SHARE = 0.9  # of the GPU's memory, for servers
+_OTHER_BYTES = 4e9  # per server: context, graphs, workspaces
+_SHARE = 0.9  # of GPU memory, for servers
 _ENVIRONMENT = {
-    # SGLang would take the other servers on a GPU for a fault.
+    # SGLang would report the memory of other servers on a GPU as an error.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
 }
 
 
 def arguments_of(scenario: Scenario) -> dict[str, Any]:
-    """Server arguments that follow from the batches: the pool and the graphs hold each of them."""
+    """Return server arguments that make the pool and the graphs large enough for each batch."""
     shape = SHAPES[scenario.shape]
     cases = [batch.case for batch in scenario.batches]
     pools = [case.pool_tokens + case.batch * (TAIL + ANSWER_TOKENS) for case in cases]
-    groups = scenario.arguments.get("dp_size", 1)  # of ranks, which share the requests
+    groups = scenario.arguments.get("dp_size", 1)  # groups of ranks that share the requests
     batches = sorted({size for case in cases for size in (case.batch, -(-case.batch // groups))})
     if scenario.jobs:
         pools.append(jobs.POOL_TOKENS)
@@ -105,13 +104,13 @@ def arguments_of(scenario: Scenario) -> dict[str, Any]:
         "cuda_graph_bs_decode": batches,
     }
     if any("linear" in name for name in shape.config):
-        # SGLang counts five states per request that runs; cached prompts have theirs among them.
+        # SGLang counts five states per running request, including those of cached prompts.
         found["max_mamba_cache_size"] = 5 * batches[-1]
     return found | shape.arguments | scenario.arguments
 
 
 def server_bytes(scenario: Scenario) -> float:
-    """Memory of one server on each of its GPUs, about."""
+    """Return the approximate memory of a server on each of its GPUs."""
     arguments = arguments_of(scenario)
     time_of_step = StepTime.of_model(SHAPES[scenario.shape].config, GPUS["H100"], scenario.gpus)
     if "kv_cache_dtype" in arguments:
@@ -121,13 +120,13 @@ def server_bytes(scenario: Scenario) -> float:
     return time_of_step.held_weight_bytes + pool + states + _OTHER_BYTES
 
 
-Group = list[tuple[str, tuple[str, ...]]]  # scenarios, and backends whose servers start together
+Group = list[tuple[str, tuple[str, ...]]]  # (scenario, backends) whose servers start together
 
 
 def groups_of(scenarios: Mapping[str, Scenario], memory: float) -> list[Group]:
     """Divide the servers into groups that start together, in the order of the scenarios.
 
-    memory: of a GPU, in bytes. The servers of a scenario that do not fit at once are taken apart.
+    memory: memory of a GPU, in bytes. Servers of a scenario that do not fit together are split.
     """
     groups: list[Group] = []
     for _, several in groupby(scenarios.items(), lambda each: each[1].gpus):
@@ -155,12 +154,12 @@ class Measured:
         self.jobs: dict[str, dict[str, Any]] = {}
 
     def prompts(self, batch: Batch) -> list[list[int]]:
-        """Return the prompts: all but the TAIL is in the cache."""
+        """Return the prompts. All tokens but the TAIL are in the cache."""
         cached = batch.case.prompts(SHAPES[self.scenario.shape].vocab_size)
         return [prompt + prompt[:TAIL] for prompt in cached]
 
     def measure(self, asked: Batch | Job, members: Mapping[str, Member], rounds: int) -> None:
-        """One batch or job on the servers, in turn."""
+        """Run a batch or a job on the servers, in turn."""
         if isinstance(asked, Job):
             self._time_job(asked, members, rounds)
         else:
@@ -211,7 +210,7 @@ class Measured:
             }
 
     def about(self) -> dict[str, Any]:
-        """The model and its servers, for the result."""
+        """Return a description of the model and its servers, for the result."""
         shape = SHAPES[self.scenario.shape]
         return {
             "model": self.scenario.shape,
@@ -229,7 +228,7 @@ class Measured:
         return MOST_TIE[any("kv_cache_dtype" in each.arguments for each in several)]
 
     def cases(self) -> list[dict[str, Any]]:
-        """Results, batch by batch."""
+        """Return the results of each batch."""
         pat = self.scenario.backends[0]
         found = []
         for batch in self.scenario.batches:
@@ -265,7 +264,7 @@ class Measured:
 
 
 def answered(member: Member, prompts: list[list[int]]) -> list[Answer]:
-    """Greedy answers of a server, with the most probable tokens at each position."""
+    """Return a server's greedy answers, with the most probable tokens at each position."""
     sampling = sampling_of(ANSWER_TOKENS)
     found = member.server.generate(prompts, sampling, **with_candidates(CANDIDATES))
     return [Answer.parse(each) for each in found]
@@ -296,7 +295,7 @@ def compared(
 
 
 def gates(scenarios: Mapping[str, Any], cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Judge cases and servers: by name, value, limit and whether it is met."""
+    """Return gates of cases and servers: name -> value, limit and whether it is met."""
     found: dict[str, Any] = {}
     for case in cases:
         name = f"{case['scenario']}, {case['case']}"
@@ -310,7 +309,7 @@ def gates(scenarios: Mapping[str, Any], cases: Sequence[Mapping[str, Any]]) -> d
             errors = len(compared_with["errors"])
             found[f"{name}: answers that part from {other}'s, no tie"] = at_most(errors, 2 * own)
         if case["prefix"]:
-            # Without the prefix in the cache, nothing was compared.
+            # If the prefix was not in the cache, the comparison is not valid.
             cached = min(case["share_of_prompts_cached"].values())
             found[f"{name}: part of the prompts in the cache"] = at_least(cached, 0.9)
     for name, scenario in scenarios.items():
@@ -325,7 +324,7 @@ def gates(scenarios: Mapping[str, Any], cases: Sequence[Mapping[str, Any]]) -> d
 
 
 class _Session:
-    """Starts groups of servers and asks them, until the time is over."""
+    """Starts groups of servers and measures them, until the time is over."""
 
     def __init__(self, args: argparse.Namespace, data: dict[str, Any]) -> None:
         on_gpu = cuda_driver_is_present()
@@ -382,7 +381,7 @@ class _Session:
             ]
 
     def _each(self, asked: Mapping[str, Mapping[str, Member]]) -> None:
-        """Ask for the first batches of all scenarios, then for the second ones, and so on."""
+        """Measure the first batches of all scenarios, then the second ones, and so on."""
         longest = max(len(self.measured[name].scenario.asked) for name in asked)
         for number in range(longest):
             for name, members in asked.items():
@@ -399,7 +398,7 @@ class _Session:
         batch: Batch | Job,
         members: Mapping[str, Member],
     ) -> None:
-        """Measure; if a server fails in it, again without that server."""
+        """Measure. If a server fails, measure again without that server."""
         up = {key: each for key, each in members.items() if each.failure is None}
         while up and not self._is_late(f"{name}, {batch.name}"):
             with watched([*up.values()], f"{name}, {batch.name}") as failures:

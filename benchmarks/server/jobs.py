@@ -1,7 +1,7 @@
-"""Whole jobs on a server: what is sent, how long it takes, and what `advise` predicts.
+"""Runs whole jobs on a server, and compares the times with `advise`'s predictions.
 
-A job is sent in one call, all requests at once and in a random order, to a server with an empty
-cache.
+A job is sent in one call, with all requests at once and in a random order, to a server with an
+empty cache.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WARM_UP_REQUESTS = 24
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Groups of requests. A prompt is the group's text and some tokens of its own."""
+    """Groups of requests. A prompt is the group's text and some private tokens."""
 
     name: str
     groups: int
@@ -44,7 +44,7 @@ class Job:
     answer: int
 
     def smaller(self) -> Job:
-        """For a toy model: as many groups as matter, and short ones."""
+        """Return a job with fewer and shorter groups, for a toy model."""
         return Job(
             self.name,
             min(self.groups, 3),
@@ -55,7 +55,7 @@ class Job:
         )
 
     def requests(self, vocab_size: int, seed: int = 0) -> list[tuple[int, TraceRequest]]:
-        """(group, request), in a random order. Tokens are random and the same in every run."""
+        """Return (group, request) pairs in a random order. Tokens are the same in every run."""
         source = random.Random(seed)
         words = range(256, vocab_size - 256)
         found = []
@@ -79,9 +79,9 @@ JOBS = (
 
 @dataclass(frozen=True, slots=True)
 class JobRun:
-    """One job on one server, in seconds: until the last answer, and until first tokens.
+    """The seconds of a job on a server, until the last answer and until first tokens.
 
-    cached: share of the prompts' tokens that were in the prefix cache.
+    cached: fraction of the prompts' tokens that were in the prefix cache.
     """
 
     seconds: float
@@ -91,9 +91,9 @@ class JobRun:
 
 
 def run_job(server: Server, requests: Sequence[TraceRequest]) -> JobRun:
-    """Send all requests in one call to a server whose cache is emptied before.
+    """Empty the server's cache, then send all requests in one call.
 
-    RuntimeError if one is not answered in full.
+    RuntimeError if a request is not answered completely.
     """
     server.flush()
     prompts = [request.prompt.tokens.tolist() for request in requests]  # type: ignore[union-attr]
@@ -123,21 +123,21 @@ def run_job(server: Server, requests: Sequence[TraceRequest]) -> JobRun:
 
 
 def warm_up(server: Server, requests: Sequence[TraceRequest]) -> None:
-    """Compile whatever first use compiles: a pass of a whole chunk, and steps with prefixes."""
+    """Compile what first use compiles, by a pass of a whole chunk and steps with prefixes."""
     run_job(server, [each._replace(output_length=4) for each in requests[:WARM_UP_REQUESTS]])
 
 
 def predicted(
     requests: Sequence[TraceRequest], config: Mapping[str, Any], gpu: str
 ) -> dict[str, ServerStats]:
-    """Serve a job on the simulated servers, by backend."""
+    """Simulate a job, and return the stats by backend."""
     rules = Rules(max_running_requests=MAX_RUNNING, chunked_prefill_size=CHUNK)
     setup = Setup(StepTime.of_model(config, GPUS[gpu]), POOL_TOKENS, rules)
     return {name: serve(requests, setup, name) for name in (PAT, DEFAULT)}
 
 
 def described(job: Job, shape: ModelShape) -> tuple[dict[str, Any], list[TraceRequest]]:
-    """Return an entry of the result, with what is predicted for the GPU here, and the requests."""
+    """Return an entry of the result, with the prediction for this GPU, and the requests."""
     grouped = job.requests(shape.vocab_size)
     requests = [request for _, request in grouped]
     gpu = known_gpu(torch.cuda.get_device_name() if torch.cuda.is_available() else None)
@@ -156,7 +156,7 @@ def described(job: Job, shape: ModelShape) -> tuple[dict[str, Any], list[TraceRe
 
 
 def gates(jobs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Check predictions: by how much the predicted time is off, as a part of the measured one."""
+    """Return gates on the relative errors of the predicted times."""
     found = {}
     for job in jobs:
         for backend, expected in job["predicted_seconds"].items():

@@ -1,7 +1,7 @@
-"""The scenarios of `compare`: which servers of which model are asked for which batches.
+"""The scenarios of `compare`: the model, servers and batches of each.
 
-The first server of a scenario runs pat. Where a batch names a least value, the time per output
-token of every other server over that of the first must reach it.
+The first server of a scenario runs pat. If a batch has a least value, the ratio of every other
+server's time per output token to the first's must reach it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from sglang_pat.bench.cases import FIRST_TOKEN, Case
 from sglang_pat.bench.server import Contender
 
 PAGE = 64
-# Tokens of an answer: of 104, a dozen slices have all requests running. Long prompts take their
-# time to arrive, while those that came first are answered.
+# Tokens of an answer. With 104, all requests run in a dozen slices. Long prompts need longer
+# answers, because they are prefilled while the first requests are already answered.
 _TOKENS, _PROMPTS_PER_TOKEN = 104, 12_000
 _FP8 = {"kv_cache_dtype": "fp8_e4m3"}
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A server's attention: its name here, and the arguments that SGLang gets."""
+    """An attention backend: its name here, and the arguments for SGLang."""
 
     name: str
     backend: str | None = None
@@ -64,14 +64,14 @@ BACKENDS = {
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Requests that start together. least: of every other server's time over pat's."""
+    """Requests that start together. least: lower limit of every other server's time / pat's."""
 
     name: str
     case: Case
     least: float | None = None
 
     def smaller(self) -> Batch:
-        """For a toy model."""
+        """Return a smaller batch, for a toy model."""
         case = self.case
         small = Case(
             min(case.batch, 4),
@@ -84,7 +84,7 @@ class Batch:
 
 
 class Chat(Case):
-    """Requests as of a chat service: lognormal lengths, a median of 300 tokens."""
+    """Requests like those of a chat service, with lognormal lengths and a median of 300 tokens."""
 
     def lengths(self) -> list[int]:
         source = random.Random(0)
@@ -110,7 +110,7 @@ def shared(
     groups: int = 1,
     tokens: int | None = None,
 ) -> Batch:
-    """A batch with a prefix, or one in each group. tokens: of an answer."""
+    """Return a batch with one prefix, or one per group. tokens: tokens of an answer."""
     if tokens is None:
         tokens = _TOKENS + batch * (prefix + private) // _PROMPTS_PER_TOKEN
     several = f"{groups} x " if groups > 1 else ""
@@ -120,20 +120,20 @@ def shared(
 
 
 def alone(batch: int, tokens: int, least: float | None = None) -> Batch:
-    """A batch that shares nothing."""
+    """Return a batch that shares nothing."""
     return shared(batch, 0, tokens, least)
 
 
 def chat(batch: int, least: float | None = None) -> Batch:
-    """A batch of requests of many lengths, up to 3,000 tokens."""
+    """Return a batch of requests of different lengths, up to 3,000 tokens."""
     return Batch(f"{batch} ragged", Chat(batch, 0, 3000, _TOKENS), least)
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Servers of one model, and what they are asked for, the most important first.
+    """Servers of one model, and their batches, the most important first.
 
-    arguments: of all its servers.
+    arguments: arguments of all servers.
     """
 
     shape: str
@@ -155,7 +155,7 @@ class Scenario:
         return count
 
 
-# What SGLang's cookbook recommends for DeepSeek-V3: three draft steps, four tokens to verify.
+# SGLang's recommendation for DeepSeek-V3: three draft steps, four tokens to verify.
 _MTP = {
     "speculative_algorithm": "NEXTN",
     "speculative_num_steps": 3,
@@ -164,7 +164,7 @@ _MTP = {
 }
 
 
-# Lengths are multiples of 64 where the model has recurrent states or pages.
+# Lengths are multiples of 64, for models with recurrent states or pages.
 _HYBRID = (shared(64, 8192, 256, 1.0), alone(64, 1024, 0.98))
 _LATENT = (shared(64, 16_384, 512, 1.2), alone(128, 512, 0.98))
 _LONG_LATENT = (shared(24, 60_032, 1024), alone(64, 1024, 0.98), shared(64, 16_384, 512))
@@ -177,7 +177,7 @@ _8B = (
     shared(256, 1024, 64, 1.0),
     shared(256, 1024, 0, 1.0, groups=32),
 )
-_CONTEXT = 1024  # of the requests that show when it pays, by batch and share of common KV
+_CONTEXT = 1024  # tokens of the requests in "sharing"
 SCENARIOS = {
     "long-8b": Scenario(
         "llama-3-8b",
@@ -212,7 +212,7 @@ SCENARIOS = {
             alone(1, 100_000, 0.99),
         ),
     ),
-    # When it pays.
+    # Shows when pat pays, by batch size and shared fraction of the KV.
     "sharing": Scenario(
         "llama-3-8b",
         ("pat", "fa3"),
@@ -265,15 +265,17 @@ SCENARIOS = {
         ("pat", "default"),
         (shared(64, 16_384, 512, 1.15), alone(64, 1024, 0.98), shared(24, 60_032, 1024)),
     ),
-    # With random weights hardly a draft is accepted: a token takes a verify step. 8 heads with 4
-    # draft tokens are half of a tile; with the 16 of V3 a model over 16-bit KV falls back.
+    # With random weights, hardly any draft is accepted, so a token takes a verify step. 8 heads
+    # with 4 draft tokens fill half of a tile. With V3's 16 heads, a model with 16-bit KV falls
+    # back.
     "k2-mtp": Scenario(
         "k2-rank",
         ("pat", "fa3"),
         (shared(64, 16_384, 512, 1.2), alone(64, 1024, 0.99), shared(24, 60_032, 1024, 1.2)),
         _MTP,
     ),
-    # Over fp8, FA3 converts the whole pool in every layer, so that pat pays with full tiles too.
+    # With fp8 KV, FA3 converts the whole pool in every layer, so that pat pays even with full
+    # tiles.
     "v3-mtp-fp8": Scenario(
         "v3-rank",
         ("pat", "fa3"),
@@ -305,7 +307,7 @@ SCENARIOS = {
         ),
         _FP8,
     ),
-    # Both servers run pat: a byte a number in the KV cache gains over two bytes.
+    # Both servers run pat, to show the gain of one-byte KV over two bytes.
     "fp8-gain": Scenario(
         "llama-3-8b",
         ("pat-fp8", "pat"),
@@ -317,7 +319,7 @@ SCENARIOS = {
         (shared(64, 16_384, 512, 1.3), alone(128, 512, 0.98), shared(32, 60_032, 1024)),
         _FP8,
     ),
-    # FA3 may not divide a request's KV in this mode.
+    # FA3 must not split a request's KV in this mode.
     "deterministic": Scenario(
         "llama-3-8b",
         ("pat", "fa3"),
@@ -325,7 +327,7 @@ SCENARIOS = {
         {"enable_deterministic_inference": True},
     ),
     "jobs": Scenario("llama-3-8b-whole", ("pat", "default"), JOBS),
-    # Steps are slow enough for all requests to arrive within few.
+    # Steps are so slow that all requests arrive within few steps.
     **{
         f"70b-tp{ranks}": Scenario(
             "llama-3-70b",
@@ -357,6 +359,6 @@ SCENARIOS = {
 
 
 def on_cpu(scenario: Scenario) -> Scenario:
-    """The scenario for a toy model: the same servers, and batches of the same kind."""
+    """Return the scenario for a toy model: the same servers, and similar batches."""
     asked = [each.smaller() for each in scenario.asked]
     return Scenario(TINY, scenario.backends, tuple(asked))

@@ -12,7 +12,7 @@ from typing import Any
 from common.models import MODELS, TINY, ModelShape
 from sglang_pat.workload.models import NAMED_CONFIGS
 
-CONTEXT = 262_144  # tokens for which rotary embeddings are tabulated
+CONTEXT = 262_144  # tokens with tabulated rotary embeddings
 
 
 def _layer_types(windowed: int, groups: int) -> list[str]:
@@ -81,8 +81,8 @@ _GEMMA_3_12B = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
-# The full layers have two KV heads of 512 columns, and values that are projected as their keys are.
-# SGLang reads that only where the text model is a part, as it is published.
+# The full layers have two KV heads of 512 columns, and the same projection for keys and values.
+# SGLang reads the latter only if the text model is part of the published multimodal one.
 _GEMMA_4_26B = {
     "architectures": ["Gemma4ForConditionalGeneration"],
     "model_type": "gemma4",
@@ -149,7 +149,7 @@ _OLMO_3_32B = {
     "vocab_size": 100278,
     "rms_norm_eps": 1e-6,
     "rope_theta": 500000,
-    "rope_scaling": {"rope_type": "default", "rope_theta": 500000},  # SGLang's class reads both
+    "rope_scaling": {"rope_type": "default", "rope_theta": 500000},  # both keys are read
     "tie_word_embeddings": False,
     "bos_token_id": 100257,
     "eos_token_id": 100265,
@@ -190,7 +190,7 @@ _QWEN3_NEXT = _GATED_DELTA | {
     "norm_topk_prob": True,
     "vocab_size": 151936,
 }
-# The decoder alone, with an MLP as wide as the experts of one token.
+# Only the decoder, with an MLP as wide as the experts of one token.
 _QWEN3_6 = _GATED_DELTA | {
     "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text",
@@ -239,7 +239,7 @@ _GLM_4_7_FLASH = {
 }
 
 
-# All layers: 7 of 27 are latent attention, and the others keep states.
+# All 27 layers, of which 7 are latent attention and the others keep states.
 _KIMI_LINEAR = {
     "architectures": ["KimiLinearForCausalLM"],
     "model_type": "kimi_linear",
@@ -285,7 +285,7 @@ _KIMI_LINEAR = {
 
 
 def _rank(heads: int, vocab_size: int) -> dict[str, Any]:
-    """One of eight ranks of DeepSeek-V3 or Kimi K2, with few experts."""
+    """Return one of eight ranks of DeepSeek-V3 or Kimi K2, with few experts."""
     return {
         **_V2_LITE,
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -310,7 +310,7 @@ def _rank(heads: int, vocab_size: int) -> dict[str, Any]:
 
 
 def _rank_of_70b() -> dict[str, Any]:
-    """One of eight ranks of Llama-3-70B, with its part of the vocabulary."""
+    """Return one of eight ranks of Llama-3-70B, with its part of the vocabulary."""
     return _LLAMA | {
         "num_hidden_layers": 32,
         "hidden_size": 8192,
@@ -324,7 +324,7 @@ def _rank_of_70b() -> dict[str, Any]:
 
 
 def _latent(heads: int) -> dict[str, Any]:
-    """DeepSeek-V3 or Kimi K2 with all their attention layers, and few small experts."""
+    """Return DeepSeek-V3 or Kimi K2 with all attention layers, and few small experts."""
     return _rank(heads, 129280) | {"num_hidden_layers": 61, "moe_intermediate_size": 512}
 
 
@@ -362,7 +362,7 @@ _GLM_4_6 = {
     "eos_token_id": 151329,
 }
 
-_SWA = {"swa_full_tokens_ratio": 1.0}  # else prompts lose their windows, and are computed again
+_SWA = {"swa_full_tokens_ratio": 1.0}  # else windows are evicted and recomputed
 
 
 def _shape(
@@ -408,7 +408,7 @@ SHAPES = {
         ),
         _shape("v3", _latent(128), {"n_routed_experts": 256, "moe_intermediate_size": 2048}),
         _shape("k2", _latent(64), {"n_routed_experts": 384, "moe_intermediate_size": 2048}),
-        # For a machine without a GPU: shows that everything works.
+        # For a machine without a GPU, to test that everything works.
         ModelShape(TINY, MODELS[TINY].config, MODELS[TINY].arguments, {}),
     )
 }

@@ -1,16 +1,16 @@
-"""SGLang's server under requests at rising rates: pat against SGLang's backends.
+"""Compares pat with SGLang's backends in SGLang's server, at rising request rates.
 
     python benchmarks/server traffic [--backends pat fa3 flashinfer triton] [--long] [--json FILE]
 
-8B shapes with random weights, written on the spot; one server after another. The requests come from
-SGLang's own client, `python -m sglang.bench_serving`, with its generated-shared-prefix dataset:
-groups of requests that share a system prompt, with --long one of 60,000 tokens. The client gets a
-home folder of its own, because it keeps prompts there under a name that does not say of which
-vocabulary they are.
+The models have 8B shapes and random weights, and servers run one after another. The requests come
+from SGLang's own client, `python -m sglang.bench_serving`, with its generated-shared-prefix
+dataset: groups of requests that share a system prompt, which with --long has 60,000 tokens. The
+client gets its own home folder, because it stores prompts there under a name that does not depend
+on the vocabulary.
 
-With --json every rate is written when it is done, and a file that exists is continued: so backends
-and models can be measured by one command each. For batches that start together, use `sglang-pat
-bench` or `server compare`.
+With --json, each rate is written when it is done, and an existing file is continued, so that
+backends and models can be measured by separate commands. For batches that start together, use
+`sglang-pat bench` or `server compare`.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ METRICS = (
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Requests of SGLang's client.
+    """The requests of SGLang's client.
 
-    `groups` system prompts, a question each, arriving at random for `seconds` at each of the
-    `rates` (requests per second).
+    There are `groups` system prompts. Each request has one question. Requests arrive at random for
+    `seconds` at each of the `rates`, in requests per second.
     """
 
     groups: int
@@ -70,7 +70,7 @@ class Traffic:
     rates: tuple[float, ...]
 
     def per_group(self, rate: float) -> int:
-        """Requests of each group at `rate`; at least one."""
+        """Return the requests of each group at `rate`, at least one."""
         return max(1, round(rate * self.seconds / self.groups))
 
 
@@ -83,7 +83,7 @@ def traffic_of(model: ModelShape, *, long: bool = False) -> Traffic:
 
 
 def with_context(model: ModelShape, tokens: int) -> ModelShape:
-    """The model for prompts of so many tokens."""
+    """Return the model with a context for prompts of `tokens` tokens."""
     return replace(
         model,
         config=model.config | {"max_position_embeddings": tokens},
@@ -94,10 +94,10 @@ def with_context(model: ModelShape, tokens: int) -> ModelShape:
 def measure(server: Server, traffic: Traffic, rate: float, model: Path) -> dict[str, Any]:
     """Run the client on `traffic` at `rate`. model: folder with the tokenizer.
 
-    RuntimeError with what the client printed if it fails, or if not every request was answered.
+    RuntimeError, with the client's output, if it fails or if a request was not answered.
     """
     per_group = traffic.per_group(rate)
-    # The client could warm up and flush itself, but does not wait for the server to become idle.
+    # The client's own warm-up and flush do not wait for the server to become idle.
     warm_up = {"temperature": 0, "max_new_tokens": 4}
     server.generate([[token] * traffic.question for token in range(1, 33)], warm_up)
     server.flush()
@@ -120,7 +120,7 @@ def measure(server: Server, traffic: Traffic, rate: float, model: Path) -> dict[
         "disable_tqdm": True,
         "output_file": output,
     }
-    # Another home must not hide what is installed in the old one.
+    # Packages that are installed in the old home must stay visible.
     environment = {
         **os.environ,
         "HOME": str(model),
@@ -156,13 +156,13 @@ def measure(server: Server, traffic: Traffic, rate: float, model: Path) -> dict[
 
 
 def added(entries: Sequence[dict[str, Any]], entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """Add a rate of a backend to `entries`; it replaces an earlier one."""
+    """Add a backend's entry for a rate, which replaces an earlier one."""
     names = ("model", "backend", "request_rate")
     return [each for each in entries if any(each[n] != entry[n] for n in names)] + [entry]
 
 
 def show(entries: Sequence[dict[str, Any]]) -> None:
-    """A table for each model."""
+    """Print a table for each model."""
     for model in dict.fromkeys(each["model"] for each in entries):
         times = [f"{what} {of}" for what in ("TTFT", "TPOT", "ITL") for of in ("p50", "p99")]
         table = table_of(

@@ -137,9 +137,7 @@ INPUT_TOKENS = frozenset(
         "prompttokencount inputtokencount"
     )
 )
-CACHED_TOKENS = _words(
-    "cachereadinputtokens cachecreationinputtokens"
-)  # in addition to inputtokens
+CACHED_TOKENS = _words("cachereadinputtokens cachecreationinputtokens")  # besides inputtokens
 MEDIA_TOKENS = _words("imagetokens audiotokens videotokens")
 ANSWER = "response"
 ANSWERS = frozenset(

@@ -1,7 +1,7 @@
-"""On PYTHONPATH of NGRAM's servers of `experiments speculation`: what SGLang 0.5.23 does.
+"""Makes NGRAM servers of `experiments speculation` copy prompts like SGLang 0.5.23.
 
-In every step the n-gram worker of SGLang 0.5.17 copies each prompt twice to use its end: at 64
-prompts of 8,448 tokens most of a step, whatever the backend. That of 0.5.23 copies the end.
+In every step, the n-gram worker of SGLang 0.5.17 copies each prompt twice to read its end, which
+with 64 prompts of 8,448 tokens takes most of a step. The worker of 0.5.23 copies only the end.
 """
 
 import importlib.abc
@@ -14,7 +14,7 @@ _TOKENS = 64  # more than an n-gram has
 
 
 def _end(tokens):
-    """In place of `list` in the worker: prompts are arrays."""
+    """Replaces `list` in the worker, where prompts are arrays."""
     return list(tokens[-_TOKENS:] if isinstance(tokens, array) else tokens)
 
 
