@@ -58,6 +58,21 @@ def draw(model: torch.nn.Module) -> None:
             seed = int.from_bytes(drawn)
             generator = torch.Generator(weight.device).manual_seed(seed)
             _fill(name, weight.data, generator, is_tied)
+    for module in model.modules():
+        _limit_logits(module)
+
+
+def _limit_logits(layer: torch.nn.Module) -> None:
+    """Scale the queries' norm so that logits have unit scale in a layer that does not scale them.
+
+    Gemma 4 has such layers, and its own weights keep logits small. With weights of 1, each row
+    would attend to one token alone, and any rounding would change the answer.
+    """
+    weight = getattr(getattr(layer, "q_norm", None), "weight", None)
+    attention = getattr(layer, "attn", None)
+    scale, columns = (getattr(attention, name, None) for name in ("scaling", "qk_head_dim"))
+    if isinstance(weight, torch.nn.Parameter) and scale and columns:
+        weight.data.mul_(min(1.0, 1 / (scale * math.sqrt(columns))))
 
 
 def _fill(name: str, weight: torch.Tensor, generator: torch.Generator, is_tied: bool) -> None:

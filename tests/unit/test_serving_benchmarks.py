@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from common import random_weights
 from common.fleet import Member, wait
 from server import compare
 from server.compare import arguments_of, gates, server_bytes
@@ -25,6 +27,29 @@ def test_prompts_share_the_prefix_of_their_group_and_nothing_else() -> None:
     assert prompts[0][:40] == prompts[1][:40] != prompts[2][:40] == prompts[3][:40]
     assert len({tuple(prompt[40:]) for prompt in prompts}) == 6
     assert prompts == Case(6, 40, 5, 8, groups=3).prompts(1000)
+
+
+class NormalisedAttention(torch.nn.Module):
+    def __init__(self, scaling: float, columns: int) -> None:
+        super().__init__()
+        self.q_norm = torch.nn.Module()
+        self.q_norm.weight = torch.nn.Parameter(torch.ones(columns))
+        self.attn = SimpleNamespace(scaling=scaling, qk_head_dim=64)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "columns", "size"),
+    [(1, 64, 1 / 8), (1 / 8, 64, 1.0), (1 / 8, 256, 1.0), (1 / 16, 64, 1.0)],
+)
+def test_random_weights_give_logits_of_unit_scale(
+    scaling: float, columns: int, size: float
+) -> None:
+    """Gemma 4 does not scale its logits; norms of other models may span all heads."""
+    layer = NormalisedAttention(scaling, columns)
+    random_weights.draw(layer)
+    weights = layer.q_norm.weight.detach()
+    assert weights.mean().item() == pytest.approx(size, rel=0.1)
+    assert weights.std().item() == pytest.approx(0.1 * size, rel=0.3)
 
 
 def test_switches_that_are_off_are_left_out() -> None:
