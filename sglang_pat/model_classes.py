@@ -64,6 +64,16 @@ BY_LAYER_TYPES = _names(
     SmolLM3ForCausalLM Spark2_5ForCausalLM Step3p5ForCausalLM Step3p7ForConditionalGeneration
     """
 )
+# The `sliding_window` of these classes does not count the new token: they read one token more.
+# SGLang runs the last three by classes of transformers.
+NEW_TOKEN_IS_EXTRA = _names(
+    """
+    Cohere2ForCausalLM Cohere2MoeForCausalLM Cohere2VisionForConditionalGeneration
+    ExaoneMoeForCausalLM ExaoneMoEForCausalLM Gemma3nForCausalLM Gemma3nForConditionalGeneration
+    MiMoV2FlashForCausalLM MiMoV2ForCausalLM NemotronHForCausalLM Step3p5ForCausalLM
+    Step3p7ForConditionalGeneration MinistralForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM
+    """
+)
 # Classes with their own entry in `_RULES` of `model_layers.py`.
 OTHER_RULES = _names(
     """

@@ -111,7 +111,7 @@ class Layer:
     num_qo_heads, num_kv_heads, head_dim, v_head_dim
         Shape of attention layers; 0 for other kinds.
     window
-        The most KV tokens that a request reads. None: all.
+        The most KV tokens that a request reads, its new token included. None: all.
     kv_elements
         Number of elements that a token adds to the KV cache.
     refusal
@@ -508,6 +508,8 @@ def _layer(config: Mapping[str, Any], index: int, kind: str, tp: int) -> Layer:
         window = _CHUNK_TOKENS
     if kind == WINDOW and window is None:
         kind = FULL
+    elif kind == WINDOW and class_name(config) in model_classes.NEW_TOKEN_IS_EXTRA:
+        window += 1
     heads = (max(1, qo_heads // tp), max(1, kv_heads // tp))  # heads of a rank
     return Layer(
         index=index,

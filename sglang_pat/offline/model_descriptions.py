@@ -33,9 +33,10 @@ def describe_model(path: str, flags: Sequence[str] = ()) -> dict[str, Any]:
     dict
         `class`: its name. `reason`: [topic, value] if a reason that belongs to no single layer
         keeps pat from decoding, else None. `layers`: of each attention layer on a rank [id, query
-        heads, KV heads, head_dim, v_head_dim, window or None, [topic, value] or None, whether it
-        attends within chunks]. `parameters`: of a rank, by what they are: "attention" (and
-        states), "dense", "experts", "head" (0 where it is the embedding), "embedding", "encoders".
+        heads, KV heads, head_dim, v_head_dim, window with the new token or None, [topic, value] or
+        None, whether it attends within chunks]. `parameters`: of a rank, by what they are:
+        "attention" (and states), "dense", "experts", "head" (0 where it is the embedding),
+        "embedding", "encoders".
         `experts`: the number in a layer, and how many of them a token uses.
     """
     from sglang_pat.offline.model_support import build_model
@@ -50,7 +51,7 @@ def describe_model(path: str, flags: Sequence[str] = ()) -> dict[str, Any]:
             [
                 layer.layer_id,
                 *shape_of(layer),
-                None if window is None or window < 0 else window,
+                None if window is None or window < 0 else window + 1,
                 reason and [reason.topic, str(reason.value)],
                 layer.layer_id in layer_support.chunked,
             ]

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_families import FAMILIES
 from published_shapes import PublishedShape, alike, read_shapes, told
 
+from sglang_pat.model_layers import read_layers
 from sglang_pat.workload.models import NAMED_CONFIGS
 
 pytestmark = pytest.mark.nightly
@@ -43,6 +45,10 @@ REFUSED = (
 # Published models that SGLang builds, of which the test data keep what it built.
 PUBLISHED = {name: shape for name, shape in read_shapes().items() if not shape.not_built}
 Described = dict[tuple[str, str], dict[str, Any]]  # by model and flags
+SMALL = {name: family.small_config for name, family in FAMILIES.items()}
+WITH_WINDOWS = [
+    name for name, config in SMALL.items() if any(each.window for each in read_layers(config))
+]
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +56,7 @@ def described(tmp_path_factory: pytest.TempPathFactory) -> Described:
     """Descriptions by one process, as `advise` asks for them."""
     configs = {(name, flags): NAMED_CONFIGS[name] for name, flags, *_ in (*CASES, *REFUSED)}
     configs |= {(name, ""): shape.config for name, shape in PUBLISHED.items()}
+    configs |= {(name, ""): SMALL[name] for name in WITH_WINDOWS}
     asked = []
     for (_, flags), config in configs.items():
         folder = tmp_path_factory.mktemp("model")
@@ -104,6 +111,14 @@ def test_published_layers_and_parameters(described: Described, shape: PublishedS
     assert alike(layers) == shape.layers
     parameters = sum(found["parameters"].values()) / 1e9
     assert parameters == pytest.approx(shape.parameters, rel=0.005)
+
+
+@pytest.mark.parametrize("name", WITH_WINDOWS)
+def test_windows_are_those_of_the_rules(described: Described, name: str) -> None:
+    rules = {layer.index: layer.window for layer in read_layers(SMALL[name])}
+    found = {entry[0]: entry[5] for entry in described[name, ""]["layers"] if not entry[7]}
+    assert found
+    assert found.items() <= rules.items()
 
 
 @pytest.mark.parametrize(

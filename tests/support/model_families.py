@@ -50,11 +50,15 @@ class Family:
         default = {reason: tuple(layers) for reason, layers in self.default.items()}
         object.__setattr__(self, "default", default)
 
+    @property
+    def small_config(self) -> dict[str, Any]:
+        """What `config.json` holds."""
+        return _SMALL | {"architectures": [self.architecture]} | self.config
+
     def write(self, folder: Path) -> Path:
         """Write `config.json`, all that SGLang's dummy loader needs."""
-        config = _SMALL | {"architectures": [self.architecture]} | self.config
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (folder / "config.json").write_text(json.dumps(self.small_config, indent=2) + "\n")
         return folder
 
 

@@ -126,6 +126,16 @@ def test_kinds_of_layers_by_the_keys_of_each_family(
 
 
 @pytest.mark.parametrize(
+    ("name", "tokens"),
+    [("GptOssForCausalLM", 128), ("Cohere2MoeForCausalLM", 129), ("SeedOssForCausalLM", 129)],
+)
+def test_the_window_of_some_classes_does_not_count_the_new_token(name: str, tokens: int) -> None:
+    types = ["sliding_attention", "full_attention"] * 3
+    config = {**PLAIN, "layer_types": types, "sliding_window": 128, "architectures": [name]}
+    assert [layer.window for layer in read_layers(config)] == [tokens, None] * 3
+
+
+@pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"head_dim": 72}, "head_dim 72"),
