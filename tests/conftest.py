@@ -1,4 +1,4 @@
-"""Shared by all tests: SGLang without a CUDA driver, and what the engine tests compare with."""
+"""Fixtures of all tests: SGLang without a CUDA driver, tiny models and their expected answers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from family_engines import FamilyEngines
     from sglang_engines import Expected, Workload
 
-gc.disable()  # until all modules are imported, whose objects stay
-# Before any test module imports SGLang. Does nothing where there is a driver.
+gc.disable()  # until all modules are imported: their objects are never freed
+# Must run before any test module imports SGLang. Does nothing if there is a driver.
 enable_cpu_engine()
 
-# Random cases per property. CI runs few of them; `HYPOTHESIS_PROFILE=nightly` runs many.
+# Random cases per property: few in CI, many with `HYPOTHESIS_PROFILE=nightly`.
 settings.register_profile("default", max_examples=100, deadline=None)
 settings.register_profile("nightly", max_examples=800, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
@@ -33,10 +33,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start engines run in one process, but for those of a group of their own.
+    """Run all tests that start engines in one process, except those that name their own group.
 
-    Each needs most of the machine. Groups are dealt out first, the largest before the others, and
-    single tests last: so two processes end together.
+    Each engine needs most of the machine. pytest-xdist gets the largest groups first and single
+    tests last, so that its two processes end together.
     """
     for item in items:
         if item.get_closest_marker("engine") and not item.get_closest_marker("xdist_group"):
@@ -44,10 +44,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Do what needs torch, which the process that deals out the tests does not import."""
+    """Set up torch, which the process that distributes the tests does not import."""
     import torch
 
-    # Another process of tests has the other core, and threads cost more than such small steps.
+    # Another test process has the other core, and such small steps are faster without threads.
     torch.set_num_threads(1)
     gc.freeze()
     gc.enable()
@@ -86,10 +86,9 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected_of_both(
     tiny_model: Path, other_model: Path, workload: Workload
 ) -> tuple[Expected, Expected]:
-    """Answers of SGLang's own backend.
+    """Return the answers of SGLang's own backend with the weights of two models.
 
-    The first are to the whole workload. The second are to its three levels, with the weights of the
-    other model.
+    The tiny model answers the whole workload, the other model only its `three_levels`.
     """
     from sglang_engines import Expected, expected_answers, load_weights, running_engine
 
@@ -97,8 +96,8 @@ def expected_of_both(
         answers, others = expected_answers(engine, workload), Expected()
         load_weights(engine, other_model)
         others.ask(engine, workload.three_levels)
-    # Float32 sums in another order differ by about 1e-6. Where two tokens come that close, backends
-    # may rightly disagree: then the workload is at fault, and needs another seed.
+    # Float32 sums in another order differ by about 1e-6. If two tokens' logits come that close,
+    # backends may rightly disagree: then the workload needs another seed.
     assert min(answers.smallest_gap, others.smallest_gap) > 1e-4
     return answers, others
 
@@ -111,13 +110,13 @@ def expected(expected_of_both: tuple[Expected, Expected]) -> Expected:
 
 @pytest.fixture(scope="session")
 def expected_of_other_model(expected_of_both: tuple[Expected, Expected]) -> Expected:
-    """Its answers to the three levels with the weights of the other model."""
+    """The answers of SGLang's own backend to `three_levels` with the weights of the other model."""
     return expected_of_both[1]
 
 
 @pytest.fixture(scope="session")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FamilyEngines]:
-    """Engines of families of models, for which SGLang is imported once."""
+    """Engines of all model families, started from one process that has imported SGLang."""
     from family_engines import family_engines
 
     with family_engines(tmp_path_factory.mktemp("families")) as running:
@@ -126,7 +125,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FamilyEngines]
 
 @pytest.fixture
 def server_context(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """SGLang's published facts about a server: one rank, no metrics. Change it before use."""
+    """SGLang's server context: one rank, no metrics. A test changes it before use."""
     import torch
 
     from sglang_pat.sglang.report import reports

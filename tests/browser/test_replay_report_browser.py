@@ -1,4 +1,4 @@
-"""The HTML report in a real browser: it draws, silently, without network, on a desk and a phone."""
+"""A real browser draws the HTML report without network or console messages, wide and narrow."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def browser() -> Iterator[webdriver.Chrome]:
 
 @pytest.fixture
 def show(browser: webdriver.Chrome, tmp_path: Path) -> Open:
-    """Opens the report of a workload, at a width in pixels."""
+    """Open the report of a workload at a width in pixels."""
 
     def opened(name: str = "shared", width: int = 1600, scheme: str = "light") -> webdriver.Chrome:
         page = tmp_path / "report.html"
         assert main(["advise", *WORKLOADS[name], "--html", str(page)]) == 0
-        # A window has a least width; a phone is narrower.
+        # Chrome's windows have a minimum width; a phone is narrower.
         metrics = {"width": width, "height": 1200, "deviceScaleFactor": 1, "mobile": width < 640}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         scheme_feature = {"name": "prefers-color-scheme", "value": scheme}

@@ -1,4 +1,4 @@
-"""Beams share their prompt at any width, and nothing with `--disable-radix-cache`."""
+"""Beams share their prompt at any width; with `--disable-radix-cache` they share nothing."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ pytestmark = [
     pytest.mark.skipif(not HAS_BEAMS, reason="this SGLang has no beam search"),
 ]
 
-WIDTHS = {4: 0.4, 64: 0.15}  # -> most KV that may be read, of what rows apart read
+WIDTHS = {4: 0.4, 64: 0.15}  # width -> largest allowed KV read ratio
 ARGUMENTS: dict[str, Any] = {"max_running_requests": 72, "max_total_tokens": 32768}
 
 
 @pytest.fixture(scope="module")
 def searches(tiny_model: Path, workload: Workload) -> dict[int, tuple[Request, list[list[int]]]]:
-    """By width: a search, and what SGLang's own backend finds."""
+    """By width: a search, and the beams that SGLang's own backend finds."""
     asked = [replace(workload.beams, beam_width=width, num_answers=4) for width in WIDTHS]
     with running_engine(tiny_model, "torch_native", **ARGUMENTS) as engine:
         found = [beams(generate(engine, [search])) for search in asked]

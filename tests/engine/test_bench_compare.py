@@ -34,7 +34,7 @@ def test_batches_and_jobs_are_recorded(tmp_path: Path, monkeypatch: pytest.Monke
         for runs in job["measured"].values():
             for run in runs:
                 assert 0 < run["ttft_mean"] <= run["ttft_last"] <= run["seconds"]
-        assert job["predicted_seconds"] == {}  # there is no clock for a CPU
+        assert job["predicted_seconds"] == {}  # pat has no time model of a CPU
     assert found["scenarios"]["sharing"]["servers"]["pat"]["pat"]["pat_layers"] > 0
-    # A toy's times mean nothing; answers, caches and routes are judged all the same.
+    # The times of a toy model mean nothing; the gates on answers, caches and routes apply.
     assert all(gate["met"] for name, gate in found["gates"].items() if "/ pat" not in name)

@@ -1,4 +1,4 @@
-"""`sglang-pat check` finds planted errors, and none where none is planted."""
+"""`sglang-pat check` finds planted errors, and reports none in a correct engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def requests(seed: int, number: int = 16, tokens: int = 24) -> list[Asked]:
 
 @dataclass
 class Engines:
-    """pat's engine with errors that can be planted, and the one that it is compared with."""
+    """pat's engine, in which errors can be planted, and the engine that it is compared with."""
 
     pat: Any
     other: Any
@@ -44,7 +44,7 @@ class Engines:
     _others: dict[str, Any] = field(default_factory=dict)
 
     def verdict(self, asked: Sequence[Asked], error: str = "") -> LogprobVerdict:
-        """Compare while this error is present."""
+        """Compare the two engines while this error is planted."""
         if repr(asked) not in self._others:
             self._others[repr(asked)] = self._side(self.other, asked)
         sides = self._side(self.pat, asked, error), self._others[repr(asked)]
@@ -84,7 +84,7 @@ def running_engines(model: Path, folder: Path, *backends: str) -> Iterator[Engin
         "max_total_tokens": check_requests.pool_tokens(requests(1), RUNNING),
     }
     with pytest.MonkeyPatch.context() as environment, ExitStack() as stack:
-        environment.syspath_prepend(folder)  # which the engines' processes inherit
+        environment.syspath_prepend(folder)  # inherited by the engines' processes
         environment.setenv(FILE, str(error))
         engines = [
             stack.enter_context(running_engine(model, backend, **given)) for backend in backends

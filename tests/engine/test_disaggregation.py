@@ -1,7 +1,7 @@
-"""A decode server with a radix cache reads prefixes once, of KV that a prefill server has computed.
+"""A decode server with a radix cache shares prefixes whose KV a prefill server has computed.
 
-The KV goes by files (`fakes.kv_files`). The prefill server has no radix cache: with one, SGLang
-records events of CUDA before it sends.
+The KV is sent as files (`fakes.kv_files`). The prefill server has no radix cache: with one, SGLang
+records CUDA events before it sends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sglang_engines import (
 )
 
 KEEPS_PREFIXES = {"disaggregation_decode_enable_radix_cache": True}
-# A pool that the answers outgrow together.
+# A pool that cannot hold all answers at once.
 IS_SMALL = {
     "max_total_tokens": 600,
     "schedule_conservativeness": 0.05,
@@ -49,17 +49,17 @@ pytestmark = [
 
 @dataclass
 class Pair:
-    """A prefill and a decode server; what the second counts, and what it had of each prompt."""
+    """A prefill and a decode server, the decode server's statistics, and its cached prefixes."""
 
     prefill: Any
     decode: Any
     stats: Stats
     folder: Path
-    kept: list[int] = field(default_factory=list)  # of the last prompts
+    kept: list[int] = field(default_factory=list)  # cached tokens of each of the last prompts
     rooms: Iterator[int] = field(default_factory=lambda: count(1))
 
     def generate(self, requests_: list[Request]) -> list[list[int]]:
-        """Ask both, as SGLang's router does; the decode server's answers."""
+        """Send requests to both, as SGLang's router does. Returns the decode server's answers."""
         rooms = [next(self.rooms) for _ in requests_]
 
         async def ask(engine: Any) -> Any:
@@ -116,7 +116,7 @@ def test_prefixes_are_read_once_with_a_radix_cache(
     with running_pair(tiny_model, tmp_path, page_size, **KEEPS_PREFIXES) as pair:
         for wave in range(2):
             assert pair.generate(asked) == [expected.of(request) for request in asked]
-            # The first prompts come whole; of the second ones the server has a prefix.
+            # In the first wave nothing is cached; in the second, a prefix of each prompt is.
             assert all(kept == 0 if wave == 0 else kept >= 208 for kept in pair.kept)
             counted = pair.stats.new()
             assert counted["steps_without_sharing"] == {}
@@ -132,5 +132,5 @@ def test_requests_are_retracted(
         assert pair.generate(asked) == [expected.of(request) for request in asked]
         counted = pair.stats.new()
         assert counted["steps_without_sharing"] == {}
-        assert counted["batch_changes"]["join"] > len(asked)  # some come back
+        assert counted["batch_changes"]["join"] > len(asked)  # retracted requests join again
         assert counted["kv_tokens_planned"] < 0.6 * counted["kv_tokens_query_centric"]

@@ -1,7 +1,8 @@
 """SGLang's real engine on the CPU: every token equals that of SGLang's own backend.
 
-Greedy decoding in float32, so one run of SGLang's backend gives the answers for all configurations.
-All engines run under SGLANG_PAT_DEBUG=1, which checks each step's plan against the radix tree.
+Decoding is greedy and in float32, so one run of SGLang's backend gives the answers for all
+configurations. All engines run under SGLANG_PAT_DEBUG=1, which checks each step's plan against the
+radix tree.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ from sglang_pat.workload.trace import token_ids
 pytestmark = pytest.mark.engine
 
 MAX_RUNNING = 8
-MANY_ADMITTED = {"schedule_conservativeness": 0.05}  # as if answers were short
+MANY_ADMITTED = {"schedule_conservativeness": 0.05}  # SGLang assumes short answers
 
 
 @pytest.fixture(scope="class")
 def engine_and_stats(
     request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Any, Stats]]:
-    """The engine of a test class, with the arguments that the class names, and what it counts."""
+    """The engine with the arguments that the test class names, and its statistics."""
     folder = tmp_path_factory.mktemp("stats")
     with running_pat_engine(tiny_model, folder, **request.cls.ARGUMENTS) as running:
         yield running
@@ -104,7 +105,7 @@ class _Everywhere:
     def test_identical_prompts_together(
         self, engine: Any, workload: Workload, expected: Expected, stats: Stats
     ) -> None:
-        # All are prefilled in full, and share only from their second step on.
+        # All requests are prefilled in full, and share only from their second step on.
         flush(engine)
         stats.new()
         assert_same(generate(engine, workload.identical), workload.identical, expected)
@@ -118,8 +119,8 @@ class _Everywhere:
     def test_stop_tokens_while_others_arrive(
         self, engine: Any, workload: Workload, expected: Expected
     ) -> None:
-        # SGLang notices a stop token one step late: the row of a request that has stopped is part
-        # of the step in flight while it is given to the next request.
+        # SGLang notices a stop token one step late: it gives the row of the stopped request to the
+        # next request while the step in flight still contains the row.
         stopping = [stopping_early(request, expected) for request in workload.crowd]
         answers = generate(engine, stopping)
         for request, answer in zip(stopping, answers, strict=True):
@@ -130,7 +131,7 @@ class _Everywhere:
     def test_flush_between_waves(self, engine: Any, workload: Workload, expected: Expected) -> None:
         for _ in range(2):
             flush(engine)
-            # The same names, so that only the tree tells the waves apart.
+            # Both waves have the same request ids, so that only the tree tells them apart.
             names = [f"wave-{i}" for i in range(len(workload.two_roots))]
             answers = generate(engine, workload.two_roots, rid=names)
             assert_same(answers, workload.two_roots, expected)
@@ -139,7 +140,7 @@ class _Everywhere:
 
 
 class _Features:
-    """Options of requests, and events that can happen to them."""
+    """Tests of request options, and of events that can happen to requests."""
 
     def test_a_storm_of_aborts(self, engine: Any, workload: Workload, expected: Expected) -> None:
         chooser = random.Random(8)
@@ -220,12 +221,12 @@ class _Features:
             return answer
 
         async def pause() -> tuple[list[int], list[int]]:
-            """Tokens received at the beginning and at the end of the pause."""
+            """Return how many tokens had arrived at the beginning and at the end of the pause."""
             while min(received) < 10:
                 await asyncio.sleep(0.005)
             manager = engine.tokenizer_manager
             await manager.pause_generation(PauseGenerationReqInput(mode=mode))
-            await asyncio.sleep(0.3)  # what is under way arrives
+            await asyncio.sleep(0.3)  # until the step in flight has ended
             before = list(received)
             await asyncio.sleep(0.3)
             after = list(received)
@@ -245,9 +246,9 @@ class _Features:
 
     @pytest.mark.nightly
     def test_everything_at_once(self, engine: Any, workload: Workload, expected: Expected) -> None:
-        """Answers are continued, stop early, come several times or are aborted, and all are paused.
+        """Continuations, early stops, parallel samples, aborts and a pause happen at once.
 
-        Continued answers split the tree. Paused ones are sent back and started again.
+        Continuations split nodes of the tree. The pause retracts all running requests.
         """
         chooser = random.Random(5)
         manager = engine.tokenizer_manager
@@ -260,11 +261,11 @@ class _Features:
             rest = answer[said : said + chooser.randint(1, len(answer) - said)]
             asked = Request(request.prompt + answer[:said], len(rest))
             if index % 4 == 0:
-                rid = f"storm-{index:03}"  # SGLang aborts all whose names begin with it
+                rid = f"storm-{index:03}"  # fixed width: SGLang aborts by prefix of the id
                 is_aborted = False
                 async for each in await start(engine, asked, rid=rid):
                     received = each["output_ids"]
-                    # SGLang sends one token more of an aborted request that is prefilled again.
+                    # SGLang sends one more token for an aborted request that it prefills again.
                     assert is_aborted or received == rest[: len(received)]
                     is_aborted = 2 * len(received) >= len(rest)
                     if is_aborted:
@@ -295,14 +296,14 @@ class _Features:
 
 
 class _Sessions:
-    """Tests of sessions, whose texts are the prompt of their next turn."""
+    """Tests of sessions, in which a turn's prompt and answer begin the prompt of the next turn."""
 
     def talk(
         self, engine: Any, workload: Workload, expected: Expected, *, streaming: bool
     ) -> list[dict[str, Any]]:
-        """Lead all conversations at once, beside requests that are no sessions.
+        """Run all conversations at once, beside requests without a session.
 
-        Returns all answers, which are compared.
+        Compares and returns all answers.
         """
         manager = engine.tokenizer_manager
 
@@ -342,7 +343,7 @@ class _Sessions:
 
 
 class _SmallPool:
-    """More is admitted than has room until its end."""
+    """Tests with more running requests than the pool can hold to their ends."""
 
     def test_retraction(
         self, engine: Any, workload: Workload, expected: Expected, stats: Stats
@@ -386,7 +387,7 @@ class TestPageSize1(_Everywhere, _Features, _Sessions):
     ) -> None:
         if not HAS_BEAMS:
             pytest.skip("this SGLang has no beam search")
-        # Alone, and the tree holds nothing of the prompt.
+        # The request runs alone, and the tree holds nothing of its prompt.
         flush(engine)
         stats.new()
         assert beams(generate(engine, [workload.beams])) == expected.beams
@@ -394,8 +395,9 @@ class TestPageSize1(_Everywhere, _Features, _Sessions):
         assert counted["steps_without_sharing"] == {}
         assert counted["kv_tokens_planned"] < 0.45 * counted["kv_tokens_query_centric"]
         assert counted["plans_reused"] > counted["plans_built"] > 0
-        # Beside others with the same system prompt, and with rows to spare: where they are scarce,
-        # SGLang's admission may miss those of the beams, and its own assertion ends the engine.
+        # The search runs beside requests with the same system prompt, and with rows to spare: if
+        # rows are scarce, SGLang may admit a search without enough rows for its beams, and its own
+        # assertion ends the engine.
         others = workload.long_answers[:3]
         assert workload.beams.beam_width is not None
         assert workload.beams.beam_width + len(others) < MAX_RUNNING
@@ -409,7 +411,7 @@ class TestPageSize1(_Everywhere, _Features, _Sessions):
     def test_dumps_of_requests_are_read_back_as_traces(
         self, engine: Any, workload: Workload, tmp_path: Path
     ) -> None:
-        """Of finished requests, and of a crash."""
+        """SGLang dumps finished requests, and those running at a crash."""
         folders = tmp_path / "dumps", tmp_path / "crash"
         asked, manager = workload.no_sharing, engine.tokenizer_manager
         manager.configure_logging(
@@ -421,7 +423,7 @@ class TestPageSize1(_Everywhere, _Features, _Sessions):
         )
         answers = generate(engine, asked)
         manager.dump_requests_before_crash("host")
-        # The other dump is written by a thread that the engine's event loop starts.
+        # A thread that the engine's event loop starts writes the second dump.
         deadline = time.monotonic() + 60
         while not list(folders[0].glob("*.pkl")) and time.monotonic() < deadline:
             run(engine, asyncio.sleep(0.2))
@@ -437,7 +439,7 @@ class TestPageSize1(_Everywhere, _Features, _Sessions):
 
 
 class TestPageSize16InASmallPool(_Everywhere, _SmallPool):
-    """Pages, a pool too small for what is admitted, and prompts in chunks beside decoding rows."""
+    """Pages, a pool too small for the admitted requests, and chunks beside decoding rows."""
 
     ARGUMENTS: ClassVar[dict[str, Any]] = {
         "page_size": 16,
@@ -476,7 +478,7 @@ class TestPageSize16InASmallPool(_Everywhere, _SmallPool):
 
         received = run(engine, all_of_them())
         assert received == [expected.of(request) for request in [decoding, *arriving]]
-        assert finished[-1] is decoding  # so all chunks came while it was decoding
+        assert finished[-1] is decoding  # so all chunks ran while it was decoding
 
 
 @pytest.mark.nightly
@@ -502,7 +504,7 @@ class TestPageSize64(_Everywhere, _Features, _Sessions):
 
 @pytest.mark.nightly
 class TestStreamingSessionsAndPrioritiesInASmallPool(_Everywhere, _Features, _Sessions, _SmallPool):
-    """Sessions that lend their rows to the next turn; requests that push others out."""
+    """Streaming sessions pass their rows to the next turn; urgent requests preempt others."""
 
     ARGUMENTS: ClassVar[dict[str, Any]] = {
         "page_size": 1,
@@ -562,7 +564,7 @@ class TestStreamingSessionsAndPrioritiesInASmallPool(_Everywhere, _Features, _Se
 
 @pytest.mark.nightly
 class TestInGraphs(_Everywhere, _Features, _SmallPool):
-    """Graphs of several sizes, whose steps repeat one another (`fakes.cuda_graphs`)."""
+    """CUDA graphs of several sizes, in which steps reuse a plan (`fakes.cuda_graphs`)."""
 
     ARGUMENTS: ClassVar[dict[str, Any]] = {
         "has_graphs": True,
@@ -595,7 +597,7 @@ def test_pat_for_decode_only_and_no_radix_cache(
 
 
 async def answers_together(engine: Any, asked: list[Request]) -> list[dict[str, Any]]:
-    """The answers to requests that are sent one by one, at once."""
+    """Send each request by a call of its own, all at once; return the answers."""
     return await asyncio.gather(
         *(
             engine.async_generate(input_ids=each.prompt, sampling_params=each.sampling_params)
@@ -607,7 +609,7 @@ async def answers_together(engine: Any, asked: list[Request]) -> list[dict[str, 
 async def answers_with_aborts(
     engine: Any, asked: list[Request], after: list[int]
 ) -> list[list[int]]:
-    """Answers of all requests. `after`: number of tokens at which the first ones are aborted."""
+    """Return the tokens of all requests; abort the first requests `after` so many tokens."""
 
     async def read(i: int) -> list[int]:
         received: list[int] = []
@@ -626,14 +628,14 @@ async def answers_with_aborts(
 def assert_begun(
     received: list[list[int]], aborted: list[Request], after: list[int], expected: Expected
 ) -> None:
-    """Assert that aborted requests received the beginning of their answers."""
+    """Assert that each aborted request received the beginning of its answer."""
     for request, some, least in zip(aborted, received, after, strict=False):
         assert least <= len(some)
         assert some == expected.of(request)[: len(some)]
 
 
 def stopping_early(request: Request, expected: Expected) -> Request:
-    """The request with a stop token that ends it in mid-answer: the first that comes only then."""
+    """Return the request with a stop token that first occurs in the middle of its answer."""
     answer = expected.of(request)
     position = next(i for i in range(3, len(answer)) if answer[i] not in answer[:i])
     return Request(request.prompt, request.num_tokens, stop=answer[position])

@@ -1,6 +1,6 @@
 """Every architecture family answers as with SGLang's default backend.
 
-Each is a small model of its real class. pat decodes the layers that it claims.
+Each family has a small model of SGLang's class. pat decodes the layers that it says it supports.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CLEAR_CUT = 5e-5
 
 
 def cases(table: dict[str, Any], *each_change: str) -> list[Any]:
-    """Return the parameters of a test, by id. Those that are not named run at night."""
+    """Return the cases of a table as pytest parameters. Those not in `each_change` are nightly."""
     return [
         pytest.param(
             *(values if isinstance(values, tuple) else (values,)),
@@ -61,8 +61,8 @@ def test_tokens_and_routes(engines: FamilyEngines, family: Family) -> None:
     assert ("with attention sinks" in found.log) == family.pat_has_sinks
     if family.pat:
         assert_shared(found, family)
-    # All layers are decoded in every step, none of them twice. How many steps there are depends on
-    # when the prompts arrive.
+    # Every step decodes each layer exactly once. The number of steps depends on when the prompts
+    # arrive.
     for run in (expected, found):
         (steps,) = {*run.calls.values()}
         assert steps >= 2 * (NUM_TOKENS - 1)
@@ -89,7 +89,7 @@ TREES = {
 
 
 def drafts_with(options: dict[str, Any], small: Family, folder: Path) -> dict[str, Any]:
-    """The options, with the same model where one drafts."""
+    """Return the options; a draft model, if they need one, is the served model itself."""
     algorithm = options.get("speculative_algorithm")
     if algorithm == "NGRAM" and sglang.__version__ == "0.5.17":
         pytest.skip("SGLang 0.5.17 cannot compile its n-gram corpus here")
@@ -101,9 +101,9 @@ def drafts_with(options: dict[str, Any], small: Family, folder: Path) -> dict[st
 def run_with_drafts(
     engines: FamilyEngines, small: Family, speculation: dict[str, Any]
 ) -> tuple[Run, Run, Run]:
-    """Run without drafts, with them, and with them on pat.
+    """Run without drafts, with drafts, and with drafts on pat.
 
-    The answers are the same in all, and as many drafts are accepted on pat as elsewhere.
+    All three give the same answers, and pat accepts as many drafts as the default backend.
     """
     alone = engines.alone(small)
     expected = engines.run(small, None, **speculation)
@@ -116,7 +116,7 @@ def run_with_drafts(
 SPECULATION = {
     "chains": ("llama", CHAINS),
     "branches": ("llama", BRANCHES),
-    # SGLang's own numbers for a Llama.
+    # SGLang's own defaults for a Llama.
     "branches of a Llama": (
         "llama",
         BRANCHES
@@ -139,7 +139,7 @@ SPECULATION = {
 def test_speculation(
     engines: FamilyEngines, tmp_path: Path, family: str, speculation: dict[str, Any]
 ) -> None:
-    """The answers are those without drafts, and as many drafts are accepted as elsewhere."""
+    """Answers are those without drafts; pat accepts as many drafts as the default backend."""
     small = FAMILIES[family]
     has_trees = speculation.get("speculative_eagle_topk", 1) > 1
     if has_trees and "page_size" in speculation and sglang.__version__ == "0.5.17":
@@ -157,16 +157,17 @@ def test_speculation(
     verified = found.stats["verify"]
     assert {*found.calls.values()} == {verified["steps"]}
     tokens = speculation["speculative_num_draft_tokens"]
-    # The first prompt is answered once more. A round may begin before it is known who has ended.
+    # The first prompt is sent twice. A round may start before the host knows which requests ended.
     rows = tokens * (sum(found.verify_steps) + found.first_verify_steps)
     assert rows <= verified["rows"] <= rows + tokens * (len(found.tokens) + 1)
 
 
 @on_a_cpu
 def test_tokens_that_are_padded_for_the_ranks(engines: FamilyEngines, tmp_path: Path) -> None:
-    """Under MLP synchronisation each rank has the layers of a part of a step's tokens.
+    """MLP synchronisation pads the tokens of a verify step; pat ignores the padding.
 
-    An odd number of tokens is padded. Three drafts a request, of one or of several requests.
+    Each rank runs the MLPs of an equal part of a step's tokens, so an odd number is padded.
+    Requests have three tokens to verify each, and run alone or together.
     """
     small = FAMILIES["llama"]
     padded = drafts_of_a_head(small, tmp_path / "draft") | {
@@ -183,14 +184,14 @@ def test_tokens_that_are_padded_for_the_ranks(engines: FamilyEngines, tmp_path: 
     assert_telling(found)
     assert_routes(found, small)
     assert found.stats["steps_without_sharing"] == {}
-    assert found.first_verify_steps > 0  # of one request: three rows, padded to four
+    assert found.first_verify_steps > 0  # one request: three rows, padded to four
 
 
 @on_a_cpu
 @pytest.mark.nightly
 @pytest.mark.parametrize("drafter", ["the same model", "a head"])
 def test_chains_on_two_ranks(engines: FamilyEngines, tmp_path: Path, drafter: str) -> None:
-    """Both ranks plan every verify step alike, and accept what the default backend's accept."""
+    """Both ranks plan every verify step alike, and accept as many drafts as the default backend."""
     small = FAMILIES["llama"]
     drafts = (
         drafts_of_a_head(small, tmp_path / "draft") if drafter == "a head"
@@ -225,9 +226,9 @@ ON_TWO_RANKS = {
 @on_a_cpu
 @pytest.mark.parametrize(("name", "layout"), cases(ON_TWO_RANKS))
 def test_two_ranks(engines: FamilyEngines, name: str, layout: dict[str, Any]) -> None:
-    """Each has half of the query heads; or all, for requests of its own, and idles without any.
+    """Each rank has half of the query heads, or all heads and its own requests, if any.
 
-    A rank without requests decodes padding, which is not counted.
+    A rank without requests decodes padding, which pat's statistics do not count.
     """
     small = FAMILIES[name]
     layout = layout | {"ranks": environment_of_ranks(tp_size=2), "tp_size": 2}
@@ -244,7 +245,7 @@ def test_two_ranks(engines: FamilyEngines, name: str, layout: dict[str, Any]) ->
 
 
 def drafts_of_a_head(family: Family, folder: Path) -> dict[str, Any]:
-    """Options with which a head of a Llama drafts. Its model is written to `folder`."""
+    """Return options with an EAGLE head for a Llama, which is written to `folder`."""
     draft = family.write(folder)
     config = json.loads((draft / "config.json").read_text())
     config |= {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
@@ -257,9 +258,9 @@ def drafts_of_a_head(family: Family, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.nightly
 def test_a_head_that_drafts(engines: FamilyEngines, tmp_path: Path) -> None:
-    """One layer reads the model's hidden states, and drafts a tree of pairs of tokens.
+    """An EAGLE head of one layer reads the model's hidden states and drafts trees.
 
-    It has learnt nothing, so hardly a draft is accepted.
+    The head is not trained, so hardly any draft is accepted.
     """
     small = FAMILIES["llama"]
     _, _, found = run_with_drafts(engines, small, drafts_of_a_head(small, tmp_path / "draft"))
@@ -278,7 +279,7 @@ def test_a_head_that_drafts(engines: FamilyEngines, tmp_path: Path) -> None:
 def test_steps_that_are_prepared_on_a_stream_of_their_own(
     engines: FamilyEngines, tmp_path: Path
 ) -> None:
-    """The order of streams shows on a GPU alone; whose steps are prepared, here."""
+    """Which steps are prepared is tested here; only a GPU shows the order of streams."""
     small = FAMILIES["llama"]
     drafts = drafts_with(CHAINS, small, tmp_path) | {
         "environment": {"SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1"}
@@ -292,7 +293,7 @@ def test_steps_that_are_prepared_on_a_stream_of_their_own(
 def test_a_number_of_drafts_that_adapts(engines: FamilyEngines, tmp_path: Path) -> None:
     """SGLang changes the number of drafts with the number of requests.
 
-    It then goes to other backends, one set of which has no drafts at all.
+    It then switches to other backends; one set of them runs without drafts.
     """
     small = FAMILIES["llama"]
     config = tmp_path / "adaptive.json"
@@ -326,7 +327,7 @@ BLOCKS = {"speculative_algorithm": "DFLASH", "speculative_num_draft_tokens": 5}
 
 
 def drafts_of_blocks(family: Family, folder: Path, **config: Any) -> dict[str, Any]:
-    """Options with which a model of two layers drafts blocks. It is written to `folder`."""
+    """Return options with a block drafter of two layers, which is written to `folder`."""
     draft = family.write(folder)
     path = draft / "config.json"
     small = json.loads(path.read_text())
@@ -341,11 +342,11 @@ def drafts_of_blocks(family: Family, folder: Path, **config: Any) -> dict[str, A
     return BLOCKS | {"speculative_draft_model_path": str(draft)}
 
 
-# Keys of the draft model, options, and the layers of the draft model that pat decodes.
+# Changes of the draft model's config, server options, and the draft layers that pat decodes.
 OF_BLOCKS = {
     "whole blocks": ({}, {}, (0, 1)),
     "causal": ({"is_causal": True}, {}, (0, 1)),
-    # A layer with a window stays with the default backend.
+    # A layer with a window falls back.
     "window, pages": (
         {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 32},
         {"page_size": 4},
@@ -366,7 +367,7 @@ def test_blocks_of_drafts(
     options: dict[str, Any],
     layers: tuple[int, ...],
 ) -> None:
-    """A draft model gives a block at once. layers: of the draft model, which pat decodes."""
+    """A draft model drafts a whole block at once; pat decodes its first `layers` layers."""
     small = FAMILIES["llama"]
     alone = engines.alone(small)
     drafts = drafts_of_blocks(small, tmp_path / "draft", **config) | options
@@ -394,7 +395,7 @@ def test_blocks_of_drafts(
 
 @pytest.mark.nightly
 def test_a_draft_model_of_several_layers(engines: FamilyEngines, tmp_path: Path) -> None:
-    """Each gives one draft: it reads what was verified, in a pool of its own."""
+    """Each draft layer drafts one token from the verified ones, with its own KV pool."""
     small = FAMILIES["llama"]
     drafts = drafts_of_a_head(small, tmp_path / "draft") | {"enable_multi_layer_eagle": True}
     _, _, found = run_with_drafts(engines, small, drafts)
@@ -410,7 +411,7 @@ def test_a_draft_model_of_several_layers(engines: FamilyEngines, tmp_path: Path)
 
 @pytest.mark.nightly
 def test_a_draft_model_of_one_step(engines: FamilyEngines, tmp_path: Path) -> None:
-    """Draft extend gives the only draft."""
+    """The draft-extend step produces the only draft."""
     small = FAMILIES["llama"]
     drafts = drafts_with(IN_GRAPHS["one step"], small, tmp_path)
     _, _, found = run_with_drafts(engines, small, drafts)
@@ -424,7 +425,7 @@ def test_a_draft_model_of_one_step(engines: FamilyEngines, tmp_path: Path) -> No
 def test_requests_that_are_aborted_under_speculation(
     engines: FamilyEngines, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """In the middle of their answers, while others with the same prompts go on."""
+    """Requests are aborted mid-answer, while others with the same prompts go on."""
     small = FAMILIES["llama"]
     drafts = drafts_with(options, small, tmp_path)
     alone = engines.alone(small)
@@ -438,10 +439,10 @@ def test_requests_that_are_aborted_under_speculation(
 def test_trees_over_windows_in_one_pool_with_graphs_and_retractions(
     engines: FamilyEngines, tmp_path: Path
 ) -> None:
-    """Requests that are retracted in the middle of a tree give their slots to others' drafts.
+    """Requests are retracted between rounds, and other requests' drafts get their slots.
 
-    Compared with drafts on the default backend: SGLang measures a window from a draft's place among
-    the drafts, so that answers longer than the window differ from those without drafts.
+    The answers are compared with speculation on the default backend: SGLang measures a window from
+    a draft's index in its tree, so answers longer than the window differ from those without drafts.
     """
     family = FAMILIES["gemma-3"]
     options = drafts_with(TREES, family, tmp_path) | {
@@ -462,9 +463,9 @@ def test_trees_over_windows_in_one_pool_with_graphs_and_retractions(
 def test_requests_that_stop_and_that_are_retracted_under_speculation(
     engines: FamilyEngines, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """Rows that stop in the middle of a chain go to the next prompts.
+    """Requests stop in the middle of a chain, and the next prompts get their rows.
 
-    A pool that is too small for all that is admitted sends some back.
+    The pool is too small for all admitted requests, so some are retracted.
     """
     small = FAMILIES["llama"]
     drafts = drafts_with(options, small, tmp_path)
@@ -475,7 +476,7 @@ def test_requests_that_stop_and_that_are_retracted_under_speculation(
     assert found.tokens == stopped
     assert found.stats["steps_without_sharing"] == {}
     assert found.stats["batch_changes"]["leave"] >= len(stopped)
-    # With overlap SGLang reserves more for each round, and admits fewer.
+    # With overlap scheduling SGLang reserves more slots a round, and admits fewer requests.
     few = {
         "max_total_tokens": 420,
         "schedule_conservativeness": 0.05,
@@ -538,7 +539,7 @@ def test_kv_that_comes_back_from_the_host_under_speculation(
         "hicache_ratio": 8.0,
         "hicache_write_policy": "write_through",
         "enable_cache_report": True,
-        "max_total_tokens": 900,  # too small for all that is asked
+        "max_total_tokens": 900,  # too small for all requests
     }
     drafts |= drafts_with(options, small, tmp_path)
     alone = engines.alone(small)
@@ -550,13 +551,13 @@ def test_kv_that_comes_back_from_the_host_under_speculation(
     assert_shared_drafts(found, expected, options)
 
 
-# Prefix caches that hold windows, states, or both beside the full slots.
+# Families whose prefix caches also hold window slots, recurrent states, or both.
 HYBRIDS = ("gpt-oss", "gemma-3", "llama-4", "qwen3.5", "nemotron-h", "falcon-h1")
 
 
 @pytest.mark.parametrize("name", cases({name: name for name in HYBRIDS}, "gpt-oss"))
 def test_prefixes_that_are_evicted_from_a_hybrid_cache(engines: FamilyEngines, name: str) -> None:
-    """Windows and states of a prefix go by other rules than the full slots, which pat reads."""
+    """SGLang evicts windows and states by other rules than the full slots that pat reads."""
     family = FAMILIES[name]
     skip_if_refused(family)
     small = {"evictions": True, "max_total_tokens": 700}
@@ -584,7 +585,7 @@ IN_GRAPHS = {
 def test_a_step_in_a_graph_has_a_plan_that_serves_it(
     engines: FamilyEngines, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """In graphs of several sizes and without, while requests join, stop and come twice."""
+    """Verify steps run with and without graphs while requests join, stop and repeat."""
     small = FAMILIES["llama"]
     options = drafts_with(options, small, tmp_path)
     stopped = answers_that_stop(engines.alone(small))
@@ -596,15 +597,15 @@ def test_a_step_in_a_graph_has_a_plan_that_serves_it(
     expected = engines.run(small, None, **options)
     found = engines.run(small, "pat", **options)
     assert found.tokens == expected.tokens == twice(stopped)
-    assert found.verify_steps == expected.verify_steps  # as many drafts are right
+    assert found.verify_steps == expected.verify_steps  # as many drafts are accepted
     reasons = found.stats["steps_planned"]
     assert reasons.keys() >= {"eager", "requests"}
-    assert sum(reasons.values()) < {*found.calls.values()}.pop()  # others repeat the last one
+    assert sum(reasons.values()) < {*found.calls.values()}.pop()  # the other steps reuse a plan
     assert found.stats["steps_without_sharing"] == {}
 
 
 def answers_that_stop(run: Run) -> list[list[int]]:
-    """Beginnings of the answers, of different lengths, each with a last token of its own."""
+    """Return beginnings of the answers, each with a last token that occurs only there."""
     ends = [
         next(i for i in range(4 + index, NUM_TOKENS) if answer[i] not in answer[:i])
         for index, answer in enumerate(run.tokens)
@@ -613,16 +614,16 @@ def answers_that_stop(run: Run) -> list[list[int]]:
 
 
 def assert_telling(run: Run) -> None:
-    """Answers that would differ if attention did."""
+    """Assert that the answers depend on attention."""
     assert run.smallest_gap > CLEAR_CUT
     assert {len(answer) for answer in run.tokens} == {NUM_TOKENS}
     assert min(len(set(answer)) for answer in run.tokens) >= NUM_TOKENS // 4
-    # Prompts that have most in common are answered differently.
+    # All answers differ, although the prompts have most tokens in common.
     assert len({tuple(answer) for answer in run.tokens}) == len(run.tokens)
 
 
 def assert_drafts(found: Run, expected: Run, speculation: dict[str, Any]) -> None:
-    """A draft model, which is the same one, has the same routes and decodes as often."""
+    """Assert the routes and the number of decoded layers of the draft model."""
     if speculation["speculative_algorithm"] == "NGRAM":
         assert "draft" not in found.stats
         return
@@ -632,7 +633,7 @@ def assert_drafts(found: Run, expected: Run, speculation: dict[str, Any]) -> Non
     steps = speculation["speculative_num_steps"] - 1
     layers = {layer for _, layer in found.calls}
     verified, drafted = found.stats["verify"], found.stats["draft"]
-    # Once more, to read what was accepted.
+    # One more call a round: the draft-extend step.
     assert found.draft_calls == dict.fromkeys(found.calls, (steps + 1) * verified["steps"])
     assert found.stats["draft_extend"] == verified
     assert found.draft_calls.keys() == found.calls.keys()
@@ -647,9 +648,9 @@ def assert_drafts(found: Run, expected: Run, speculation: dict[str, Any]) -> Non
 
 
 def assert_shared_drafts(found: Run, expected: Run, options: dict[str, Any]) -> None:
-    """Assert that as many drafts are right as elsewhere, and that steps of pat share."""
+    """Assert that pat accepts as many drafts as the default backend, and shares reads."""
     if options.get("speculative_algorithm") == "NGRAM":
-        # They are of what other requests have said by then.
+        # The drafts come from other requests' answers, so they depend on timing.
         total = sum(expected.verify_steps)
         assert sum(found.verify_steps) == pytest.approx(total, rel=0.02)
     else:
@@ -660,7 +661,7 @@ def assert_shared_drafts(found: Run, expected: Run, options: dict[str, Any]) -> 
 
 
 def assert_routes(run: Run, family: Family) -> None:
-    """Assert the calls of layers, and the routes in SGLang's server info."""
+    """Assert how often each layer was decoded, and the routes in SGLang's server info."""
     delegated = sorted(layer for layers in family.default.values() for layer in layers)
     assert run.layers_of("pat") == family.pat
     assert run.layers_of("default") == tuple(delegated)
@@ -674,10 +675,10 @@ def assert_routes(run: Run, family: Family) -> None:
 
 
 def assert_shared(run: Run, family: Family) -> None:
-    """The prefix of all prompts is read once per step.
+    """Assert that each step reads the common prefix once.
 
-    Or twice with one KV head, whose tiles are cut to give all workers something to do: both items
-    of a cut may read the prefix, where that costs less than partials.
+    With one KV head twice is allowed: the planner cuts tiles so that all workers are busy, and both
+    parts may read the prefix if that costs less than partials.
     """
     assert run.stats["steps_without_sharing"] == {}
     planned, alone = run.stats["kv_tokens_planned"], run.stats["kv_tokens_query_centric"]
@@ -686,7 +687,7 @@ def assert_shared(run: Run, family: Family) -> None:
     assert alone - planned >= 0.9 * (8 - reads) * PREFIX * steps
 
 
-# Plain; layers of both routes, as a hybrid's pools have the type as well; and latent attention.
+# A plain model, models with several kinds of layers and pools, and latent attention.
 OVER_FP8 = ("llama", "gpt-oss", "qwen3-next", "deepseek-v2")
 
 

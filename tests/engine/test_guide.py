@@ -1,4 +1,4 @@
-"""The guide's server without a GPU, typed as it stands there: every command works, in 4 GB."""
+"""The guide's commands for a server without a GPU work as written, in 4 GB of memory."""
 
 from __future__ import annotations
 
@@ -34,26 +34,27 @@ EXAMPLES = {
     "few_shot": ("--questions 6 --shots 8", "6 questions after 8 examples in "),
     "agents": ("--agents 3 --turns 2", "3 agents, 2 turns each, in "),
 }
-PORT = "30000"  # SGLang's default, which another server may have here
+PORT = "30000"  # SGLang's default, which may be in use on this machine
 ASK_SECONDS = 60
 
 
 class Terminal:
-    """Runs what a page says in an empty folder, on a port that is free here."""
+    """Runs the commands of a page in an empty folder, with a free port in place of `PORT`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = str(free.getsockname()[1])
-        # Without what this process has prepared for SGLang on the CPU.
+        # The commands must work without the variables that this process has set for SGLang on a
+        # CPU.
         prepared = ("PYTHONPATH", "SGLANG_USE_CPU_ENGINE", "TRITON_INTERPRET", "OMP_NUM_THREADS")
         self.environment = {k: v for k, v in os.environ.items() if k not in prepared}
         programs = Path(sys.executable).parent
         self.environment["PATH"] = f"{programs}{os.pathsep}{os.environ['PATH']}"
 
     def start(self, commands: str) -> HttpServer:
-        """Run commands of which the last one is a server."""
+        """Run commands; the last one starts a server."""
         log = self.folder / "log"
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -67,7 +68,7 @@ class Terminal:
         return HttpServer(process, f"http://127.0.0.1:{self.port}", log)
 
     def ask(self, *command: str) -> str:
-        """Return what a command prints."""
+        """Return the output of a command."""
         child = subprocess.run(
             [word.replace(PORT, self.port) for word in command],
             cwd=self.folder,
@@ -81,7 +82,7 @@ class Terminal:
 
 
 def answer_of_transformers(model: Path, question: str) -> str:
-    """The greedy answer of another implementation, in which no two tokens tie."""
+    """Return the greedy answer of transformers; assert that no two tokens tie."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     asked = tokenizer(f"<s>{question}", return_tensors="pt").input_ids
     options = {"max_new_tokens": 16, "do_sample": False, "output_scores": True}

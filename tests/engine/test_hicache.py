@@ -1,6 +1,6 @@
 """The hierarchical cache: KV that left the device comes back from the host or from files.
 
-A node that comes back has other slots, and may be split on the way: paths are read again.
+A restored node has new slots and may have been split, so pat must read paths again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 
 def answer(engine: Any, asked: list[Request], expected: Expected) -> Counter[str]:
-    """Compare the answers. Returns how many tokens of the prompts were found in each tier."""
+    """Compare the answers. Returns how many prompt tokens each cache tier had."""
     answers = generate(engine, asked)
     assert tokens(answers) == [expected.of(request) for request in asked]
     tiers: Counter[str] = Counter()
@@ -44,7 +44,7 @@ def test_write_through_and_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "files"))
-    # SGLang compiles its hash there. An engine that is ended meanwhile leaves a lock behind, for
+    # SGLang compiles its hash function there. An engine that is killed meanwhile leaves a lock, for
     # which 0.5.17 would wait for ever.
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     go_without_driver(tmp_path, monkeypatch)
@@ -65,7 +65,7 @@ def test_write_through_and_files(
         stats.new()
         from_host = 0
         for others in (workload.no_sharing, workload.long_prompts, workload.crowd):
-            answer(engine, others, expected)  # drives the three levels out of the device
+            answer(engine, others, expected)  # evicts `three_levels` from the device
             from_host += answer(engine, workload.three_levels, expected)["host"]
         assert from_host > 0
         counted = stats.new()

@@ -1,4 +1,4 @@
-"""SGLang's own test kits, which come with its wheel, against servers with `pat` on the CPU.
+"""SGLang's own test kits, which its wheel contains, against servers with `pat` on the CPU.
 
 tests/KITS.md lists all kits: which run here, which on a GPU, and why the others do not.
 """

@@ -1,4 +1,4 @@
-"""Two LoRA adapters and the model itself in one batch: only what has the same adapter shares KV."""
+"""Requests of two LoRA adapters and of the base model share KV only with their own kind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RANK = 8
 
 
 def write_adapter(folder: Path, seed: int) -> Path:
-    """An adapter of the attention projections, strong enough that answers differ."""
+    """Write an adapter of the attention projections that is strong enough to change answers."""
     model = TINY
     q_size, kv_size = model.num_qo_heads * model.head_dim, model.num_kv_heads * model.head_dim
     shapes = {
@@ -70,7 +70,7 @@ def test_two_adapters_and_the_model(
         "max_running_requests": 16,
     }
     names = [None, "first", "second"]
-    # The same prompts for each.
+    # Each adapter gets the same prompts.
     asked = [request for request in workload.crowd for _ in names]
     lora_path = names * len(workload.crowd)
 
@@ -93,7 +93,7 @@ def test_two_adapters_and_the_model(
         assert counted["kv_tokens_planned"] < 0.7 * counted["kv_tokens_query_centric"]
         assert counted["steps_without_sharing"] == {}
 
-        # One prompt for three models: nothing is the same.
+        # One prompt for three models: no KV is shared.
         one = [Request(workload.identical[0].prompt, 20)] * len(names)
         for _ in range(2):
             stats.new()

@@ -1,7 +1,7 @@
 """The dashboard and the alert rules in a real Prometheus that scrapes a running server.
 
-Needs `prometheus` of Debian's package of that name, in PATH or in the folder that PROMETHEUS_FOLDER
-names. Skipped with that reason where it is not found.
+The tests need the program `prometheus` (Debian's package) in PATH or in the folder that
+PROMETHEUS_FOLDER names, and are skipped without it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/operate/monitoring"
 LOAD_SECONDS = 40
-# Grafana's own variables, for a minute of data that is scraped every second.
+# Values of Grafana's variables, for a minute of data with a scrape a second.
 VARIABLES = {"$__rate_interval": "15s", "$__range": "60s", "$instance": ".*"}
-# Metrics that a server without drafts and windows does not have, if all its steps share.
+# Metrics without samples on a server without drafts and windows whose steps all share.
 WITHOUT_DATA = {
     "KV reads: saved, and common / saved in windows, {{instance}}",
     "Rounds of a draft model / reads of verify steps",
@@ -48,7 +48,7 @@ def program() -> str:
 
 @contextmanager
 def prometheus(server: Server, folder: Path) -> Iterator[str]:
-    """The address of a Prometheus that scrapes `server` and evaluates the rules."""
+    """Start a Prometheus that scrapes `server` and evaluates the rules; yield its address."""
     rules = (FOLDER / "pat-rules.yml").read_text()
     rules = rules.replace("[5m]", "[15s]").replace("interval: 30s", "interval: 1s")
     (folder / "rules.yml").write_text(rules)
@@ -80,7 +80,7 @@ def prometheus(server: Server, folder: Path) -> Iterator[str]:
 
 
 def query(address: str, expression: str) -> list[dict[str, Any]]:
-    """The instant vector of an expression. A wrong expression raises."""
+    """Return the instant vector of an expression. Raises for an invalid expression."""
     for name, value in VARIABLES.items():
         expression = expression.replace(name, value)
     answer = requests.get(f"{address}/api/v1/query", params={"query": expression}, timeout=30)
@@ -91,7 +91,7 @@ def query(address: str, expression: str) -> list[dict[str, Any]]:
 
 
 def stream(server: Server, request: Request) -> None:
-    """Only of streamed answers does SGLang know the time between tokens."""
+    """Stream an answer: SGLang measures the time between tokens only of streamed answers."""
     body = {"input_ids": request.prompt, "sampling_params": request.sampling_params, "stream": True}
     answer = requests.post(f"{server.url}/generate", json=body, timeout=120)
     answer.raise_for_status()

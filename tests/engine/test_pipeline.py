@@ -1,4 +1,4 @@
-"""Pipeline parallelism: two ranks on the CPU, batches that take turns, plans that are reused."""
+"""Pipeline parallelism: two ranks on the CPU, whose microbatches take turns and reuse plans."""
 
 from __future__ import annotations
 

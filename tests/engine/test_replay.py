@@ -1,9 +1,9 @@
-"""The simulated server does what a real engine does, step by step, with the same requests.
+"""The simulated server does the same as a real engine with the same requests, step by step.
 
 The engine records the paths of every decode step (`fakes/step_recorder.py`); the simulated server
-gets the same prompts, with the answers that the engine gave. More requests than run at once, in a
-pool that is too small for all: requests join and leave, prompts are cut into chunks, prefixes are
-split, evicted, and requests retracted.
+gets the same prompts with the engine's answers. Neither the rows nor the pool are enough for all
+requests: requests queue, join, leave and are retracted, prompts are cut into chunks, and prefixes
+are split and evicted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ POOL_TOKENS = 1400
 
 
 def requests() -> list[Request]:
-    """Three levels of sharing, some prompts that continue others, some alone."""
+    """Return requests of three levels, prompts that continue others, and unshared prompts."""
     chooser = random.Random(5)
 
     def tokens(count: int) -> list[int]:
@@ -44,17 +44,17 @@ def requests() -> list[Request]:
     asked = [Request(tools[i % 3] + tokens(3 + 7 * (i % 5)), 6 + 5 * i % 23) for i in range(18)]
     asked += [Request(asked[i].prompt + tokens(20), 9 + i) for i in range(4)]
     asked += [Request(tokens(150 + 40 * i), 12) for i in range(3)]
-    asked += [Request(system + tokens(5 + i), 230) for i in range(7)]  # outgrow the pool together
+    asked += [Request(system + tokens(5 + i), 230) for i in range(7)]  # more than the pool
     asked += [Request(tools[i % 3] + tokens(8 + i), 10) for i in range(6)]
     return asked
 
 
 def recorded_steps(folder: Path, model: Path, asked: list[Request], chunk: int) -> tuple[Any, Any]:
-    """The engine's decode steps, and its answers."""
+    """Return the engine's decode steps and its answers."""
     install_plugin(folder, "fakes.step_recorder")
     file = folder / "steps.jsonl"
     with pytest.MonkeyPatch.context() as environment:
-        environment.syspath_prepend(folder)  # which the engine's processes inherit
+        environment.syspath_prepend(folder)  # inherited by the engine's processes
         environment.setenv(FILE, str(file))
         environment.setenv(WAIT_FOR, str(len(asked)))
         with running_engine(
@@ -72,7 +72,7 @@ def recorded_steps(folder: Path, model: Path, asked: list[Request], chunk: int) 
 def simulated(
     asked: list[Request], answers: list[list[int]], chunk: int
 ) -> tuple[Any, SimulatedServer, Any]:
-    """The decode steps of the simulated server, itself, and what its passes computed."""
+    """Return the decode steps of the simulated server, the server, and its forward passes."""
     stream = [
         TraceRequest(0.0, TokenPrompt(np.array(r.prompt, dtype=np.int64)), r.num_tokens)
         for r in asked
@@ -103,18 +103,18 @@ def step_of(event: Decode, tree: SGLangTree) -> dict[str, Any]:
 
 
 def test_every_step_is_the_engines(tmp_path: Path, tiny_model: Path) -> None:
-    # The rules by which prompts are cut are those of 0.5.23.
+    # The simulated server cuts prompts by the rules of 0.5.23.
     chunk = 128 if new_tree(8).refreshes_waiting else 4096
     asked = requests()
     recorded, answers = recorded_steps(tmp_path, tiny_model, asked, chunk)
     assert [len(answer) for answer in answers] == [request.num_tokens for request in asked]
     steps, server, passes = simulated(asked, answers, chunk)
     for number, (ours, theirs) in enumerate(zip(steps, recorded, strict=False)):
-        # Free and evictable tokens say what was evicted: that and no more.
+        # Equal numbers of free and evictable tokens: both servers evicted the same amount.
         assert ours == theirs, f"decode step {number}"
     assert len(steps) == len(recorded)
     assert len(server.finished) == len(asked)
-    # The scenario shows what it is meant to show.
+    # The scenario must contain retractions.
     assert server.retracted > 0
     assert max(passes) <= chunk
     assert (max(passes) == chunk) == (chunk == 128)

@@ -1,4 +1,4 @@
-"""The example's loop on the CPU: the server answers by the trainer's weights after every step."""
+"""The RL example's loop on the CPU: after every step the server has the trainer's weights."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ pytestmark = [
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ITERATIONS = 3
 ROUNDING = 1e-4  # float32 sums in another order; 2e-6 was seen
-STALE = 0.05  # of weights that are a step old; 0.6 was seen
+STALE = 0.05  # with weights that are a step old; 0.6 was seen
 
 
 def mismatches(folder: Path, monkeypatch: pytest.MonkeyPatch, change: str = "") -> list[float]:
-    """Run the loop after this change of its module `loop`. Returns what each iteration prints."""
+    """Run the loop with this change of its module `loop`; return the mismatch of each iteration."""
     monkeypatch.setenv("SGLANG_PAT_STATS_FILE", str(folder / "stats.json"))
     code = f"import rl_rollouts as loop; {change or 'pass'}; loop.main()"
     sizes = ["--iterations", str(ITERATIONS), "--prompt-tokens", "160"]

@@ -1,4 +1,4 @@
-"""Through HTTP: a server as users start it. `test_guide` starts one by `sglang.launch_server`."""
+"""A server as users start it, over HTTP. `test_guide` starts one by `sglang.launch_server`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def assert_answers_concurrent_clients(
 def assert_survives_clients_that_leave(
     server: Server, workload: Workload, expected: Expected
 ) -> None:
-    """Half of many clients close the connection in mid-answer; the others get theirs."""
+    """Half of the clients close the connection mid-answer; the others get their whole answers."""
     leaving, staying = workload.long_answers * 3, workload.crowd + workload.two_roots
 
     def leave(request: Request) -> bytes:
@@ -71,7 +71,7 @@ def assert_survives_clients_that_leave(
 
 
 def assert_metrics_are_published(server: Server, counted: dict[str, Any]) -> None:
-    """The page of SGLang's metrics has ours, with SGLang's labels and up to the last step."""
+    """Assert that SGLang's /metrics has pat's metrics with its labels, up to the last step."""
     expected = {
         "sglang:pat_plans_built_total": counted["plans_built"],
         "sglang:pat_plans_reused_total": counted["plans_reused"],
@@ -85,7 +85,7 @@ def assert_metrics_are_published(server: Server, counted: dict[str, Any]) -> Non
         found = (each for each in samples if each.name == f"sglang:pat_{metric}_total")
         return {each.labels[label]: each.value for each in found}
 
-    def are_tree_events_there() -> bool:  # at least: the tree changes after the last step too
+    def are_tree_events_there() -> bool:  # at least: the tree also changes after the last step
         events = by("kind", "tree_events")
         return all(events.get(kind, 0) >= count for kind, count in counted["tree_events"].items())
 
@@ -111,11 +111,11 @@ def assert_metrics_are_published(server: Server, counted: dict[str, Any]) -> Non
     events = by("kind", "tree_events")
     assert min(events[kind] for kind in ("insert", "checkpoint", "lock", "unlock")) > 0
     (ratio,) = (each.value for each in samples if each.name == "sglang:pat_kv_read_ratio")
-    assert 0 < ratio <= 1 or math.isnan(ratio)  # NaN from a second after the last step
+    assert 0 < ratio <= 1 or math.isnan(ratio)  # it becomes NaN a second after the last step
 
 
 def assert_routes_are_published(server: Server) -> None:
-    """pat decodes all layers, in SGLang's metrics and in its server info."""
+    """Assert that SGLang's metrics and server info say that pat decodes all layers."""
     routes = [each for each in server.metrics() if each.name == "sglang:pat_layers"]
     assert [(each.labels["route"], each.labels["reason"]) for each in routes] == [("pat", "")]
     assert [each.value for each in routes] == [TINY.num_layers]
@@ -175,14 +175,14 @@ def test_sglang_serve_answers_and_ends_on_sigterm(
             time.sleep(0.2)
         assert server.processes() == [], f"still running after SIGTERM:\n{server.tail()}"
         assert "Traceback" not in server.log.read_text()
-        assert json.loads(stats.path.read_text())["plans_built"] > 0  # whole to the end
+        assert json.loads(stats.path.read_text())["plans_built"] > 0  # a complete file
 
 
 @pytest.mark.nightly
 def test_a_server_that_falls_back_whole_says_so_on_its_page(
     workload: Workload, tmp_path: Path
 ) -> None:
-    """The alert PatFallsBack reads the only metric of pat that there is."""
+    """The server has one metric of pat, which the alert PatFallsBack reads."""
     model = replace(TINY, head_dim=32)
     arguments = {
         "attention_backend": "pat",

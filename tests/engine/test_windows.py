@@ -1,8 +1,8 @@
-"""Layers with sliding windows on pat: answers as with SGLang's default backend.
+"""pat decodes layers with sliding windows, with the answers of SGLang's default backend.
 
-Prompts share 100 tokens and end in 5 to 26 of their own, and answers have 24. So each window of 64
-tokens begins in what all share. At first enough of it is shared that plans share it too; at the end
-less than another class of rows would cost.
+Prompts share 100 tokens and end in 5 to 26 tokens of their own; answers have 24. So each window of
+64 tokens begins in the shared part. At first the windows overlap there enough for plans to share
+the reads; at the end sharing would cost more than it saves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from model_families import FAMILIES, Family
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("families")]
 
-# A pool of which others take the slots between two turns. Windows give up theirs in every step.
+# A pool whose slots other requests take between two turns. Window slots are freed in every step.
 EVICTIONS: dict[str, Any] = {
     "evictions": True,
     "max_total_tokens": 1000,
@@ -34,14 +34,14 @@ def family_of(name: str) -> Family:
 
 
 def share_something(found: Run) -> None:
-    """Check that plans of windows have shared KV: else their rows would not have been cut."""
+    """Assert that plans of windows shared KV."""
     windows = found.stats["windows"]
     assert windows["kv_tokens_read"] < windows["kv_tokens_query_centric"]
 
 
 @pytest.mark.parametrize("name", ["gemma-2", "gemma-3"])
 def test_windows_in_one_pool_with_graphs(engines: FamilyEngines, name: str) -> None:
-    """A plan serves several steps, in which windows move on."""
+    """Several steps reuse one plan while their windows move on."""
     family = family_of(name)
     found = engines.run(family, "pat", has_graphs=True)
     assert found.tokens == twice(engines.run(family, None).tokens)
@@ -56,7 +56,7 @@ def test_windows_in_one_pool_with_graphs(engines: FamilyEngines, name: str) -> N
 
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_chunks_that_requests_leave(engines: FamilyEngines, has_graphs: bool) -> None:
-    """The first chunk of 128 tokens holds all that requests share; answers end in the second."""
+    """All shared tokens are in the first chunk of 128 tokens; answers end in the second chunk."""
     family = FAMILIES["llama-4"]
     family = replace(family, config=family.config | {"attention_chunk_size": 128})
     expected = engines.run(family, None).tokens
@@ -72,12 +72,12 @@ def test_chunks_that_requests_leave(engines: FamilyEngines, has_graphs: bool) ->
 def test_windows_in_a_pool_of_their_own(
     engines: FamilyEngines, name: str, has_graphs: bool
 ) -> None:
-    """Their slots are others than the rows', and are given up while the request runs."""
+    """Window layers have slots of their own, which SGLang frees while the request runs."""
     family = family_of(name)
     expected = engines.run(family, None, **EVICTIONS)
     found = engines.run(family, "pat", has_graphs=has_graphs, **EVICTIONS)
     assert found.tokens == (twice(expected.tokens) if has_graphs else expected.tokens)
-    if has_graphs:  # the second time, prompts find their prefix in the cache
+    if has_graphs:  # the second time, the cache has the prompts' prefix
         share_something(found)
     assert found.layers_of("pat") == family.pat
     assert found.layers_of("default") == ()
@@ -88,7 +88,7 @@ def test_windows_in_a_pool_of_their_own(
 def test_windows_in_which_chains_are_verified(
     engines: FamilyEngines, tmp_path: Path, name: str, has_graphs: bool
 ) -> None:
-    """Each draft token has a window of its own. Those of the draft model stay with SGLang."""
+    """Each draft token has its own window. Window layers of the draft model fall back."""
     family = family_of(name)
     drafts = {
         "speculative_algorithm": "STANDALONE",

@@ -1,4 +1,4 @@
-"""What all tests on a GPU have in common, and the bodies of pack_decode that they run."""
+"""Fixtures of the GPU tests: compiled kernels, and the kernel bodies that each test runs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from sglang_pat import support
 from sglang_pat.executors.jit import KernelConfig, build_all
 
-_WHOLE_SUITE = 100  # tests of the kernels; a few compile what they need themselves
+_WHOLE_SUITE = 100  # a run with fewer tests compiles only what they need
 
 
 class GpuModule(pytest.Module):
-    """A file of tests marked `cuda`. Without a GPU it is imported and skipped as a whole."""
+    """A file of tests marked `cuda`. Without a GPU it is imported, and its tests are skipped."""
 
     def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
         self.add_marker(pytest.mark.cuda)
@@ -55,7 +55,7 @@ def compiled_variants(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="module", params=["native", "mma_sync"])
 def kernel_body(request: pytest.FixtureRequest) -> Iterator[None]:
-    """On Hopper: its own body, then the mma.sync bodies that other architectures run."""
+    """On Hopper, run a test with Hopper's kernel body, then with those of other architectures."""
     native = KernelConfig.for_device
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "mma_sync":
@@ -71,6 +71,6 @@ def kernel_body(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def memory_is_given_back() -> Iterator[None]:
-    """After a test that takes much of it: other processes may test on the same GPU."""
+    """Free cached GPU memory after the test: other test processes may use the same GPU."""
     yield
     torch.cuda.empty_cache()

@@ -2,12 +2,11 @@
 
     python -m pytest -m cuda tests/gpu/test_attention_kit.py
 
-Eager steps, the steps around a CUDA graph (capture and padded replay, after which the kit checks
-the metadata), prefill in pieces, the verification of drafts, rounds of a draft model, and what it
-reads of a verification.
+The kit runs eager steps, captures and padded replays of CUDA graphs (and checks the metadata
+afterwards), chunked prefill, verify steps, and the rounds and extend steps of a draft model.
 
-FlashInfer compiles by nvcc what its packages lack. Without nvcc the cases that need such a kernel
-are skipped, and say which.
+FlashInfer compiles with nvcc the kernels that its packages lack. Without nvcc the cases that need
+such a kernel are skipped, and name it.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ from sglang_attention_kit import (
 
 pytestmark = pytest.mark.usefixtures("server_context")
 
-# fa3 is Hopper's; the others run anywhere.
+# fa3 needs Hopper; the others run on any GPU.
 HEAD_DIMS = (64, 128, 256)
 BACKENDS = ["triton", "flashinfer", "fa3"]
-DTYPE = torch.bfloat16  # that servers have; the kit's own is float16
-REPLAYED = 4  # requests in the graph, of which the cases use fewer
+DTYPE = torch.bfloat16  # as in servers; the kit's default is float16
+REPLAYED = 4  # requests in the graph; the cases have fewer
 
 ALL = [case for backend in BACKENDS for case in cases_of(backend)]
 DECODE = [case for case in ALL if case.forward_mode.is_decode()]
@@ -69,7 +68,7 @@ def _without_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def kernels_of_default() -> Iterator[None]:
-    """Skips a case that needs a kernel which cannot be compiled here."""
+    """Skip a case that needs a kernel which cannot be compiled here."""
     from flashinfer.jit import MissingJITCacheError  # cannot be imported without a GPU
 
     try:
@@ -104,7 +103,7 @@ def test_around_a_cuda_graph(case: DenseAttentionCase, head_dim: int) -> None:
             dtype=DTYPE,
             cuda_graph_capture_batch_size=REPLAYED,
         )
-    # An eager step, the capture, the replay.
+    # One call each in an eager step, the capture and the replay.
     assert decoded.layers == 3 * is_decoded_by_pat(case)
 
 
@@ -146,7 +145,7 @@ def test_rounds_of_a_draft_model(
         speculative_draft_runner as runner,
     )
 
-    # pat's own two rounds have the same tokens.
+    # The eager and the replayed round of pat must have the same tokens.
     compared = contextlib.nullcontext() if eager else comparing_scores()
     with (
         kernels_of_default(),
@@ -161,9 +160,9 @@ def test_rounds_of_a_draft_model(
             speculative_num_draft_tokens=5,
             cuda_graph_capture_batch_size=REPLAYED,
             head_dim=64,
-            dtype=torch.float16,  # draft tokens tie more easily in bfloat16
+            dtype=torch.float16,  # draft tokens tie more often in bfloat16
         )
-    # Three steps, in which it is captured at the least.
+    # A round has three steps; a captured one also calls the layers in its warm-ups.
     assert decoded.layers >= 3 * (2 if eager else 1)
 
 

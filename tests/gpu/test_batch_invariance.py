@@ -1,4 +1,4 @@
-"""Batch-invariant mode on the GPU: the bits of a request, on random forests, batches and graphs."""
+"""Batch-invariant mode on the GPU: a request's bits do not depend on its forest or batch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_results_are_right(group_size: int) -> None:
 
 
 def test_the_comparison_sees_other_bits() -> None:
-    """Without the mode, another split changes bits: the tests above would see it."""
+    """Without the mode, another split changes bits, so the tests above can fail."""
     from pack_decode_cases import Tensors, planned_step, run
 
     case = make_case([(-1, 3000)], [(0, 300)] * 3)

@@ -1,4 +1,4 @@
-"""Rows of a beam search: they share their prompt, and change places behind it in every step."""
+"""Rows of a beam search share their prompt, and permute the slots after it in every step."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from sample_forests import make_case
 
 pytestmark = pytest.mark.usefixtures("kernel_body")
 
-CACHED, PROMPT = 1500, 1700  # tokens that the tree holds; the rest of the prompt is a node, too
+CACHED, PROMPT = 1500, 1700  # tokens in the tree; the rest of the prompt is a node too
 ANSWER, STEPS = 40, 12
-OTHERS = [(0, 30), (-1, 300)]  # requests beside the search; one shares what is cached
+OTHERS = [(0, 30), (-1, 300)]  # requests beside the search; the first shares the cached prompt
 
 
 @pytest.mark.parametrize("width", [4, 8, 16, 64])
 @pytest.mark.parametrize("heads", [Heads(32, 8), Heads(8, 2, 64)], ids=["128", "64"])
 def test_one_plan_serves_beams_that_change_places(heads: Heads, width: int) -> None:
-    """A beam that continues another one gets that one's slots, as in SGLang."""
+    """A beam that continues another beam gets that beam's slots, as in SGLang."""
     nodes = [(-1, CACHED), (0, PROMPT - CACHED)]
     case = make_case(nodes, [(1, ANSWER)] * width + OTHERS, spare_tokens=STEPS)
-    grown = dataclasses.replace(case, seq_lens=case.seq_lens + STEPS)  # slots of all steps
+    grown = dataclasses.replace(case, seq_lens=case.seq_lens + STEPS)  # with later slots
     tensors = Tensors.make(grown, heads)
     tensors.seq_lens -= STEPS
     step = planned_step(heads)

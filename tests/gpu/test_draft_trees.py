@@ -1,4 +1,4 @@
-"""Trees of drafts: the kernel against float64.
+"""The kernel for trees of drafts is compared with float64.
 
 python -m pytest -m cuda tests/gpu/test_draft_trees.py
 """

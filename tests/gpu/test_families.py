@@ -1,8 +1,8 @@
-"""Hybrid models on a GPU: logits with pat, within what SGLang's own backends differ by.
+"""Hybrid models on a GPU: logits with pat differ no more than between SGLang's own backends.
 
-The small models of tests/engine/test_families.py in bfloat16, with CUDA graphs, and the requests
-and limits of benchmarks/check logits. All servers of a family start at once; with `-n 4` all
-families do.
+The test runs the small models of tests/engine/test_families.py in bfloat16 with CUDA graphs, and
+the requests and limits of benchmarks/check logits. All servers of a family start at once; with `-n
+4`, those of all families.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from common import random_weights
 from common.tiny_model import TinyModel
 from sglang_pat.bench.server import Server, Start, contender, running_servers, sampling_of
 
-# SGLang's default on Hopper, which prefills for pat, is the yardstick.
+# pat is measured against fa3, SGLang's default on Hopper, which also prefills for pat.
 BACKENDS = ["pat", "triton", "fa3"]
 NAMES = ("gpt-oss", "gemma-3", "qwen3-next", "llama-4")
-# Triton leaves out a token of a window, which moves logits by 0.09 on average: the limit is wide
-# where there are windows. Rounding, which here decides between experts too, moves them by 0.004.
+# Limit on the mean difference of logits. Triton omits one token of a window, which changes logits
+# by 0.09 on average, so the limit is wide for windows. Rounding, which can also switch experts,
+# changes them by 0.004.
 MOST_MEAN = 0.02
 SETUP = Setup(
     TinyModel(vocab_size=VOCAB_SIZE),
@@ -60,7 +61,7 @@ def test_logits(name: str, tmp_path: Path) -> None:
         pytest.skip("fa3, the yardstick, needs Hopper")
     family = FAMILIES[name]
     config = family.config | {"torch_dtype": "bfloat16"}
-    if name == "llama-4":  # of SGLang's backends only fa3 attends within chunks: here one holds all
+    if name == "llama-4":  # only fa3 supports chunks; here one chunk holds every request
         config["attention_chunk_size"] = SETUP.arguments["context_length"]
     family = dataclasses.replace(family, config=config)
     environment = _environment(family, random_weights.install(tmp_path))
@@ -74,7 +75,7 @@ def test_logits(name: str, tmp_path: Path) -> None:
         stats, info = servers["pat"].stats(), servers["pat"].info()
     assert info["pat"]["pat_layers"] == len(family.pat)
     assert sum(info["pat"]["default_layers"].values()) == sum(map(len, family.default.values()))
-    # The other backend's layers may give other bits in another run.
+    # Layers of the default backend may give other bits in another run.
     verdict = judge({each: (run, run) for each, run in runs.items()}, problems_of_decoding(stats))
     print({each: verdict[each] for each in ("backends", "limit", "spread_of_logits")})
     assert verdict["passed"], verdict
@@ -82,14 +83,14 @@ def test_logits(name: str, tmp_path: Path) -> None:
 
 
 def _answered(server: Server) -> Run:
-    """The prefixes first: where there are recurrent layers, only an end of a prompt is shared."""
+    """Send the prefixes first: with recurrent layers, SGLang caches only ends of prompts."""
     shared = SETUP.system + SETUP.document
     server.generate([prompt[:shared] for prompt in prompts(SETUP)[:4]], sampling_of(1))
     return answer_all(server, SETUP, flush=False)
 
 
 def _environment(family: Family, variables: dict[str, str]) -> dict[str, str]:
-    """The variables, and no other model's imports."""
+    """Return the variables, and one that keeps SGLang from importing other models."""
     models = Path(next(iter(sglang.__path__)), "srt", "models")
     others: list[Any] = [
         each.name for each in pkgutil.iter_modules([str(models)]) if each.name not in family.modules

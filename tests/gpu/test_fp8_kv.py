@@ -1,4 +1,4 @@
-"""The CUDA kernels over a KV cache of one-byte numbers against float64."""
+"""The CUDA kernels with an fp8 KV cache are compared with float64."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("kernel_body")
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 both_types = pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-# Hopper multiplies tiles of more than 16 rows by wgmma, and converts values for it.
+# Hopper multiplies tiles of more than 16 rows with wgmma, and converts V for it.
 CONVERTED_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 converted_head_dims = pytest.mark.parametrize(
     "head_dims", CONVERTED_HEAD_DIMS, ids=lambda pair: f"{pair[0]}-{pair[1]}"
@@ -50,19 +50,19 @@ SPLIT = {"num_workers": 66, "min_item_tokens": 64}
 
 
 def converted(tensors: Tensors, dtype: torch.dtype) -> Tensors:
-    """With caches of another type. What no request may read stays NaN."""
+    """Return the tensors with caches of another type. Slots that no request may read stay NaN."""
     return with_caches(tensors, tensors.k_cache.to(dtype), tensors.v_cache.to(dtype))
 
 
 def with_caches(tensors: Tensors, k_cache: torch.Tensor, v_cache: torch.Tensor) -> Tensors:
-    """Replace the caches. In latent attention, values stay the first columns of the keys."""
+    """Return the tensors with these caches. In latent attention V stays a view of K."""
     if support.is_latent(k_cache.shape[-1], v_cache.shape[-1]):
         v_cache = k_cache[..., : v_cache.shape[-1]]
     return dataclasses.replace(tensors, k_cache=k_cache, v_cache=v_cache)
 
 
 def random_bytes(tensors: Tensors, kv_dtype: torch.dtype) -> Tensors:
-    """Caches of all finite numbers of a type, and NaN where no request may read."""
+    """Fill the caches with random finite numbers, and with NaN where no request may read."""
     caches = []
     for seed, cache in enumerate((tensors.k_cache, tensors.v_cache)):
         generator = torch.Generator("cuda").manual_seed(seed)
@@ -95,7 +95,7 @@ def check_near_exact(
     sinks: torch.Tensor | None = None,
     **options: object,
 ) -> None:
-    """Assert the error that the output's type, and weights and partials in float16, allow."""
+    """Assert the error bound of the output's type, with weights and partials in float16."""
     assert heads.kv_dtype is not None
     if tensors is None:
         tensors = converted(Tensors.make(case, heads), heads.kv_dtype)
@@ -114,7 +114,7 @@ def check_near_exact(
 def check_errors(
     found: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor, largest: float
 ) -> None:
-    """Up to so many times the bound, and within it as root mean square."""
+    """Assert that errors are within a multiple of the bound, and their RMS within the bound."""
     error = torch.where(found == exact, 0.0, (found.double() - exact).abs())
     excess = (error / bound).nan_to_num(nan=math.inf)
     assert excess.max() <= largest, f"{excess.max():.3g} of the bound at {excess.argmax()}"
@@ -124,9 +124,9 @@ def check_errors(
 def logit_errors(
     heads: Heads, tensors: Tensors, sm_scale: float | None = None
 ) -> tuple[torch.Tensor, int]:
-    """Error that a matrix instruction adds to a request's logits, and the number of such logits.
+    """Return the error of fp8 matrix instructions in a request's logits, and their number.
 
-    Keys are multiplied as they are, and the instruction's sums keep 13 bits of mantissa.
+    fp8 keys are multiplied unconverted, and the instruction's sums keep 13 bits of mantissa.
     """
     dims = heads.head_dim, heads.v_head_dim or heads.head_dim
     config = KernelConfig.for_device(heads.dtype, dims[0], tensors.q.device, dims[1])
@@ -138,7 +138,7 @@ def logit_errors(
 
 
 def largest_products(tensors: Tensors) -> torch.Tensor:
-    """Bound on a sum of products of a query with a key, signs aside: `[requests, heads]`."""
+    """Bound on the sum of |q * k| of a query and any key: `[requests, heads]`."""
     num_requests, num_heads, _ = tensors.q.shape
     keys = tensors.k_cache.float().abs().nan_to_num(nan=0.0)
     grouped = tensors.q.float().abs().view(num_requests, keys.shape[1], -1, keys.shape[2])
@@ -180,7 +180,7 @@ def test_every_number_is_converted_exactly(
 def test_head_dims_that_are_converted_for_wgmma(
     dtype: torch.dtype, head_dims: tuple[int, int], kv_dtype: torch.dtype
 ) -> None:
-    """Every number, in tiles of up to 64 rows, and segments that count for some rows."""
+    """Caches hold every number; tiles have up to 64 rows, and some segments mask rows."""
     for group_size in (4, 7, 16):
         heads = Heads(2 * group_size, 2, head_dims[0], dtype, head_dims[1], kv_dtype)
         tensors = random_bytes(Tensors.make(MIXED, heads), kv_dtype)
@@ -193,7 +193,7 @@ def test_head_dims_that_are_converted_for_wgmma(
 @converted_head_dims
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_every_bit_of_a_query_counts(dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
-    """Keys pick one column: all logits are the query's number there.
+    """Keys are 1 in one column, so that all logits are the query's number in that column.
 
     This holds whatever the number's exponent within a row.
     """
@@ -214,7 +214,7 @@ def test_every_bit_of_a_query_counts(dtype: torch.dtype, head_dims: tuple[int, i
 
 
 def test_a_query_that_is_infinite_or_nan_gives_nan() -> None:
-    """Its row, and no other."""
+    """A query with infinity or NaN makes its own output row NaN, and no other."""
     heads = Heads(8, 1, kv_dtype=E4M3)
     case = make_case([(-1, 300)], [(0, 20)] * 16)
     tensors = converted(Tensors.make(case, heads), E4M3)
@@ -228,12 +228,12 @@ def test_a_query_that_is_infinite_or_nan_gives_nan() -> None:
 
 @group_sizes([4], [8])
 def test_queries_that_float16_cannot_hold(heads: Heads) -> None:
-    """Some rows of a tile only, beyond it and just below; and numbers far below its least."""
+    """Some rows of a tile have numbers above, just below, or far below float16's range."""
     heads = dataclasses.replace(heads, kv_dtype=E4M3)
     tensors = converted(Tensors.make(MIXED, heads), E4M3)
     factors = torch.tensor([1.0, 1e30, 3e4, 1e-30], device="cuda").repeat(2)
     tensors.q *= factors.to(BF16)[:, None]
-    if heads.is_latent:  # four warps share a row's columns, and one has small numbers only
+    if heads.is_latent:  # four warps share a row's columns; one of them has only small numbers
         tensors.q[:, 1, 16:48] *= 2.0**-90
     for sm_scale in (1e-31, 1e-5):
         picked = tensors.q.float().abs().amax(-1) * sm_scale < 10
@@ -244,7 +244,7 @@ def test_queries_that_float16_cannot_hold(heads: Heads) -> None:
 @both_types
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_values_of_one_token_are_the_output(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-    """All 256 bytes; NaN stays NaN, and infinity infinity."""
+    """V holds all 256 bytes; the output keeps NaN and infinity."""
     heads = Heads(2, 2, 128, dtype, 0, kv_dtype)
     case = make_case([], [(-1, 1)])
     tensors = converted(Tensors.make(case, heads), kv_dtype)
@@ -275,7 +275,7 @@ def test_lengths(heads: Heads, length: int) -> None:
 @both_types
 @group_sizes([1, 4, 7, 16], [1, 5, 8, 16, 20, 64])
 def test_segments_that_count_for_some_rows(heads: Heads, kv_dtype: torch.dtype) -> None:
-    """Rows of verified drafts have such segments; so have plans that no scheduler makes."""
+    """Some segments mask rows: in plans of verify steps, and in plans made by hand."""
     heads, group_size = dataclasses.replace(heads, kv_dtype=kv_dtype), heads.group_size
     for seed in range(4):
         case = random_case(100 * group_size + seed)
@@ -295,7 +295,7 @@ def test_splits_and_bodies(num_workers: int, max_block_q: int) -> None:
 
 
 def test_more_tickets_than_ctas() -> None:
-    """Producers draw tickets while stages of the last ones are still to be converted."""
+    """Producers take new tickets while stages of earlier tickets are not yet converted."""
     case = make_case([(-1, 20)] * 40, [(node, 1 + 5 * node) for node in range(40)] * 12)
     for num_kv_heads in (2, 8):
         check_near_exact(case, Heads(4 * num_kv_heads, num_kv_heads, kv_dtype=E4M3))
@@ -326,7 +326,7 @@ def test_scales_against_float64(logit_cap: float, kv_dtype: torch.dtype) -> None
 @both_types
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_queries_of_any_size_under_a_soft_cap(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-    """Rows of zeros and of the least and the largest numbers, beside others in their tile."""
+    """A tile has rows of zeros, of the smallest and of the largest numbers beside ordinary rows."""
     heads = Heads(8, 1, 128, dtype, 0, kv_dtype)
     case = make_case([(-1, 300)], [(0, 20)] * 16)
     plain = converted(Tensors.make(case, heads), kv_dtype)
@@ -348,7 +348,7 @@ def test_queries_of_any_size_under_a_soft_cap(dtype: torch.dtype, kv_dtype: torc
 
 @pytest.mark.parametrize("exponent", [-100, 7])
 def test_scales_of_any_size(exponent: int) -> None:
-    """Scales of keys and of values, with queries and outputs that make up for them."""
+    """Scales of K and V, with queries and outputs scaled inversely."""
     heads = Heads(8, 2, kv_dtype=E4M3)
     tensors = converted(Tensors.make(MIXED, heads), E4M3)
     expected, expected_lse = run_case(MIXED, heads, tensors)
@@ -393,7 +393,7 @@ def test_a_graph_keeps_its_scales() -> None:
 
 @pytest.mark.parametrize("logit_cap", [0.0, 5.0])
 def test_a_graph_reads_scales_that_lie_on_the_device(logit_cap: float) -> None:
-    """SGLang's layers have such scales: an update of the weights writes to them in place."""
+    """SGLang's layers have scales on the device, and a weight update overwrites them in place."""
     heads = Heads(8, 2, kv_dtype=E4M3)
     tensors, step = converted(Tensors.make(MIXED, heads), E4M3), planned_step(heads)
     step.write(MIXED.batch(), **tensors.index)
@@ -404,7 +404,7 @@ def test_a_graph_reads_scales_that_lie_on_the_device(logit_cap: float) -> None:
         scales["v_scale"].fill_(v_scale)
         out.fill_(torch.nan)
         graph.replay()
-        # To a rounding: the host multiplies the scale of the logits in another order.
+        # Equal up to rounding: the host multiplies the scale of the logits in another order.
         like = run(step, tensors, logit_cap=logit_cap, k_scale=k_scale, v_scale=v_scale)
         torch.testing.assert_close(out, like[0], rtol=1e-2, atol=1e-3 * v_scale)
         torch.testing.assert_close(lse, like[1], rtol=1e-5, atol=1e-4)
@@ -441,7 +441,7 @@ def test_random_forests(case: ForestCase, geometry: tuple[int, int], num_workers
 
 @needs_latent_kernels
 def test_every_column_of_latent_keys_counts_once() -> None:
-    """Keys pick one column: all logits are the query's number there."""
+    """Keys are 1 in one column, so that all logits are the query's number in that column."""
     heads = latent(8, kv_dtype=E4M3)
     case = make_case([(-1, 127)], [(0, 1)] * 16)
     tensors = converted(Tensors.make(case, heads), E4M3)
@@ -456,7 +456,7 @@ def test_every_column_of_latent_keys_counts_once() -> None:
 @needs_latent_kernels
 @both_types
 def test_latent_values_of_one_token_are_the_output(kv_dtype: torch.dtype) -> None:
-    """All 256 bytes in any column, infinity included; NaN would reach the weights."""
+    """V holds all bytes except NaN, which would also be in K and reach the weights."""
     heads = latent(8, BF16, kv_dtype)
     case = make_case([], [(-1, 1)])
     tensors = converted(Tensors.make(case, heads), kv_dtype)

@@ -1,6 +1,6 @@
-"""SGLang's own test kits against servers with `pat` on a GPU: decode steps are CUDA graphs.
+"""SGLang's own test kits against servers with `pat` and CUDA graphs on a GPU.
 
-All of them, also those that are only run at night without a GPU:
+This command runs all kits, also those that are nightly on a CPU:
 
     python -m pytest -m cuda tests/gpu/test_kits.py
 """

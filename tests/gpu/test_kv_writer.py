@@ -1,4 +1,4 @@
-"""KvWriter on a GPU: the bytes in the pool are those that torch makes, as SGLang's pool has it."""
+"""KvWriter on a GPU stores the same bytes as torch in SGLang's pool."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sglang_pat.executors.kv_writer import UNSCALED, KvWriter
 from sglang_pat.support import GQA_HEAD_DIMS, has_kernels
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-KV_DTYPES = [E4M3, E5M2, None]  # of the pool. None: that of the model
+KV_DTYPES = [E4M3, E5M2, None]  # of the pool. None: the model's type
 KV_NAMES = ["e4m3", "e5m2", "as they are"]
 all_types = pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=KV_NAMES)
 both_pools = pytest.mark.parametrize("kv_dtype", [E4M3, None], ids=["e4m3", "as they are"])
 both_dtypes = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-# 1 changes only the sign of NaN. float16 rounds 1e-9 to 0, and 1e30 to infinity.
+# Division by 1 changes only the sign of NaN. float16 rounds 1e-9 to 0 and 1e30 to infinity.
 DIVISORS = [1.0, 0.3137, 3.0, 0.00217, 448.0, 1e-9, 1e30, 1e-42, -0.5]
 
 
@@ -36,7 +36,7 @@ def writer_of(
 
 
 def caches(num_slots: int, num_heads: int, config: KernelConfig) -> list[torch.Tensor]:
-    """Bytes that no conversion of the tests' numbers is likely to make everywhere."""
+    """Return caches of bytes that differ from most converted numbers."""
     num_bytes = config.cache_dtype.itemsize
     return [
         torch.full((num_slots, num_heads, n * num_bytes), 0xA5, dtype=torch.uint8, device="cuda")
@@ -47,7 +47,7 @@ def caches(num_slots: int, num_heads: int, config: KernelConfig) -> list[torch.T
 def in_torch(
     rows: torch.Tensor, divisor: torch.Tensor | float | None, kv_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Conversion by MHATokenToKVPool.set_kv_buffer() before it stores."""
+    """Convert as MHATokenToKVPool.set_kv_buffer() does before it stores."""
     rows = rows.clone()
     if divisor is not None and rows.dtype != kv_dtype:
         rows.div_(divisor)
@@ -55,7 +55,7 @@ def in_torch(
 
 
 def all_numbers(dtype: torch.dtype) -> torch.Tensor:
-    """Every bit pattern, as 64 tokens of 8 heads."""
+    """Return every bit pattern, as 64 tokens of 8 heads."""
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cuda")
     return patterns.view(dtype).view(64, 8, 128)
 
@@ -68,7 +68,7 @@ def check_write(
     v_divisor: torch.Tensor | float | None = None,
     index_dtype: torch.dtype = torch.int64,
 ) -> None:
-    """Against a copy of the pool to which torch writes. What is not written stays as it was."""
+    """Compare the whole pool with a copy to which torch writes."""
     config = writer.config
     num_slots = 3 * len(k) + 5
     slots = (torch.randperm(num_slots - 1, device="cuda")[: len(k)] + 1).to(index_dtype)
@@ -90,7 +90,7 @@ def check_write(
 @all_types
 @both_dtypes
 def test_every_number_by_every_scale(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
-    """65,536 bit patterns: NaN, infinity, overflow and subnormal numbers among them."""
+    """All 65,536 bit patterns are stored, with NaN, infinity, overflow and subnormal numbers."""
     writer = writer_of(dtype, kv_dtype)
     numbers = all_numbers(dtype)
     check_write(writer, numbers, numbers.flip(0))
@@ -114,7 +114,7 @@ def test_every_number_by_every_scale(dtype: torch.dtype, kv_dtype: torch.dtype |
     ids=str,
 )
 def test_shapes(pair: tuple[int, int], kv_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
-    """Parts of a fused qkv, whose rows lie apart; slots of both index types."""
+    """K and V are strided parts of a fused qkv; slots have both index types."""
     writer = writer_of(dtype, kv_dtype, pair)
     scale = torch.tensor(0.217, device="cuda")
     for num_tokens, num_heads in product((1, 8, 333), (1, 2, 8, 13)):
@@ -133,7 +133,7 @@ def test_shapes(pair: tuple[int, int], kv_dtype: torch.dtype | None, dtype: torc
 
 @both_pools
 def test_padding_is_not_written(kv_dtype: torch.dtype | None) -> None:
-    """Nor is anything else by tokens that have no slot."""
+    """Tokens without a slot write nothing."""
     writer = writer_of(kv_dtype=kv_dtype)
     cache_dtype = writer.config.cache_dtype
     k = torch.randn(5, 2, 128, device="cuda", dtype=BF16)
@@ -179,7 +179,7 @@ def test_a_graph_reads_slots_numbers_and_scales_anew(kv_dtype: torch.dtype | Non
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         assert writer.scale(0.7) == number
-        # Would have to be computed, at each replay. A copy has no use for it.
+        # A scale as a number would be constant in a graph. A copy without conversion needs none.
         assert writer.scale(0.8) == (None if kv_dtype else UNSCALED)
         assert writer.write(k, v, slots, *views, on_device, number)
     for _ in range(3):
@@ -202,7 +202,7 @@ def test_a_graph_reads_slots_numbers_and_scales_anew(kv_dtype: torch.dtype | Non
     [
         ([(0, 90)] * 5, "scattered"),
         ([(-1, 500)] * 132, "scattered"),
-        # The new token is the last of a whole stage, which is copied as a run.
+        # The new token is the last of a full stage, which is copied as one run.
         ([(0, 96)] * 5, "ranges"),
         ([(-1, 512)] * 132, "ranges"),
     ],
@@ -211,10 +211,10 @@ def test_a_graph_reads_slots_numbers_and_scales_anew(kv_dtype: torch.dtype | Non
 def test_attention_reads_what_was_just_written(
     lengths: list[tuple[int, int]], placement: str, kv_dtype: torch.dtype | None
 ) -> None:
-    """Writes between kernels of torch and of attention have the bits of layers that waited.
+    """Layers that overlap have the same bits as layers that wait for the device.
 
-    A kernel starts before the last one ends. Each layer's numbers are computed from the output of
-    the layer before, and all go to the same slots.
+    Each kernel starts before the kernel in front of it ends. A layer's K and V are computed by
+    torch from the output of the layer before, and all layers write to the same slots.
     """
     case = make_case([(-1, 700)], lengths)
     case = move(case, place(case, placement))
@@ -241,7 +241,7 @@ def test_attention_reads_what_was_just_written(
         outputs.fill_(torch.nan)
         outputs[0] = tensors.q
         for before, after in pairwise(outputs):
-            # So large that a new token has all of a head's weight, or none.
+            # Such large numbers give a new token all of a head's weight, or none.
             kv = 100 * (before.view(num_tokens, -1) @ weights).tanh()
             k, v = kv.view(num_tokens, 2, 2, 128).unbind(1)
             if by_kernel:

@@ -1,6 +1,6 @@
-"""The CUDA kernels over latent attention (MLA), against float64.
+"""The CUDA kernels for latent attention (MLA) are compared with float64.
 
-Values are the first columns of the keys.
+In latent attention V is the first columns of K.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_splits(num_workers: int) -> None:
 
 @pytest.mark.parametrize("count", [31, 33, 64, 100])
 def test_many_items_in_a_ticket(count: int) -> None:
-    """More than the producers look ahead, each of an odd or even number of stages."""
+    """A ticket has more items than the producers prefetch, with odd or even numbers of stages."""
     case = make_case([(-1, 64)], [(0, 1 + 29 * i % 200) for i in range(count)])
     items = [HandItem([r], [HandSegment(r, 0, OPEN_END, 0, 1)]) for r in range(count)]
     check_plan(case, HandPlan(count, 16, items, tickets=[count]), latent(16))
@@ -66,7 +66,7 @@ def test_many_items_in_a_ticket(count: int) -> None:
 
 @pytest.mark.parametrize("group_size", [5, 16])
 def test_queries_in_two_tensors_of_any_strides(group_size: int) -> None:
-    """SGLang's fa3 convention: heads far apart, rope in a slice of a wider projection."""
+    """SGLang passes fa3 queries with distant heads, and rope as a slice of a wider projection."""
     heads = latent(group_size)
     tensors, step = planned(MIXED, heads)
     expected = run(step, tensors)
@@ -119,7 +119,7 @@ def test_sinks() -> None:
 @pytest.mark.parametrize("group_size", [5, 8, 16, 20])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 def test_broken_kv_stays_with_its_request(group_size: int, poison: float) -> None:
-    """In the private tail of one request of an item, whether the weights or the values get it."""
+    """NaN or infinity in one request's private tail, in K or V, does not reach other requests."""
     lengths = [40, 70, 3, 129, 64, 1, 90, 33][: 64 // group_size]
     case, plan, heads = tails_case(lengths), tails(lengths, group_size), latent(group_size)
     tensors, step = Tensors.make(case, heads), planned_step(heads, num_workers=8)
@@ -188,7 +188,7 @@ def test_pack_attention_agrees_with_its_reference() -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_rows_are_written_as_they_are(dtype: torch.dtype, index_dtype: torch.dtype) -> None:
-    """In two parts of wider tensors, and in one; slot 0 is nobody's."""
+    """Rows come in one tensor, or in two slices of wider tensors; no request has slot 0."""
     device = torch.device("cuda", torch.cuda.current_device())
     writer = KvWriter(KernelConfig.for_device(dtype, 576, device, COLUMNS), device)
     for num_tokens in (1, 7, 300):

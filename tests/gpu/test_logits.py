@@ -1,4 +1,4 @@
-"""Logits of pat in SGLang's server on a GPU, within what SGLang's own backends differ by."""
+"""On a GPU, logits with pat differ no more than between SGLang's own backends."""
 
 from __future__ import annotations
 

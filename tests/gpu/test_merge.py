@@ -1,4 +1,4 @@
-"""merge_partials against float64: rows of few and of many partials, launches, NaN."""
+"""merge_partials is compared with float64: few and many partials, launches, NaN."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sample_forests import ForestCase, make_case
 
 from sglang_pat._scheduler import OPEN_END
 
-# Long rows beside short ones; and one request alone, whose rows are a handful.
+# A batch with long and short rows, and a batch of a single request.
 LONG_AND_SHORT = make_case(
     [(-1, 300), (0, 200)], [(-1, 24000)] + [(1, 90)] * 7 + [(-1, 5000), (-1, 30), (-1, 0)]
 )
@@ -34,7 +34,7 @@ ALONE = make_case([], [(-1, 40000)])
 
 
 def split_finely(case: ForestCase, heads: Heads):
-    """The case on the device, with a plan of many partials per request."""
+    """Return the case on the device, with a plan of many partials per request."""
     tensors = Tensors.make(case, heads)
     step = planned_step(heads, num_workers=264, min_item_tokens=64)
     plan = step.write(case.batch(), **tensors.index)
@@ -55,7 +55,7 @@ def test_rows_of_many_partials(
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_launch_does_not_change_the_bits(head_dim: int) -> None:
-    """The grid of a graph is sized for other plans, that of an eager launch for this one."""
+    """A graph's grid is sized for any plan, an eager launch's grid for the current plan."""
     tensors, step, _ = split_finely(LONG_AND_SHORT, Heads(8, 1, head_dim))
     eager = run(step, tensors)
     graph, out, lse = captured(step, tensors)
@@ -76,7 +76,7 @@ COUNTS = {
 
 
 def cut(counts: np.ndarray, seq_lens: np.ndarray, group_size: int) -> HandPlan:
-    """Each request alone, in so many work items."""
+    """Return a plan that reads each request alone, in `counts` work items."""
     items = []
     for request, (count, length) in enumerate(zip(counts, seq_lens, strict=True)):
         ends = [*(int(length) * i // int(count) for i in range(count)), OPEN_END]
@@ -102,7 +102,7 @@ def cut(counts: np.ndarray, seq_lens: np.ndarray, group_size: int) -> HandPlan:
 )
 @pytest.mark.parametrize("name", COUNTS)
 def test_many_rows_have_the_bits_of_few(name: str, heads: Heads, sinks: bool) -> None:
-    """A warp that has several rows sums them at once, if they have few partials each."""
+    """A warp merges several rows at once if each has few partials."""
     rng = np.random.default_rng(0)
     counts = rng.choice(COUNTS[name], MANY)
     case = make_case([], [(-1, int(n) * int(rng.integers(1, 9))) for n in counts])

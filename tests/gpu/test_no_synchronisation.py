@@ -14,7 +14,7 @@ from sglang_pat import DecodeBatch, PackAttention
 
 @pytest.fixture
 def every_synchronisation_is_an_error() -> Iterator[None]:
-    """For as long as the test wants it; off again at its end, whatever happens."""
+    """Let every synchronisation raise within the block."""
     yield
     torch.cuda.set_sync_debug_mode("default")
 
@@ -22,7 +22,7 @@ def every_synchronisation_is_an_error() -> Iterator[None]:
 @pytest.mark.usefixtures("every_synchronisation_is_an_error")
 @pytest.mark.parametrize("captured", [True, False], ids=["graph", "eager"])
 def test_steps_run_without_synchronisation(captured: bool) -> None:
-    """Plans rebuilt, plans reused, and more of them under way than there are pinned buffers."""
+    """Steps rebuild or reuse plans, and more plans are in flight than there are pinned buffers."""
     tree = Forest.of_tree("1,4,64_512,128,40")
     pool = tree.num_slots()
     heads, kv_heads, dim, steps = 32, 8, 128, 12

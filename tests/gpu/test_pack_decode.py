@@ -1,4 +1,4 @@
-"""The CUDA kernels against float64: bodies, geometries, splits, lengths, hostile memory."""
+"""The CUDA kernels are compared with float64: bodies, shapes, splits, lengths, NaN in memory."""
 
 from __future__ import annotations
 
@@ -100,9 +100,9 @@ def test_lengths_of_one_request(length: int, pair: tuple[int, int]) -> None:
 def test_logits_that_rise_or_fall(
     rise: float, length: int, dtype: torch.dtype, heads: Heads
 ) -> None:
-    """By `rise` every 32 tokens: little, so that sums are rescaled now and then, and much.
+    """Logits rise by `rise` every 32 tokens: a small rise rescales sums rarely, a large one often.
 
-    In latent attention the maximum passes from one warpgroup to the other.
+    In latent attention one warpgroup must pass the maximum to the other.
     """
     case = make_case([(-1, length)], [(0, 1), (0, 70)] * 3 + [(-1, length)])
     heads = dataclasses.replace(heads, dtype=dtype)
@@ -135,7 +135,7 @@ def test_index_types(index_dtype: torch.dtype) -> None:
 
 @all_head_dims
 def test_queries_and_caches_may_be_slices(pair: tuple[int, int]) -> None:
-    """The pools' rows may lie apart, and what lies between them is never used."""
+    """The pools' rows may have gaps between them, which are never read."""
     tensors, step = planned(MIXED, Heads(8, 2, pair[0], BF16, pair[1]))
     expected = run(step, tensors)
     for name in ("q", "k_cache", "v_cache"):

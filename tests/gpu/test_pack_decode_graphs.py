@@ -1,6 +1,6 @@
-"""The CUDA kernels, step after step: the same bits from every run.
+"""Runs of the CUDA kernels over many steps always give the same bits.
 
-CUDA graphs follow plans and lengths.
+CUDA graphs read the current plan and lengths at each replay.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("kernel_body")
     ids=["with merges", "without"],
 )
 def test_more_tickets_than_ctas(case: ForestCase, num_workers: int) -> None:
-    """CTAs draw from a counter then; it is back at 0 after every step."""
+    """CTAs take tickets from a counter, which every step leaves at 0."""
     heads = Heads(64, 64, 64)
     tensors, step = Tensors.make(case, heads), planned_step(heads, num_workers=num_workers)
     plan = step.write(case.batch(), **tensors.index)
@@ -60,10 +60,10 @@ def test_more_tickets_than_ctas(case: ForestCase, num_workers: int) -> None:
 )
 @pytest.mark.parametrize("heads", [Heads(8, 2), Heads(8, 2, 512)], ids=["128", "512"])
 def test_a_layer_reads_what_the_layer_before_has_written(case: ForestCase, heads: Heads) -> None:
-    """Layers have the bits of layers that waited for the device.
+    """Layers that overlap have the same bits as layers that wait for the device.
 
-    A kernel starts before the last one ends. The queries of each layer are the last layer's output,
-    with nothing in between.
+    Each kernel starts before the kernel in front of it ends. A layer's queries are the output of
+    the layer before, without a kernel in between.
     """
     tensors, step = planned(case, heads)
     outputs = tensors.q.new_empty((21, *tensors.q.shape))
@@ -91,7 +91,7 @@ def test_a_layer_reads_what_the_layer_before_has_written(case: ForestCase, heads
 
 @pytest.mark.parametrize("heads", [Heads(8, 2), Heads(8, 2, 512)], ids=["128", "512"])
 def test_graph_replay_follows_plans_and_lengths(heads: Heads) -> None:
-    """Capture once; then replay with other forests, other lengths and grown tails."""
+    """A graph is captured once, then replayed with other forests, other lengths and grown tails."""
     num_requests, grown_by = 24, 40
     cases = [
         make_case([(-1, 200)], [(0, 17)] * num_requests, spare_tokens=grown_by),
@@ -107,7 +107,7 @@ def test_graph_replay_follows_plans_and_lengths(heads: Heads) -> None:
         make_case([(-1, 64)], [(0, 1)] * 12 + [(-1, 0)] * 12, spare_tokens=grown_by, seed=3),
     ]
 
-    # Everything at its final length: grown tokens are laid out from the beginning.
+    # The cases have their final lengths, so that the slots of grown tokens exist from the start.
     grown_cases = [
         dataclasses.replace(case, seq_lens=case.seq_lens + grown_by * (case.seq_lens > 0))
         for case in cases
@@ -166,7 +166,7 @@ def test_graph_replay_follows_plans_and_lengths(heads: Heads) -> None:
 def test_plans_under_way_to_a_slow_device_do_not_overwrite_each_other(
     max_requests: int | None,
 ) -> None:
-    """With max_requests, they go through the same buffers; without, these are replaced."""
+    """With max_requests all plans use the same buffers; without it, larger plans get new ones."""
     heads = Heads(8, 2)
     cases = [make_case([(-1, 100 * n)], [(0, 10 * n)] * n, seed=n) for n in range(1, 9)]
     tensors = [Tensors.make(case, heads) for case in cases]

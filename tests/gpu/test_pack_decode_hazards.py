@@ -1,6 +1,7 @@
-"""Hazards that must not go unnoticed.
+"""Wrong uses of the kernels must be noticed.
 
-Plans of other batches, several streams and graphs, lengths beyond the table, missing slots.
+Such uses are plans of other batches, several streams or graphs, lengths beyond the table, and
+missing slots.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ CASES = [
     make_case([(-1, 900)], [(0, 50 + 9 * i) for i in range(12)], seed=1),
     make_case([(-1, 70), (0, 300)], [(0, 800)] * 5 + [(1, 3)] * 7, seed=2),
 ]
-# A kernel that stops takes its process's context with it, so these run in one of their own.
+# A trap in a kernel destroys the CUDA context of its process, so these tests run in processes of
+# their own.
 PRELUDE = """
     import torch
     from sample_forests import make_case
@@ -110,7 +112,7 @@ def test_the_first_launch_of_a_process_may_be_in_a_capture() -> None:
 
 
 def test_each_graph_has_a_ticket_counter() -> None:
-    """So a graph that is stopped half-way, or runs beside another, leaves no trace in theirs."""
+    """A graph that stops half-way, or runs beside another, leaves the other's counter alone."""
     tensors, step = planned(CASES[0], HEADS)
     graphs = [captured(step, tensors) for _ in range(2)]
     owners = []
@@ -124,7 +126,7 @@ def test_each_graph_has_a_ticket_counter() -> None:
 
 
 class TwoPlans:
-    """One step that is given the plans of two batches of equal size, and two streams."""
+    """A step, two streams, and the plans of two batches of equal size."""
 
     def __init__(self) -> None:
         self.tensors = [Tensors.make(case, HEADS) for case in CASES]
@@ -163,7 +165,7 @@ def test_a_plan_waits_for_the_run_on_another_stream() -> None:
 def test_lengths_beyond_the_table_end_with_it() -> None:
     case = make_case([(-1, 100)], [(0, 60)] * 3 + [(-1, 160)] * 2)
     tensors, step = Tensors.make(case, HEADS), planned_step(HEADS)
-    tensors.req_to_token = tensors.req_to_token[:, :160]  # behind it: slots far outside the pool
+    tensors.req_to_token = tensors.req_to_token[:, :160]  # dropped: slots outside the pool
     step.write(case.batch(), **tensors.index)
     expected = run(step, tensors)
     tensors.seq_lens += 3

@@ -1,4 +1,4 @@
-"""The CUDA kernels on work items of many segments, made by hand, against float64."""
+"""Handmade work items of many segments: the CUDA kernels are compared with float64."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def test_logit_cap(logit_cap: float) -> None:
 @pytest.mark.parametrize("reverse", [False, True])
 @group_sizes([1, 3, 4, 8, 16], [1, 3, 8, 16, 20])
 def test_rows_may_be_masked_before_they_count(heads: Heads, *, reverse: bool) -> None:
-    """A row's first tokens come after segments of other rows of its warp, and of other warps."""
+    """Segments of other rows of the warp, and of other warps, precede a row's first tokens."""
     lengths = lengths_of_tails(heads.group_size)
     check_plan(tails_case(lengths), tails(lengths, heads.group_size, reverse=reverse), heads)
 
 
 @pytest.mark.parametrize("reader", [0, 7, 15])
 def test_many_stages_of_one_request(reader: int) -> None:
-    """The other warps skip more stages than the ring has."""
+    """One request has more stages than the ring holds, which the other warps skip."""
     lengths = [3] * 16
     lengths[reader] = 3000
     for reverse in (False, True):
@@ -85,7 +85,7 @@ def test_tails_may_be_empty(heads: Heads) -> None:
 
 @group_sizes([4], [4])
 def test_items_may_have_no_kv(heads: Heads) -> None:
-    """Some alone in their ticket, some before and behind others; some rows have it elsewhere."""
+    """Items without KV are alone in a ticket or among others; some rows have KV in other items."""
     case = make_case([], [(-1, 50), (-1, 0), (-1, 33), (-1, 0)])
     whole = [HandItem([r], [HandSegment(r, 0, OPEN_END, 0, 1)]) for r in range(4)]
     nothing = HandItem([0, 1, 2], [HandSegment(0, 50, OPEN_END, 0, 2), HandSegment(2, 8, 8, 2, 3)])
@@ -106,7 +106,7 @@ def test_a_row_without_kv_in_its_item_is_an_empty_partial() -> None:
 @pytest.mark.parametrize("count", [31, 32, 33, 63, 64, 65, 100])
 @pytest.mark.parametrize("empty", [0, 1, 2, 40])
 def test_more_segments_than_a_warp_has_lanes(count: int, empty: int) -> None:
-    """Two tokens per segment, then empty ones; a second item follows in the same ticket."""
+    """Segments of two tokens come first, then empty segments, then a second item of the ticket."""
     case = make_case([], [(-1, 2 * count), (-1, 70)])
     segments = [HandSegment(0, 2 * i, 2 * i + 2, 0, 1) for i in range(count)]
     segments += [HandSegment(0, 2 * count, OPEN_END, 0, 1)] * empty
@@ -139,7 +139,7 @@ def test_open_segments_grow_with_their_requests() -> None:
 
 
 def make_grown(case: ForestCase, growth: np.ndarray) -> ForestCase:
-    """The requests with more private tokens, their slots behind all others."""
+    """Return the case with more private tokens, whose slots follow all others."""
     grown = case.seq_lens + growth
     tokens = np.zeros((len(grown), int(grown.max())), dtype=np.int32)
     next_slot = case.num_slots
@@ -164,7 +164,7 @@ def check_isolation(
     columns: slice | None = None,
     **options,
 ) -> None:
-    """Requests whose own KV is finite have their results; others those of their finite columns."""
+    """Assert the results of requests with finite KV, and of the finite columns of the others."""
     tensors, step = Tensors.make(case, heads), planned_step(heads, num_workers=8)
     caches = [tensors.k_cache, tensors.v_cache]
     if heads.kv_dtype is not None:
@@ -199,7 +199,7 @@ def check_isolation(
 
 @group_sizes([1, 2, 3, 4, 5, 7, 8, 12, 16], [])
 def test_broken_kv_stays_with_its_requests(heads: Heads) -> None:
-    """In random plans: partials and direct stores, sinks, values and keys, NaN and infinity."""
+    """Random plans with partials, direct stores and sinks; K or V has NaN or infinity."""
     group_size = heads.group_size
     for seed in range(6):
         case = random_case(100 * group_size + seed)
@@ -236,7 +236,7 @@ def test_every_request_of_an_item_may_be_the_broken_one(heads: Heads, *, reverse
     "heads", [Heads(8, 2), Heads(8, 2, 64, FP16), Heads(8, 2, 512)], ids=["128", "64", "512"]
 )
 def test_one_broken_column(heads: Heads, columns: slice) -> None:
-    """The others of the broken request keep their results: they are its own."""
+    """NaN in some columns of V leaves the other columns of the request correct."""
     lengths = [40, 3, 70, 9]
     holders = np.arange(4) == 1
     check_isolation(
@@ -260,7 +260,7 @@ def test_isolation_in_other_variants(
 
 
 def test_a_row_without_kv_in_its_item_stays_empty() -> None:
-    """Nothing that counts for it, but NaN in what counts for its neighbours."""
+    """A row attends to no token of its item, whose other rows attend to NaN."""
     case = make_case([], [(-1, 50), (-1, 0), (-1, 33)])
     for first, end in ((0, 1), (2, 3)):
         request = first

@@ -1,4 +1,4 @@
-"""Attention sinks against float64, over every head_dim."""
+"""Attention sinks of every head_dim are compared with float64."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Slots that follow one another are copied another way than slots that do not: to the same bits.
+"""Runs of adjacent slots, which are copied by TMA, give the same bits as scattered slots.
 
-What lies between the runs of a pool, before it and behind it is NaN.
+Memory between the runs, and before and after the pool, is NaN.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Result = tuple[torch.Tensor, torch.Tensor]
 
 
 def caches(heads: Heads, num_slots: int, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a pool, all NaN, as what is around it."""
+    """Return the K and V of a pool; they and the memory around them are NaN."""
     dims = heads.head_dim, heads.v_head_dim or heads.head_dim
     count = heads.num_kv_heads
 
@@ -74,7 +74,7 @@ def placed(
     num_slots: int = 0,
     seed: int = 0,
 ) -> Tensors:
-    """The case on the device: of a seed the same numbers wherever they lie."""
+    """Return the case on the device. A seed gives the same numbers at any placement."""
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -100,7 +100,7 @@ def write(step, case: ForestCase, tensors: Tensors) -> None:
 
 
 def results(case: ForestCase, heads: Heads, step, *, plan=None, seed: int = 0, **options):
-    """By placement."""
+    """Return the results by placement of the slots."""
     found = {}
     for placement in PLACEMENTS:
         tensors = placed(case, heads, placement, seed=seed)
@@ -152,7 +152,7 @@ def test_the_place_of_kv_does_not_change_the_bits(heads: Heads, case: ForestCase
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_forests(seed: int) -> None:
-    """Planned, and cut at random: then a stage's tokens begin anywhere in a range."""
+    """Plans of the scheduler, and random cuts, which begin stages anywhere in a range."""
     case, heads = random_case(seed), [Heads(8, 2), Heads(5, 1, 64)][seed % 2]
     step = planned_step(heads)
     check_same(results(case, heads, step, seed=seed))
@@ -166,7 +166,7 @@ def test_random_forests(seed: int) -> None:
     ids=lambda h: f"{h.head_dim}-{h.kv_dtype}",
 )
 def test_hints_for_the_l2_do_not_change_the_bits(heads: Heads) -> None:
-    """Neither where they are right nor where they are not."""
+    """Right and wrong hints give the same bits."""
     case, step = random_case(3), planned_step(heads)
     plan = random_plan(case, heads.num_qo_heads // heads.num_kv_heads, 3)
     found = results(case, heads, step, plan=plan)
@@ -207,7 +207,7 @@ def test_caches_may_be_views(layout: str, kv_dtype: torch.dtype | None) -> None:
 
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 64, 65])
 def test_small_pools(length: int) -> None:
-    """Pools with as many slots as there are tokens. Boxes have 32 slots."""
+    """Pools have as many slots as tokens, which may be fewer than the 32 slots of a TMA box."""
     case, heads = make_case([], [(-1, length)]), Heads(8, 2)
     step = planned_step(heads)
     found = {}
@@ -241,7 +241,7 @@ def test_runs_beyond_4_gib() -> None:
 
 
 def test_a_graph_follows_plans_and_places() -> None:
-    """Captured over scattered slots, replayed over others, under other plans."""
+    """A graph is captured with scattered slots, then replayed with other slots and plans."""
     heads = Heads(8, 2)
     cases = [
         make_case([(-1, 700), (0, 200)], [(1, 90)] * 10 + [(0, 33)] * 6),
@@ -274,7 +274,7 @@ def test_a_graph_follows_plans_and_places() -> None:
 
 
 def test_every_layer_has_its_own_map() -> None:
-    """Also where layers of one graph differ in nothing but the cache."""
+    """Layers of a graph have their own tensor maps even if they differ only in the cache."""
     heads = Heads(8, 2)
     layers = [placed(MIXED, heads, "ranges", seed=0) for _ in range(3)]
     for seed, layer in enumerate(layers):
@@ -300,7 +300,7 @@ def test_every_layer_has_its_own_map() -> None:
 def test_runs_are_copied_by_maps_and_nothing_else_is(
     heads: Heads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the maps of other caches, what runs have for KV is theirs: the tests above see maps."""
+    """With the maps of other caches, runs read those caches: the tests above depend on the maps."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("only Hopper's kernels have tensor maps")
     case = make_case([(-1, 320)], [(0, 20)] * 5)

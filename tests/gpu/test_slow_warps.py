@@ -1,6 +1,6 @@
 """The results of pack_decode do not depend on which of its warps are slow.
 
-Barriers alone say who waits for whom.
+Barriers alone must order the warps.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LATENT_MMA = [
 def test_slow_warps(who: str, kv_dtype: str, tmp_path: Path) -> None:
     if (who in CONVERTERS + LATENT or kv_dtype == "wide") and not is_hopper():
         pytest.skip("these warps are Hopper's")
-    # Apart: where a barrier is missing, the kernel may not end.
+    # In a process of its own: without a barrier, the kernel may not end.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         [sys.executable, SCRIPT, who, kv_dtype, tmp_path / "kernels"],

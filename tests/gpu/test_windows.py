@@ -1,4 +1,4 @@
-"""WindowAttention on a GPU: eager, captured once, and replayed while windows move on."""
+"""WindowAttention on a GPU, in eager steps and in a graph that is replayed while windows move."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_windows_move_on_in_a_graph(window: int, seed: int, chunked: bool) -> No
         read = [Counter(row.tolist()) for row in eager.slots()[: len(scene.lens)]]
         assert read == scene.windows(grown, window)
         check(scene, eager.run(q, *scene.caches), q, grown, window)
-        tensors["seq_lens"].copy_(now["seq_lens"])  # where the graph reads them
+        tensors["seq_lens"].copy_(now["seq_lens"])  # the tensor that the graph reads
         if left == 0:
             captured.plan(batch, **tensors)
             left = captured.steps_left()

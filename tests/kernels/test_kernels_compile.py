@@ -1,7 +1,8 @@
-"""The kernels compile without a GPU, within their registers.
+"""The kernels compile without a GPU, and do not spill registers where that would cost time.
 
-By default one variant per family of architectures is compiled: wgmma (Hopper) and mma.sync, and of
-other head_dims those that need the most registers. The other variants are marked `nightly`.
+By default one variant per family of architectures is compiled (wgmma on Hopper, mma.sync
+elsewhere), and the variants of other head_dims that need the most registers. The others are marked
+`nightly`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def wgmma_over_bytes(config: KernelConfig) -> bool:
     )
 
 
-# KB of shared memory of an SM by architecture; one CTA can have 1 KB less.
+# KB of shared memory of an SM by architecture; a CTA can use 1 KB less.
 SM_SHARED_KB = {
     (8, 0): 164,
     (8, 6): 100,
@@ -69,10 +70,10 @@ MAX_STAGES, STAGE_TOKENS = 12, 32
 
 
 def ctas_per_sm(config: KernelConfig, image: bytes) -> int:
-    """CTAs of pack_decode that the shared memory of an SM holds.
+    """Return how many CTAs of pack_decode fit into the shared memory of an SM.
 
-    One of latent attention takes the registers of an SM. A single one uses all of the shared
-    memory: the ring has no room for another stage.
+    A CTA of latent attention uses all registers of an SM. If only one CTA fits, it uses all of the
+    shared memory: the ring has no room for another stage.
     """
     facts = LaunchFacts(*struct.unpack("<8i", constant(image, "launch_facts")))
     shared, sm_bytes = facts.decode_shared_bytes, SM_SHARED_KB[config.arch] * 1024
@@ -103,7 +104,7 @@ def check_resources(config: KernelConfig) -> None:
         *([] if config.is_latent else ["pack_decode_soft_cap"]),
         "write_kv",
     ]
-    # Over one-byte KV, some head_dims use wgmma, with registers that warps give one another.
+    # With fp8 KV, some head_dims use wgmma, and warpgroups reallocate registers.
     wgmma = config.arch == (9, 0) and not config.force_mma_sync and config.kv_dtype is None
     ctas = ctas_per_sm(config, path.read_bytes())
     assert max(registers) <= {1: 255, 2: 168}[ctas], "CTAs per SM"
@@ -111,12 +112,12 @@ def check_resources(config: KernelConfig) -> None:
     fits_registers = config.head_dim + config.v_head_dim <= (320 if wgmma else 256)
     assert ctas == (2 if has_room and fits_registers else 1)
     if wgmma_over_bytes(config):
-        # Warpgroups give one another registers: with fewer at the start, some would wait for ever.
+        # Warpgroups reallocate registers: with fewer at the start, some would wait for ever.
         decoding = re.findall(r"'pack_decode\w*'(?:.*\n)+?.*Used (\d+) registers", report)
         assert decoding == ["128", "128"], report
     if config.is_latent or config.head_dim == 512:
-        # 12 warps: what they begin with, and what warpgroups then leave one another. The 10 warps
-        # on mma.sync have as many at most.
+        # The 12 warps start with so many registers, and then reallocate them. The 10 warps on
+        # mma.sync may use as many at most.
         found = re.findall(r"'pack_decode_kernel'(?:.*\n)+?.*Used (\d+) registers", report)
         assert found == ["168"] if wgmma else int(found[0]) <= 168
     at_the_limit = {
@@ -127,16 +128,17 @@ def check_resources(config: KernelConfig) -> None:
     assert len(spills) == report.count("bytes spill stores") >= len(names)
     for name, spilled in spills:
         if name.startswith("merge"):
-            # Outside of the loops: a CTA has 16 warps, so a thread has 64 registers.
+            # Spills outside of loops are allowed: a CTA has 16 warps, so a thread has 64 registers.
             allowed = 64 if config.arch != (9, 0) else 16 if config.head_dim == 256 else 0
         else:
-            # 128 and 256 columns on mma.sync are at the limit; the loop over KV is free of spills.
-            # So are 192/128 on wgmma: a word or two are reloaded per stage; with 256, one per item.
-            # So are latent attention and 512, whose producers reload a few per stage.
+            # Bytes of spills that are allowed. On mma.sync, 128 and 256 columns reach the register
+            # limit, but the loop over KV has no spills. On wgmma, 192/128 reloads one or two words
+            # per stage, 256 one word per item; producers of latent attention and of 512 reload a
+            # few words per stage.
             limit = {192: 40, 256: 8, 512: 64, 576: 128} if wgmma else at_the_limit
             allowed = limit.get(config.head_dim, 0)
         assert int(spilled) <= allowed, report
-    # C75xx: ptxas had to repair the use of wgmma, or makes one wait for the other.
+    # Warnings C75xx: ptxas had to correct the use of wgmma, or serialises the instructions.
     assert "C75" not in report, report
 
 
@@ -162,7 +164,7 @@ def test_hopper_compiles_the_bodies_of_other_architectures(
         KernelConfig(torch.bfloat16, 576, (8, 0), 512),
         KernelConfig(torch.bfloat16, 128, (9, 0), kv_dtype=E4M3),
         KernelConfig(torch.bfloat16, 192, (8, 0), 128, E4M3),
-        # The fewest CTAs fit beside 100 KB of shared memory; 11.0 has no other test.
+        # With 100 KB of shared memory the fewest CTAs fit. No other test covers 11.0.
         KernelConfig(torch.bfloat16, 64, (8, 9)),
         KernelConfig(torch.bfloat16, 128, (11, 0)),
         pytest.param(
