@@ -74,6 +74,8 @@ DEFAULT_BACKENDS = (
     "flashmla",
 )
 POLICIES = ("memory", "paper", "compute", "per-node", "query-centric")
+# Values of --kv-cache-dtype with which pat may be able to read the KV.
+KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 
 REFUSED = "refused at start-up"
 PRIVATE_ROWS = "correct, but nothing is shared"

@@ -112,9 +112,12 @@ def arguments_of(scenario: Scenario) -> dict[str, Any]:
 def server_bytes(scenario: Scenario) -> float:
     """Return the approximate memory of a server on each of its GPUs."""
     arguments = arguments_of(scenario)
-    time_of_step = StepTime.of_model(SHAPES[scenario.shape].config, GPUS["H100"], scenario.gpus)
-    if "kv_cache_dtype" in arguments:
-        time_of_step = replace(time_of_step, kv_bytes=1.0)
+    time_of_step = StepTime.of_model(
+        SHAPES[scenario.shape].config,
+        GPUS["H100"],
+        scenario.gpus,
+        kv_cache_dtype=arguments.get("kv_cache_dtype", "auto"),
+    )
     pool = time_of_step.kv_bytes_per_token * arguments["max_total_tokens"]
     states = arguments.get("max_mamba_cache_size", 0) * len(time_of_step.layers) * 2e6
     return time_of_step.held_weight_bytes + pool + states + _OTHER_BYTES

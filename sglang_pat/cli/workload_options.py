@@ -17,7 +17,7 @@ from sglang_pat.cli.arguments import LARGEST_SEED, real_number, whole_number
 from sglang_pat.cli.progress import sign_of_life
 from sglang_pat.messages import quoted
 from sglang_pat.output_file import output_file, output_or_stdout
-from sglang_pat.support import POLICIES
+from sglang_pat.support import KV_CACHE_DTYPES, POLICIES
 from sglang_pat.workload.models import DEFAULT_GPU, DEFAULT_MODEL, GPUS, MODELS
 
 if TYPE_CHECKING:
@@ -109,6 +109,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     pool.add_argument(
         "--kv-tokens", type=whole_number(2, _MOST_TOKENS), metavar="N", help="the same, in tokens"
+    )
+    server.add_argument(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        default="auto",
+        help="type of the KV cache (default: the checkpoint's)",
     )
     server.add_argument(
         "--max-running-requests",
@@ -215,7 +221,8 @@ def read(arguments: argparse.Namespace, progress: Progress) -> GivenWorkload:
     if model.note:
         print(f"{model.note}; the rules of sglang-pat tell its layers", file=sys.stderr)
     with naming(name):
-        time = StepTime.of_model(config, gpu, arguments.tp, model.layers, model.weights)
+        kv = arguments.kv_cache_dtype
+        time = StepTime.of_model(config, gpu, arguments.tp, model.layers, model.weights, kv)
         pool = _pool_tokens(time, arguments)
 
     # This also imports numpy and the scheduler, after wrong input has been refused.
@@ -255,7 +262,7 @@ def _check_by_rules(config: Mapping[str, Any], arguments: argparse.Namespace) ->
         weights = read_weights(config, layers)
     except ValueError:  # a class without rules, or with its own defaults
         return
-    time = StepTime.of_model(config, gpu, tp, layers, weights)
+    time = StepTime.of_model(config, gpu, tp, layers, weights, arguments.kv_cache_dtype)
     larger = replace(gpu, memory_bytes=gpu.memory_bytes * 5 // 4)
     try:
         _pool_tokens(replace(time, gpu=larger), arguments)

@@ -89,6 +89,7 @@ class Reads(NamedTuple):
     cache_speed: the speed of reads from the cache, as a fraction of the speed of all SMs together.
     in_tiles: tokens that pat's tiles read for several requests at once. The tensor cores multiply
     these tokens while the cache is read, so reads from the cache take no additional time.
+    by_fa3: the kernel is FA3's.
     """
 
     once: float
@@ -97,6 +98,7 @@ class Reads(NamedTuple):
     partials: float = 0.0
     cache_speed: float = 1.0
     in_tiles: float = 0.0
+    by_fa3: bool = False
 
     @property
     def tokens(self) -> float:
@@ -166,6 +168,7 @@ class StepTime:
         tp: int = 1,
         layers: Sequence[Layer] | None = None,
         weights: Weights | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> StepTime:
         """Read a model's `config.json`.
 
@@ -173,6 +176,8 @@ class StepTime:
         ----------
         layers, weights
             If None, they are derived from `config` by the rules of this package.
+        kv_cache_dtype
+            SGLang's option, one of `support.KV_CACHE_DTYPES`.
 
         Raises
         ------
@@ -181,7 +186,11 @@ class StepTime:
         """
         check_dtype(config)
         layers = read_layers(config, max(1, tp)) if layers is None else layers
-        kv_bytes = 1.0 if has_float8_cache(config) else 2.0
+        if kv_cache_dtype == "auto":
+            is_float8 = has_float8_cache(config)
+        else:
+            is_float8 = kv_cache_dtype.startswith("fp8")
+        kv_bytes = 1.0 if is_float8 else 2.0
         layers = [_on_gpu(layer, gpu, one_byte=kv_bytes < 2) for layer in layers]
         check_ranks(layers, tp)
         return cls(
@@ -266,6 +275,8 @@ class StepTime:
         """Return the seconds of one layer's attention."""
         gpu, heads = self.gpu, self.kv_heads(layer)
         per_token = self._token_bytes(layer) * heads
+        if reads.by_fa3 and layer.kind != LATENT:
+            per_token *= 2 / self.kv_bytes  # over fp8 KV, FA3 takes as long as over 16-bit KV
         memory = (reads.once + reads.again) * per_token / gpu.bytes_per_second / _KV_SHARE
         row_bytes = layer.v_head_dim * _PARTIAL_BYTES + _LSE_BYTES
         partial_bytes = 2 * reads.partials * layer.num_qo_heads / self.tp * row_bytes

@@ -70,8 +70,14 @@ class BackendClock:
     def _default_reads(self, requests: int, kv_tokens: float, distinct: float) -> Reads:
         again = kv_tokens - distinct
         from_memory = again * self._planner.ratios.from_memory
-        speed = self._planner.time.busy_sms(requests)
-        return Reads(distinct, from_memory, again - from_memory, cache_speed=speed)
+        time = self._planner.time
+        return Reads(
+            distinct,
+            from_memory,
+            again - from_memory,
+            cache_speed=time.busy_sms(requests),
+            by_fa3=time.gpu.capability[0] == 9,
+        )
 
 
 @dataclass(slots=True)

@@ -92,14 +92,15 @@ def test_recorded_steps_are_predicted(gpu: str) -> None:
             assert stats.step_ms == expected, (name, model["hidden_size"], batch["batch"], key)
 
 
-def has_two_byte_kv(scenario: dict[str, Any]) -> bool:
-    return "kv_cache_dtype" not in scenario["arguments"]
+def is_modelled(scenario: dict[str, Any]) -> bool:
+    """Return False where FA3 converts the whole pool: latent attention over fp8."""
+    return "kv_cache_dtype" not in scenario["arguments"] or "kv_lora_rank" not in scenario["config"]
 
 
 COMPARED = [
     path
     for path in sorted(RESULTS.glob("*/compare-*.json"))
-    if any(map(has_two_byte_kv, json.loads(path.read_text())["scenarios"].values()))
+    if any(map(is_modelled, json.loads(path.read_text())["scenarios"].values()))
 ]
 # Nothing was fitted to models with windows. The second error is that of one request.
 WITH_WINDOWS = 0.22, 0.42
@@ -116,10 +117,14 @@ def test_compared_servers_are_predicted(path: Path) -> None:
     asked = 0
     for case in data["cases"]:
         scenario = data["scenarios"][case["scenario"]]
-        if not has_two_byte_kv(scenario) or "ragged" in case["case"]:
+        if not is_modelled(scenario) or "ragged" in case["case"]:
             continue
         gpu = GPUS[path.parent.name.upper()]
-        time = StepTime.of_model(scenario["config"], gpu, scenario["arguments"].get("tp_size", 1))
+        given = scenario["arguments"]
+        kv = given.get("kv_cache_dtype", "auto")
+        time = StepTime.of_model(
+            scenario["config"], gpu, given.get("tp_size", 1), kv_cache_dtype=kv
+        )
         predicted: dict[str, float] = {}
         for backend, names in ((PAT, ("pat", "pat-64")), (DEFAULT, ("fa3", "default"))):
             for name in case["tpot_ms"].keys() & {*names}:
@@ -156,7 +161,10 @@ def test_pat_takes_as_long_where_nothing_is_shared(
 ) -> None:
     """Recorded kernels are equally fast then, or pat is faster (unshared cases of `h200/`)."""
     found = alone_on(gpu, heads_kv, head_dim, kv_bytes)
-    assert found[PAT] == pytest.approx(found[DEFAULT], rel=0.01)
+    if kv_bytes == 1 and gpu in ("H100", "H200"):  # FA3 gains nothing from fp8 KV
+        assert found[PAT] < 0.9 * found[DEFAULT]
+    else:
+        assert found[PAT] == pytest.approx(found[DEFAULT], rel=0.01)
 
 
 @pytest.mark.parametrize("groups", [1, 8, 16])

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from sglang_pat.sglang.compat import environment_is_set, plan_stream_waits, resolved
 from sglang_pat.sglang.start.environment import Environment
-from sglang_pat.support import Unsupported
+from sglang_pat.support import KV_CACHE_DTYPES, Unsupported
 
 # Server arguments that change which KV a decode step reads, or which backend decodes, or how.
 DELEGATED_ARGUMENTS = {
@@ -32,8 +32,6 @@ PLAN_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
 RAGGED_VERIFY = "SGLANG_RAGGED_VERIFY_MODE"
 # Makes SGLang capture what a backend does before a replay, and no longer call the backend then.
 GLUE_GRAPH = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
-# Values of --kv-cache-dtype with which pat may be able to read the KV.
-_KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 
 
 def attention_backends(arguments: Any) -> tuple[str, str]:
@@ -145,6 +143,6 @@ def early_reason(arguments: Any) -> Unsupported | None:
     """
     reason = server_reason(arguments)
     dtype = resolved(arguments, "kv_cache_dtype")
-    if reason is None and dtype is not None and dtype not in _KV_CACHE_DTYPES:
+    if reason is None and dtype is not None and dtype not in KV_CACHE_DTYPES:
         reason = Unsupported("dtype of queries and KV cache", f"--kv-cache-dtype {dtype}")
     return reason
