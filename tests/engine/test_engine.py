@@ -301,10 +301,7 @@ class _Sessions:
     def talk(
         self, engine: Any, workload: Workload, expected: Expected, *, streaming: bool
     ) -> list[dict[str, Any]]:
-        """Run all conversations at once, beside requests without a session.
-
-        Compares and returns all answers.
-        """
+        """Run and compare all conversations at once, beside requests without a session."""
         manager = engine.tokenizer_manager
 
         async def lead(turns: list[Request]) -> list[dict[str, Any]]:

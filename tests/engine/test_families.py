@@ -1,7 +1,4 @@
-"""Every architecture family answers as with SGLang's default backend.
-
-Each family has a small model of SGLang's class. pat decodes the layers that it says it supports.
-"""
+"""A small model of every architecture family answers as with SGLang's default backend."""
 
 from __future__ import annotations
 
@@ -101,10 +98,7 @@ def drafts_with(options: dict[str, Any], small: Family, folder: Path) -> dict[st
 def run_with_drafts(
     engines: FamilyEngines, small: Family, speculation: dict[str, Any]
 ) -> tuple[Run, Run, Run]:
-    """Run without drafts, with drafts, and with drafts on pat.
-
-    All three give the same answers, and pat accepts as many drafts as the default backend.
-    """
+    """Compare answers without drafts, with drafts, and with drafts on pat; return the runs."""
     alone = engines.alone(small)
     expected = engines.run(small, None, **speculation)
     found = engines.run(small, "pat", **speculation)
@@ -258,10 +252,7 @@ def drafts_of_a_head(family: Family, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.nightly
 def test_a_head_that_drafts(engines: FamilyEngines, tmp_path: Path) -> None:
-    """An EAGLE head of one layer reads the model's hidden states and drafts trees.
-
-    The head is not trained, so hardly any draft is accepted.
-    """
+    """An untrained EAGLE head drafts trees, of which hardly any token is accepted."""
     small = FAMILIES["llama"]
     _, _, found = run_with_drafts(engines, small, drafts_of_a_head(small, tmp_path / "draft"))
     assert_routes(found, small)
@@ -291,10 +282,7 @@ def test_steps_that_are_prepared_on_a_stream_of_their_own(
 
 
 def test_a_number_of_drafts_that_adapts(engines: FamilyEngines, tmp_path: Path) -> None:
-    """SGLang changes the number of drafts with the number of requests.
-
-    It then switches to other backends; one set of them runs without drafts.
-    """
+    """SGLang changes the number of drafts, even to 0, and with it the backends."""
     small = FAMILIES["llama"]
     config = tmp_path / "adaptive.json"
     numbers = {"1": [3], "3": [1], "5": [0], "7": [2]}
@@ -463,10 +451,7 @@ def test_trees_over_windows_in_one_pool_with_graphs_and_retractions(
 def test_requests_that_stop_and_that_are_retracted_under_speculation(
     engines: FamilyEngines, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """Requests stop in the middle of a chain, and the next prompts get their rows.
-
-    The pool is too small for all admitted requests, so some are retracted.
-    """
+    """Requests stop in the middle of a chain, or are retracted; others get their rows."""
     small = FAMILIES["llama"]
     drafts = drafts_with(options, small, tmp_path)
     alone = engines.alone(small)

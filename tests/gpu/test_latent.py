@@ -1,7 +1,4 @@
-"""The CUDA kernels for latent attention (MLA) are compared with float64.
-
-In latent attention V is the first columns of K.
-"""
+"""The CUDA kernels for latent attention (MLA, V is the start of K) are compared with float64."""
 
 from __future__ import annotations
 

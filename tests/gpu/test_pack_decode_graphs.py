@@ -1,7 +1,4 @@
-"""Runs of the CUDA kernels over many steps always give the same bits.
-
-CUDA graphs read the current plan and lengths at each replay.
-"""
+"""The CUDA kernels give the same bits in every step, and graphs read current plans and lengths."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Wrong uses of the kernels must be noticed.
-
-Such uses are plans of other batches, several streams or graphs, lengths beyond the table, and
-missing slots.
-"""
+"""Wrong uses of the kernels are noticed: other plans, streams, graphs, lengths or slots."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Runs of adjacent slots, which are copied by TMA, give the same bits as scattered slots.
-
-Memory between the runs, and before and after the pool, is NaN.
-"""
+"""Runs of adjacent slots, which are copied by TMA, give the same bits as scattered slots."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The results of pack_decode do not depend on which of its warps are slow.
-
-Barriers alone must order the warps.
-"""
+"""The results of pack_decode do not depend on which of its warps are slow."""
 
 from __future__ import annotations
 

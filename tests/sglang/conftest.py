@@ -1,4 +1,4 @@
-"""Fixtures of tests that show SGLang's steps to backends."""
+"""Fixtures of tests that run SGLang's steps on backends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, server_context: SimpleNamespace) -> None:
-    """Torch passes for something that can be captured; nothing is left of other tests."""
+    """Let the torch executor count as one that graphs can capture, and clear global state."""
     server_context.observability.decode_log_interval = 1000
     monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
     inside.forget_requests()

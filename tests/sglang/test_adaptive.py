@@ -1,6 +1,7 @@
-"""Numbers of drafts between which SGLang changes (`--speculative-adaptive`; `scene`).
+"""SGLang changes the number of drafts at run time (`--speculative-adaptive`; see `scene`).
 
-SGLang has backends and graphs for each number. The first are built and captured for most requests.
+SGLang has backends and graphs for each number. Those built first are captured for the most
+requests.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from sglang_pat.sglang.start.server_options import drafts_now, drafts_of, server
 
 pytestmark = pytest.mark.usefixtures("as_on_a_gpu")
 
-STEPS = (3, 0, 1)  # of a round; in the order in which SGLang builds backends for them
+STEPS = (3, 0, 1)  # steps of a round, in the order in which SGLang builds their backends
 VERIFY = ForwardMode.TARGET_VERIFY
 
 
 @contextmanager
 def building(drafts: int) -> Iterator[None]:
-    """SGLang builds the backends for a number of drafts."""
+    """Let SGLang build the backends for a number of drafts."""
 
     def now(arguments: Any) -> int:
-        """`drafts_now`, as SGLang says. Briefly: other modules import `get_spec`, too."""
+        """Return `drafts_now`. SGLang's `get_spec` is replaced only for the call."""
         with pytest.MonkeyPatch.context() as patch:
             spec = SimpleNamespace(speculative_num_draft_tokens=drafts)
             patch.setattr(runtime_context, "get_spec", lambda: spec)
@@ -46,7 +47,7 @@ def building(drafts: int) -> Iterator[None]:
 
 
 class State(NamedTuple):
-    """Backends for a number of drafts."""
+    """The backends for a number of drafts."""
 
     served: Steps
     extend: Extends
@@ -57,7 +58,7 @@ class State(NamedTuple):
 
 
 class Adaptive(Scene):
-    """Three numbers of drafts: SGLang builds those of the draft model first, but when it starts."""
+    """Three numbers of drafts. After startup, SGLang builds the draft model's backends first."""
 
     def __init__(self, folder: Path) -> None:
         config = folder / "adaptive.json"
@@ -126,7 +127,7 @@ def test_drafts_are_verified_in_any_number(graph: int, adaptive: Adaptive) -> No
 
 
 def test_graphs_of_all_numbers_lie_in_memory_that_stays(adaptive: Adaptive) -> None:
-    """SGLang reserves for fewer requests later; what it has captured reads what was reserved."""
+    """SGLang later reserves for fewer requests, but captured graphs read the first reservation."""
     planner, state = adaptive.served.planner, adaptive.states[3]
     captured = inside.microbatch(planner).captured
     rows = {count: each.device_rows for count, each in planner.verifies.items()}
@@ -138,11 +139,11 @@ def test_graphs_of_all_numbers_lie_in_memory_that_stays(adaptive: Adaptive) -> N
     assert state.kind.graphs_are_complete
     assert inside.microbatch(planner).captured is captured
     assert {count: each._reserved.data_ptr() for count, each in rows.items()} == lies
-    assert rows[4]._reserved.shape == (2, 4 * 4)  # of most requests
+    assert rows[4]._reserved.shape == (2, 4 * 4)  # for the most requests
 
 
 def test_graphs_of_more_requests_come_first(adaptive: Adaptive) -> None:
-    """Memory for more would be elsewhere, and graphs would read what is no longer written."""
+    """Memory for more requests would move, and graphs would read the old addresses."""
     first, later = adaptive.states[3].served, adaptive.states[1].served
     later.reserve(6)  # nothing has been captured
     first.capture(4)
@@ -165,7 +166,7 @@ def test_a_step_with_another_number_of_drafts_is_planned(adaptive: Adaptive) -> 
 def test_rounds_of_each_number_are_counted_together(adaptive: Adaptive) -> None:
     assert adaptive.counters["draft"]["steps"] == 0
     drafting = adaptive.served.planner._drafting
-    assert len(drafting) == 1  # rounds of one step have no backend of their own
+    assert len(drafting) == 1  # rounds of one step have no backend
     assert [kind._num_steps for each in drafting for kind in each.kinds] == [2]
 
 

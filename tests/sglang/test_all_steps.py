@@ -1,4 +1,4 @@
-"""Steps of every kind keep these rules: decode, verify, and those of draft models (`scene`)."""
+"""Rules for all kinds of steps: decode, verify, and draft-model steps (see `scene`)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def served(algorithm: str | None, is_checked: bool) -> Steps:
 
 
 def rounds(topk: int, is_checked: bool) -> Steps:
-    """Return those of a draft model that decodes."""
+    """Return the decode steps of a draft model."""
     scene = Scene(drafts=STEPS + 2, is_checked=is_checked, speculative_eagle_topk=topk)
     steps = scene.rounds(STEPS)
     steps.reserve()
@@ -42,7 +42,7 @@ def rounds(topk: int, is_checked: bool) -> Steps:
 
 
 def blocks(algorithm: str, is_checked: bool) -> Steps:
-    """Return those of a draft model that gives blocks."""
+    """Return the steps of a block drafter."""
     scene = Scene(
         drafts=DRAFTS,
         is_checked=is_checked,
@@ -55,7 +55,7 @@ def blocks(algorithm: str, is_checked: bool) -> Steps:
 
 
 class Kind(NamedTuple):
-    """A kind of steps. shown: besides lengths. reads: which drafts each token reads, if not all."""
+    """A kind of step. shown: fields besides lengths. reads: mask of drafts, if not all."""
 
     make: Callable[[Any, bool], Steps]
     of: Any
@@ -63,7 +63,7 @@ class Kind(NamedTuple):
     reads: torch.Tensor | None = None
 
     def steps(self, *, is_checked: bool = False) -> Steps:
-        """Return steps of this kind, of a new scene, with graphs of 4 and of 2 requests."""
+        """Return steps of this kind in a new scene, with graphs of 4 and of 2 requests."""
         steps = self.make(self.of, is_checked)
         for graph in (4, 2):
             steps.capture(graph)
@@ -96,7 +96,7 @@ def counts(scene: Scene) -> Counter[str]:
 
 @pytest.mark.parametrize("kind", SPECULATING.values(), ids=SPECULATING)
 def test_steps_are_repeated_without_a_plan(kind: Kind) -> None:
-    """They answer and count as those that are planned. The fourth finds a request outgrown."""
+    """Results and counters are those of planned steps. A request outgrows the plan in step four."""
     counted = []
     for is_checked in (True, False):
         steps, lens = kind.steps(is_checked=is_checked), [25, 31]
@@ -114,7 +114,7 @@ def test_steps_are_repeated_without_a_plan(kind: Kind) -> None:
 
 
 OF_ALL = ("moved", "reset", "graph", "eager", "others")
-OF_DRAFTS = ("shorter", "outgrown")  # in decode steps requests grow by one token
+OF_DRAFTS = ("shorter", "outgrown")  # not in decode steps, where requests grow by one token
 
 
 @pytest.mark.parametrize(
@@ -131,14 +131,14 @@ def test_steps_that_are_no_repetition_are_planned(name: str, what: str) -> None:
     assert steps.num_repeated == 1
     if what == "moved":
         scene.move()
-    elif what == "reset":  # of the cache
+    elif what == "reset":  # the cache is reset
         scene.table[:, :60] += 1
         REQUEST_TRACKER.invalidate_all()
     elif what == "graph":
         graph = 4
     elif what == "eager":
         steps.step(lens, **kind.shown)
-    elif what == "shorter":  # as no request is that stays where it is
+    elif what == "shorter":  # only a moved request gets shorter
         lens = [22, 31]
     elif what == "outgrown":
         lens = [25, 290]
@@ -154,7 +154,7 @@ def test_steps_that_are_no_repetition_are_planned(name: str, what: str) -> None:
 @pytest.mark.parametrize("is_checked", [True, False])
 @pytest.mark.parametrize("kind", SPECULATING.values(), ids=SPECULATING)
 def test_lengths_that_the_host_learns_late(kind: Kind, is_checked: bool, graph: int) -> None:
-    """SGLang has processed the results of the step before the last one alone."""
+    """SGLang has processed results only up to the step before the last."""
     steps = kind.steps(is_checked=is_checked)
     assert not steps.backend.needs_cpu_seq_lens
     built = steps.planner.plan_counts()["plans_built"]
@@ -170,8 +170,8 @@ def test_lengths_that_the_host_learns_late(kind: Kind, is_checked: bool, graph: 
 def test_a_request_that_stopped_takes_no_one_with_it(kind: Kind | None, is_repeated: bool) -> None:
     """SGLang notices a stop token one step late.
 
-    The row of a request that stopped is planned once more, then given to the next prompt while that
-    step may still run; here, before it runs. The prefix is read through one of the rows.
+    A step still contains the row of a stopped request, while SGLang gives the row to the next
+    prompt, here before the step runs. The plan reads the prefix through one of the rows.
     """
     steps = (kind or KINDS["chains"]).steps(is_checked=not is_repeated)
     shown = kind.shown if kind else {}
@@ -181,16 +181,16 @@ def test_a_request_that_stopped_takes_no_one_with_it(kind: Kind | None, is_repea
         view = steps.step(lens, 2, **shown)
     assert steps.num_repeated == is_repeated
     reader = steps
-    if kind is None:  # a draft model reads what was verified, under the same plan
+    if kind is None:  # a draft-extend step uses the same plan
         reader = steps.scene.extends()
         view = reader.step(lens, 2)
     left, table = steps.scene.stop(steps)
-    backwards = reversed(range(steps.num_steps))  # so that each one's rows are looked up
+    backwards = reversed(range(steps.num_steps))  # so that each step looks up its rows
     reads = kind.reads if kind else None
     reader.assert_exact(view, lens, reads, requests=[left], table=table, steps=backwards)
 
 
-# Which part of a draft model, options, changes of its runner or default backend, and the reason.
+# The kind of steps, server options, changes of the runner or default backend, and the reason.
 LEFT: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("rounds", {}, {"device": "npu"}, "device npu"),
     ("rounds", {NAMED: "triton"}, {}, f"{NAMED_FLAG} triton"),

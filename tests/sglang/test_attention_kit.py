@@ -27,7 +27,7 @@ BACKEND = "torch_native"
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("case", cases_of(BACKEND), ids=lambda case: case.name)
 def test_eager(case: DenseAttentionCase, head_dim: int, server_context: SimpleNamespace) -> None:
-    # The KV writes of the CPU take no weights with gradients, as the kit has them.
+    # KV writes on the CPU do not accept the kit's weights with gradients.
     with torch.no_grad(), pat_over(BACKEND, head_dim=head_dim) as decoded:
         run_dense_attention_case(
             KitTestCase(), case, head_dim=head_dim, dtype=torch.float32, device="cpu"
@@ -37,7 +37,7 @@ def test_eager(case: DenseAttentionCase, head_dim: int, server_context: SimpleNa
 
 @pytest.fixture
 def without_kernels(server_context: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the kit's runners of drafts be imported: they name kernels of other layers."""
+    """Let the kit's draft runners be imported, which import kernels of other layers."""
     for name in ("fused_gdn_gating_cpu", "fused_sigmoid_gating_delta_rule_update_cpu"):
         monkeypatch.setattr(torch.ops.sgl_kernel, name, None, raising=False)
 
@@ -56,11 +56,11 @@ def test_verification(
     without_kernels: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # torch_native has no graphs, and nothing to prepare for them: pat decodes all layers.
+    # torch_native has no graphs and prepares nothing, since pat decodes all layers.
     monkeypatch.setattr(TorchNativeAttnBackend, "init_cuda_graph_state", lambda *_: None)
     fill = "get_cuda_graph_seq_len_fill_value"
     monkeypatch.setattr(TorchNativeAttnBackend, fill, lambda self: 1, raising=False)
-    # The kit's masks are those of a GPU, over all that a request has.
+    # Let SGLang make the masks of a GPU, over all tokens of a request.
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     case = verify_case(BACKEND, page_size)
     with torch.no_grad():

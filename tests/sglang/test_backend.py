@@ -1,4 +1,4 @@
-"""The default backend with pat, without an engine: who decodes which layer, and that it attends."""
+"""The default backend with pat, without an engine: who decodes a layer, and its results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_default_backend_is_extended() -> None:
 
 
 class Closed(DefaultBackend):
-    """Its objects cannot become objects of a subclass with another layout."""
+    """A class with slots, whose objects cannot change to a subclass."""
 
     __slots__ = ()
 
@@ -75,7 +75,7 @@ def test_a_class_that_cannot_be_extended_stays_whole(caplog: pytest.LogCaptureFi
 
 @pytest.fixture
 def mixed_runner() -> Any:
-    """pat decodes layer 0; layer 1 has a window."""
+    """Return a runner whose layer 0 pat decodes; layer 1 has a window and falls back."""
     return runner(model=layers(sliding_window_size=16))
 
 
@@ -121,7 +121,7 @@ def test_other_modes_are_the_default_backends(mode: ForwardMode) -> None:
 def test_a_graph_is_prepared_for_both(
     delegates: bool, mixed_runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # SGLang's graph runner calls it so: before a capture, in it, and before each replay.
+    # Call the backend as SGLang's graph runner does: before and in a capture, and before a replay.
     model_runner = mixed_runner if delegates else runner()
     backend = pat_backend(model_runner)
     order = backend.calls
@@ -151,9 +151,9 @@ def test_graphs_are_reserved_for_the_largest_and_for_all_of_the_pool() -> None:
     model_runner = runner()
     model_runner.req_to_token_pool.req_to_token = torch.zeros(4, 2 * SLOTS, dtype=torch.int32)
     backend = pat_backend(model_runner)
-    for max_bs in (4, 2):  # SGLang captures again when weights are updated
+    for max_bs in (4, 2):  # a weight update captures again
         backend.init_cuda_graph_state(max_bs=max_bs, max_num_tokens=max_bs)
-        # A slot may be in a child's shared range too. No request is longer than the pool.
+        # A child's shared range may repeat a slot. No request is longer than the pool.
         expected = {"max_requests": 4, "max_shared_slots": 2 * SLOTS, "max_seq_len": SLOTS}
         assert inside.reservation(backend) == expected
 
@@ -170,7 +170,7 @@ def test_layers_of_two_shapes_have_two_plans() -> None:
         pool = model_runner.token_to_kv_pool
         exact = dense(q[0], pool, layer_id, torch.tensor([3, 9]))
         torch.testing.assert_close(out.double(), exact, atol=2e-6, rtol=2e-6)
-    assert inside.planner(backend).counters()["plans_built"] == 1  # steps that were planned
+    assert inside.planner(backend).counters()["plans_built"] == 1  # planned steps
 
 
 def test_arguments_that_pat_does_not_know_delegate_the_layer(
@@ -183,7 +183,7 @@ def test_arguments_that_pat_does_not_know_delegate_the_layer(
     assert backend.calls == []
     with caplog.at_level("INFO"):
         forward(backend, model_runner, 1, batch, score_mod=max)
-    # It was not prepared for this step, so that is made up for.
+    # The default backend was not prepared for this step, so pat prepares it late.
     assert backend.calls == ["out_graph", "in_graph", "decode layer 1 score_mod"]
     assert caplog.messages == [
         "pat decodes 1 of 2 layers; 1 on triton: the argument score_mod; prefill on triton",
@@ -230,13 +230,13 @@ def test_such_arguments_in_the_warm_up_of_a_graph() -> None:
     ]
     planned = inside.planner(backend).counters()["plans_built"]
     backend.init_forward_metadata_out_graph(view, in_capture=True)
-    assert inside.planner(backend).counters()["plans_built"] == planned  # pat has no layer any more
+    assert inside.planner(backend).counters()["plans_built"] == planned  # pat has no layer left
 
 
 def test_each_graph_is_prepared_for_the_layers_that_it_was_captured_with() -> None:
     """SGLang captures large graphs first, and a layer may fall back in the warm-up of a small one.
 
-    FlashInfer and FA3 raise KeyError in the replay of a graph that they did not see captured.
+    FlashInfer and FA3 raise KeyError at a replay if they did not prepare the graph's capture.
     """
     model_runner = runner()
     backend = pat_backend(model_runner)
@@ -259,7 +259,7 @@ def test_each_graph_is_prepared_for_the_layers_that_it_was_captured_with() -> No
     assert not inside.layer_support(backend).shapes
     backend.init_forward_metadata_out_graph(replay_view([1], [4], [10], 1))
     assert inside.plans(backend).last.seq_lens.tolist() == [4]
-    # Graphs that are captured anew have no layer of pat.
+    # pat decodes no layer in the new graphs.
     backend.init_cuda_graph_state(max_bs=2, max_num_tokens=2)
     planned = inside.planner(backend).counters()["plans_built"]
     backend.init_forward_metadata_out_graph(small, in_capture=True)
@@ -324,7 +324,7 @@ def test_decode_stores_the_new_token_and_attends(flat: bool, cap: float) -> None
     [
         torch.randn(QO_HEADS, 2, HEAD_DIM).transpose(0, 1),
         torch.randn(2, QO_HEADS, 2 * HEAD_DIM)[..., :HEAD_DIM],
-        torch.randn(2, QO_HEADS * HEAD_DIM + 1)[:, 1:],  # a projection with a column for gates
+        torch.randn(2, QO_HEADS * HEAD_DIM + 1)[:, 1:],  # a slice of a wider projection
     ],
     ids=["heads first", "a part of each head", "rows at odd addresses"],
 )
@@ -341,7 +341,7 @@ def test_queries_that_the_kernels_cannot_read_are_copied(
 
 
 def test_scales_of_the_kv_cache_do_not_apply_to_the_models_own_type() -> None:
-    # A checkpoint quantised for an fp8 cache has scales, and may be served with a 16-bit one.
+    # A checkpoint with scales for an fp8 cache may be served with a 16-bit cache.
     layer, pool = (
         layers()[1],
         MHATokenToKVPool(SLOTS, 1, torch.float32, KV_HEADS, HEAD_DIM, 2, "cpu", False),
@@ -351,7 +351,7 @@ def test_scales_of_the_kv_cache_do_not_apply_to_the_models_own_type() -> None:
     k, v = torch.randn(1, KV_HEADS, HEAD_DIM), torch.randn(1, KV_HEADS, HEAD_DIM)
     where = KVWriteLoc(torch.tensor([9]))
     pool.set_kv_buffer(layer, where, k.clone(), v.clone(), layer.k_scale, layer.v_scale)
-    assert torch.equal(pool.get_key_buffer(1)[9], k[0])  # so SGLang's backends store it unscaled
+    assert torch.equal(pool.get_key_buffer(1)[9], k[0])  # SGLang stores it unscaled, too
     assert torch.equal(pool.get_value_buffer(1)[9], v[0])
 
     model_runner = runner(model=layers(k_scale=layer.k_scale, v_scale=layer.v_scale))
@@ -360,7 +360,7 @@ def test_scales_of_the_kv_cache_do_not_apply_to_the_models_own_type() -> None:
     backend.init_forward_metadata(batch)
     q = torch.randn(1, QO_HEADS, HEAD_DIM)
     out = backend.forward(q, k, v, model_runner.model[1], batch)
-    group = QO_HEADS // KV_HEADS  # one token: its value is the answer
+    group = QO_HEADS // KV_HEADS  # the output over one token is its V
     torch.testing.assert_close(out.view(QO_HEADS, HEAD_DIM), v[0].repeat_interleave(group, dim=0))
 
 
@@ -395,7 +395,7 @@ def test_an_fp8_pool_is_stored_and_read_with_the_scales_of_the_default_backend(
     expected = (stored[1][0].float() * v_scale).repeat_interleave(QO_HEADS // KV_HEADS, dim=0)
     torch.testing.assert_close(out.view(QO_HEADS, HEAD_DIM), expected)
 
-    # The scale of the keys decides how much each of two tokens counts.
+    # With two tokens, the scale of K changes their weights.
     model_runner.req_to_token_pool.req_to_token[1, 1] = 10
     batch = decode_batch([1], [2], [10])
     backend.init_forward_metadata(batch)

@@ -1,4 +1,4 @@
-"""Batch-invariant mode in SGLang: what turns it on, and that a decoded row depends on itself."""
+"""Batch-invariant mode in SGLang: what turns it on, and that rows do not depend on others."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_bits_of_a_trainer_are_not_promised(caplog: pytest.LogCaptureFixture
 
 
 class Requests:
-    """Requests of the lengths above, in rows of the pool, with a query each."""
+    """Requests with the lengths above and a query each."""
 
     def __init__(self, **arguments: Any) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -80,7 +80,7 @@ class Requests:
         self.backend = pat_backend(self._runner)
 
     def decode(self, rows: list[int], *, graph_rows: int = 0) -> torch.Tensor:
-        """The output of the last layer; graph_rows: as for the replay of a graph of that size."""
+        """Return the last layer's output. graph_rows: size of the graph to replay, or 0."""
         lens, out = [LENGTHS[row] for row in rows], [0] * len(rows)
         if graph_rows:
             batch = replay_view(rows, lens, out, graph_rows)
@@ -110,7 +110,7 @@ def test_a_row_is_the_same_in_any_batch_and_graph() -> None:
 def test_partials_are_reserved_for_requests_that_the_pool_holds(
     width: int, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A context of a million tokens would reserve a gigabyte, over a pool of any size."""
+    """Otherwise a context of a million tokens would reserve a gigabyte."""
     table = torch.zeros((4, width), dtype=torch.int32)
     model_runner = runner(
         req_to_token_pool=SimpleNamespace(req_to_token=table), server_args=deterministic()

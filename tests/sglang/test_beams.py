@@ -1,4 +1,4 @@
-"""Beams share their prompt: rows without a Req, behind the requests of a batch."""
+"""Beams share their prompt: their rows have no Req and follow the requests of a batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SYSTEM, PROMPT = [*range(100, 108)], [*range(100, 108), 1, 2, 3, 4]
 
 
 class Batch:
-    """A request with beams beside one without: rows 1 and 2, and rows 5 and 6 of the beams.
+    """Two requests in rows 1 and 2; one has beams in rows 5 and 6.
 
     The tree holds the first eight tokens of both prompts; the prompt with beams has twelve.
     """
@@ -42,11 +42,11 @@ class Batch:
         self.tracker = RequestTracker()
         self.builder = DecodeBatchBuilder(self.tracker, strict=True)
         self.reuse = PlanReuse(self.tracker)
-        self.why: StepReason | None = None  # the last step did not repeat the one before
+        self.why: StepReason | None = None  # why the last step was planned
         self.checker = StepChecker()
 
     def _request(self, rid: str, cached: list[int], row: int) -> Any:
-        # Beams are of 0.5.23, whatever is installed.
+        # Beams need the Req of 0.5.23, whichever version is installed.
         place = SimpleNamespace(req_pool_idx=row, cache_protected_len=len(cached))
         last_node = self.tree.last_node(cached)
         return SimpleNamespace(rid=rid, last_node=last_node, kv=place, beam_group=None)
@@ -57,7 +57,7 @@ class Batch:
         return SimpleNamespace(num_base_rows=2, entries=[entry])
 
     def step(self, lens: list[int], *, has_beams: bool = True) -> list[list[tuple[int, int]]]:
-        """(kv_begin, kv_end) of the nodes of each row's path, after all checks."""
+        """Run a step with all checks; return (kv_begin, kv_end) of the nodes of each row's path."""
         seq_lens = torch.tensor(lens)
         forward = SimpleNamespace(
             forward_mode=ForwardMode.DECODE,
@@ -135,7 +135,7 @@ def test_two_searches_of_one_prompt_share_what_the_tree_holds() -> None:
 
 
 def test_steps_of_the_same_beams_are_the_same_step() -> None:
-    # SGLang deals out the slots behind the prompt again after each step. No plan depends on them.
+    # SGLang permutes the slots after the prompt in each step. No plan depends on them.
     batch = Batch()
     batch.step([13, 20, 13, 13])
     key = batch.batch.key

@@ -1,4 +1,4 @@
-"""Draft models that give blocks of drafts, and their verify steps (`scene`)."""
+"""Block drafters and their verify steps (see `scene`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK = 4
 
 
 def scene_of(kind: str = TREE_KINDS[0], *, algorithm: str = "DFLASH") -> tuple[Scene, Blocks]:
-    """A served model, and its draft model."""
+    """Return a served model and its draft model."""
     scene = Scene(
         kind,
         drafts=BLOCK,
@@ -34,7 +34,7 @@ def scene_of(kind: str = TREE_KINDS[0], *, algorithm: str = "DFLASH") -> tuple[S
 
 
 def bounded(lens: list[int], graph: int, bound: int | None = BLOCK) -> dict[str, Any]:
-    """Lengths on the host that are too long by `bound`, padding too; None: there are none."""
+    """Return lengths on the host that are too long by `bound`, or None."""
     lens = lens + [1] * max(graph - 2, 0)
     return {"seq_lens_cpu": None if bound is None else torch.tensor(lens) + bound}
 
@@ -45,7 +45,7 @@ def bounded(lens: list[int], graph: int, bound: int | None = BLOCK) -> dict[str,
 def test_each_token_of_a_block_reads_its_block(
     tree_kind: str, graph: int, bound: int | None
 ) -> None:
-    """Lengths on the host are upper bounds, and late."""
+    """The host knows only late upper bounds of the lengths."""
     scene, blocks = scene_of(tree_kind)
     if graph:
         blocks.capture(graph)
@@ -62,7 +62,7 @@ def test_each_token_of_a_block_reads_its_block(
 @pytest.mark.parametrize("graph", [0, 2, 4])
 @pytest.mark.parametrize("algorithm", ["DFLASH", "DSPARK"])
 def test_blocks_are_verified_as_chains(algorithm: str, graph: int, bound: int | None) -> None:
-    """Late lengths included. Eager steps are planned before their forward."""
+    """Lengths on the host may be late. Eager steps are planned before their forward."""
     scene, _ = scene_of(algorithm=algorithm)
     served, scene.plans_ahead = scene.served, True
     if graph:
@@ -74,7 +74,7 @@ def test_blocks_are_verified_as_chains(algorithm: str, graph: int, bound: int | 
             inside.load_batch(lambda _, batch: served.prepare(batch), graphs, view)
         else:
             served.prepare(view)
-            # 0.5.23 has it planned when it runs, too.
+            # 0.5.23 calls the backend again when the batch runs.
             inside.run_forward(lambda _, batch: served.prepare(batch), scene.target, view)
         served.assert_exact(view, lens)
     assert scene.counters["verify"] == {"steps": 4, "rows": 4 * 2 * BLOCK}
@@ -83,7 +83,7 @@ def test_blocks_are_verified_as_chains(algorithm: str, graph: int, bound: int | 
 
 
 def test_a_graph_reads_a_block_where_it_was_captured() -> None:
-    """Slots in SGLang's buffer, and what is read of them in memory that stays."""
+    """The graph reads slots from SGLang's buffer and pat's memory at fixed addresses."""
     scene, blocks = scene_of()
     captured = blocks.capture(4)
     (kind,) = blocks.planner.kinds
@@ -124,7 +124,7 @@ def test_the_workers_are_hooked(algorithm: str) -> None:
 
 
 def test_the_backend_that_was_named_for_the_draft_model_is_kept() -> None:
-    """SGLang writes the resolved one where it was named."""
+    """SGLang overwrites the named backend with the resolved one."""
     for named in (None, "fa3"):
         names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
         arguments = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""A server that keeps no prefixes says so once, and names the option that changes it."""
+"""A server that keeps no prefixes logs that once, with the option that changes it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fakes.backends import pat_backend, runner
         ("null", True, 0, "--disable-radix-cache was given"),
         ("prefill", True, 0, "--disable-radix-cache was given"),
         ("decode", True, 0, "--disaggregation-decode-enable-radix-cache"),
-        ("decode", True, 1, None),  # the first rank says it for all
+        ("decode", True, 1, None),  # only the first rank logs it
     ],
 )
 def test_the_option_is_named(

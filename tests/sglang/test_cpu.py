@@ -1,4 +1,4 @@
-"""Stubs for machines without a CUDA driver: loud when called, absent where there is a driver."""
+"""Stubs for machines without a CUDA driver: they raise when called, and a driver disables them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_flashinfer_is_hidden() -> None:
 
 def test_child_processes_inherit_the_stubs() -> None:
     assert cpu.enable_cpu_engine()
-    assert cpu.enable_cpu_engine()  # again changes nothing
+    assert cpu.enable_cpu_engine()  # a second call changes nothing
     assert os.environ["PYTHONPATH"].split(os.pathsep).count(str(cpu.STUB_DIR)) == 1
     code = "import sgl_kernel; print(sgl_kernel.__file__)"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

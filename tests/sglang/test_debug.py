@@ -1,4 +1,4 @@
-"""SGLANG_PAT_DEBUG=1: every kind of mismatch raises, and what may happen does not."""
+"""SGLANG_PAT_DEBUG=1: every kind of mismatch raises, and valid steps do not."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Step:
         self.forest.update([], self.reqs, set(), self.source.read)
 
     def check(self, *, plan_is_new: bool) -> None:
-        """A step whose plan is new has read the paths again, unless a test kept them."""
+        """Check a step. A new plan has read the paths again, unless a test kept them."""
         self.checker.check(
             self.source,
             self.reqs,
@@ -65,9 +65,9 @@ def step(request: pytest.FixtureRequest) -> Step:
 
 
 def test_a_request_that_the_host_takes_for_longer_than_it_is() -> None:
-    """Some ways of drafting publish bounds instead of lengths."""
+    """Some drafters publish upper bounds instead of lengths."""
     on_host = np.array([7, 9], dtype=np.int32)
-    check_host_lengths(on_host, torch.tensor([7, 30, 1]))  # what was accepted since, and padding
+    check_host_lengths(on_host, torch.tensor([7, 30, 1]))  # lengths after acceptance, and padding
     with pytest.raises(RuntimeError, match="request 1 has 8 tokens, and 9 on the host"):
         check_host_lengths(on_host, torch.tensor([7, 8, 1]))
 
@@ -101,7 +101,7 @@ def test_a_row_that_does_not_hold_the_trees_slots(step: Step, plan_is_new: bool)
 
 
 def move(step: Step, slots: range) -> None:
-    """Flush, and let everybody come again: other nodes of the same lengths."""
+    """Flush the cache and admit all requests again, with new nodes of the same lengths."""
     step.tree.cache.reset()
     step.tree.insert(PROMPT, slots)
     for req in step.reqs:

@@ -1,4 +1,4 @@
-"""The doctor's checks that ask SGLang."""
+"""The doctor's checks that query SGLang."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_backends_of_plug_ins_that_load_later_are_named(monkeypatch: pytest.Monk
 def run_doctor(model: Path, *options: str) -> subprocess.CompletedProcess[str]:
     script = Path(sys.executable).parent / "sglang-pat"
     command = [script, "doctor", "--model", model, *options]
-    # Engine tests of the same process leave out all models but two.
+    # Engine tests in the same process disable all models but two.
     environment = {k: v for k, v in os.environ.items() if k != "SGLANG_DISABLED_MODEL_ARCHS"}
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
@@ -90,7 +90,7 @@ def test_routes_of_a_model_without_its_weights(tmp_path: Path) -> None:
 def test_classes_with_backends_of_their_own_as_on_a_gpu(
     architecture: str, more: dict[str, Any], backend: str, tmp_path: Path
 ) -> None:
-    """SGLang chooses one for Gemma 4, and refuses those of CPUs for EXAONE 4."""
+    """SGLang chooses a backend for Gemma 4, and refuses CPU backends for EXAONE 4."""
     model = FAMILIES["llama"].write(tmp_path / "model") / "config.json"
     config = json.loads(model.read_text()) | {"architectures": [architecture]} | more
     model.write_text(json.dumps(config))
@@ -178,7 +178,7 @@ def test_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_that_pat_touches_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A method that serves a report alone, too: without it no server starts."""
+    """Methods that only serve a report count, too: without them no server starts."""
     assert doctor.check_touchpoints().status == "ok"
     (place,) = (each for each in TOUCHPOINTS if each.target.endswith("Scheduler.get_init_info"))
     gone = [place._replace(target=f"{place.target}{i}") for i in range(7)]
@@ -209,4 +209,4 @@ def test_the_whole_command_with_sglang(tmp_path: Path) -> None:
     is_tested = version("sglang") in support.SGLANG_VERSIONS
     assert checks["SGLang"]["status"] == ("ok" if is_tested else "warning")
     said = [line for line in child.stderr.splitlines() if not line.startswith("checking; SGLang")]
-    assert said == []  # signs of life on a busy machine aside
+    assert said == []  # apart from progress lines on a busy machine

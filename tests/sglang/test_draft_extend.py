@@ -1,4 +1,4 @@
-"""Steps in which a draft model reads what was accepted (`scene`)."""
+"""Draft-extend steps, in which a draft model reads the accepted tokens (see `scene`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DRAFTS = 3
 
 
 class Extending(Scene):
-    """With a draft model that reads what was verified."""
+    """A scene with a draft model that has draft-extend steps."""
 
     def __init__(
         self,
@@ -51,18 +51,18 @@ class Extending(Scene):
             self.served.reserve()
 
     def verify(self, lens: list[int], graph: int, mask: torch.Tensor | None = None) -> None:
-        """Let the model verify drafts."""
+        """Run a verify step of the served model."""
         self.served.attend(self.served.step(lens, graph, mask=mask))
 
 
-# Sizes of the graphs that verify and that read; 0: without one.
+# Graph sizes of the verify step and of the draft-extend step; 0: eager.
 PLACES = [(0, 0), (2, 0), (4, 0), (2, 2), (4, 4), (0, 2), (4, 2), (2, 4)]
 
 
 @pytest.mark.parametrize("topk", [1, 2])
 @pytest.mark.parametrize(("verified_in", "read_in"), PLACES)
 def test_each_token_reads_those_before_it(verified_in: int, read_in: int, topk: int) -> None:
-    """SGLang has moved the accepted path of a tree to the front."""
+    """SGLang moves the accepted path of a tree to the front."""
     scene = Extending(arguments={"speculative_eagle_topk": topk})
     for graph in (4, 2):
         scene.extend.capture(graph)
@@ -73,7 +73,7 @@ def test_each_token_reads_those_before_it(verified_in: int, read_in: int, topk: 
         view = scene.served.step(lens, verified_in, mask=mask)
         scene.served.assert_exact(view, lens, reads)
         view = scene.extend.step(lens, read_in)
-        if read_in:  # where the graph finds them
+        if read_in:  # copy them into the graph's buffer
             plans = scene.extend.plans
             assert plans is inside.microbatch(scene.served.backend).captured
             assert plans.num_rows == read_in * DRAFTS
@@ -101,7 +101,7 @@ def test_a_step_that_is_planned_once_more_is_no_verify_step() -> None:
     scene.verify([25, 31], 0)
     scene.extend.step([25, 31], 2)
     assert scene.counters["verify"] == {"steps": 1, "rows": 2 * DRAFTS}
-    # The graph of the model has other rows now: its next step is planned.
+    # The rows of the verify graph differ now, so its next step is planned.
     scene.verify([26, 32], 4)
     scene.extend.assert_exact(scene.extend.step([26, 32]), [26, 32])
 
@@ -126,7 +126,7 @@ def test_a_draft_model_has_a_geometry_of_its_own(graphs_first: bool, graph: int)
     for lens in ([25, 31], [27, 32]):
         scene.verify(lens, graph)
         scene.extend.assert_exact(scene.extend.step(lens, graph), lens)
-    assert scene.counters["plans_built"] == 1  # they count as one
+    assert scene.counters["plans_built"] == 1  # both steps count as one
 
 
 @pytest.mark.parametrize(("verified_in", "read_in"), [*PLACES, ("padded", 0), ("padded", 2)])
@@ -172,7 +172,7 @@ def test_an_idle_rank_plans_nothing() -> None:
 
 
 class Captured:
-    """In place of SGLang's runner, which captures when it is made."""
+    """Stands in for SGLang's runner, whose constructor captures."""
 
     warm_up: Any = None
 
@@ -186,10 +186,10 @@ class Captured:
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """SGLang's, of a draft model of pat's, over a default backend without graphs for it."""
+    """Return SGLang's worker with a draft model on pat; the default backend has no graphs."""
     from sglang.srt.speculative import eagle_draft_extend_cuda_graph_runner as module
 
-    backend = Extending().extend.backend  # with hooks on the class
+    backend = Extending().extend.backend  # hooks the class
     monkeypatch.setattr(module, "EAGLEDraftExtendCudaGraphRunner", Captured)
     monkeypatch.setattr(Captured, "warm_up", None)
     monkeypatch.setattr(attach, "_captures_extends", lambda: True)
@@ -206,8 +206,8 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_captured_steps_return_hidden_states_where_prompts_do(
     worker: Any, algorithm: str, hidden_states: int | None, is_captured: bool
 ) -> None:
-    """SGLang merges them over requests: a part of them would be indexed as if it were all."""
-    if is_captured:  # 0.5.23 does over FA3, 0.5.17 does not
+    """SGLang merges hidden states of all requests, so all steps must return them, or none."""
+    if is_captured:  # 0.5.23 captures over FA3, 0.5.17 does not
         worker.cuda_graph_runner_for_draft_extend = Captured(worker)
     worker.speculative_algorithm = SpeculativeAlgorithm[algorithm]
     attach._after_graphs(None, worker)
@@ -234,9 +234,9 @@ def test_what_is_read_is_not_captured(
         worker.draft_extend_attn_backend = DefaultBackend()
     elif why == "layers":
         leave()
-    elif why == "warm-up":  # shows a layer that the default backend has to do
+    elif why == "warm-up":  # a layer falls back in the warm-up
         monkeypatch.setattr(Captured, "warm_up", leave)
-    elif why == "others":  # of another kind, which have no such steps
+    elif why == "others":  # other drafters have no such steps
         worker = SimpleNamespace(cuda_graph_runner_for_draft_extend=None)
     attach._after_graphs(None, worker)
     assert worker.cuda_graph_runner_for_draft_extend is before
@@ -251,7 +251,7 @@ def test_the_scheduler_may_write_before_a_replay_where_pat_alone_reads() -> None
     mode = ForwardMode.DRAFT_EXTEND_V2
     assert Extending().extend.backend.shared_read_ends(mode) is SharedReadEnds.PRE_REPLAY
     mixed = Extending(model=layers(sliding_window_size=128)).extend.backend
-    assert mixed.shared_read_ends(mode) is SharedReadEnds.UNKNOWN  # as of SGLang's base class
+    assert mixed.shared_read_ends(mode) is SharedReadEnds.UNKNOWN  # as in SGLang's base class
 
 
 # --- the default backend ---
@@ -297,14 +297,14 @@ def test_a_layer_that_is_passed_more_is_left_to_the_default_backend(topk: int) -
 
 def test_without_speculation_no_draft_model_is_awaited() -> None:
     scene = Extending()
-    pat_backend(runner())  # another one, built later in the process
+    pat_backend(runner())  # another backend, built later in the process
     assert type(scene.extends().backend) is DefaultBackend
     factory = SimpleNamespace(draft_model_runner=scene.extend.runner)
     assert attach._after_create_extend_backend(None, factory) is None
 
 
 class RefreshedInGraphs(DefaultBackend):
-    """Backend like FA3: its graphs refresh their inputs themselves."""
+    """A default backend like FA3, whose graphs refresh their inputs themselves."""
 
     supports_draft_extend_metadata_staging = True
 
@@ -313,16 +313,16 @@ class RefreshedInGraphs(DefaultBackend):
 
 
 def several_layers() -> Extending:
-    """A draft model of several layers (`--enable-multi-layer-eagle`)."""
+    """Return a scene with several draft layers (`--enable-multi-layer-eagle`)."""
     arguments = {"enable_multi_layer_eagle": True}
     return Extending(arguments=arguments, default=RefreshedInGraphs())
 
 
 @pytest.mark.parametrize("graph", [0, 2, 4])
 def test_several_draft_layers_read_under_the_plan_of_the_verify_step(graph: int) -> None:
-    """SGLang has a runner, a pool, a backend and graphs for each, over buffers that they share.
+    """SGLang has a runner, pool, backend and graphs for each layer, over common buffers.
 
-    Before it replays these it shows drafts of its own in place of the batch's.
+    Before these replays it passes other draft data than the batch's.
     """
     scene = several_layers()
     each = [scene.extend] + [
@@ -339,7 +339,7 @@ def test_several_draft_layers_read_under_the_plan_of_the_verify_step(graph: int)
             attach._after_prepare(None, graphs, view, staged=False)
             view.spec_info, view.input_ids = graphs._replay_spec_info, torch.zeros(graph * DRAFTS)
         else:
-            scene.extend.prepare(view)  # with the batch, before its turn
+            scene.extend.prepare(view)  # prepared with the batch, before the replay
         for layer in each:
             layer.prepare(view)
             layer.assert_exact(view, lens)
@@ -348,14 +348,14 @@ def test_several_draft_layers_read_under_the_plan_of_the_verify_step(graph: int)
 
 
 def test_graphs_of_several_draft_layers_are_prepared_before_each_replay() -> None:
-    """Otherwise the plan that they read would be that of another step."""
+    """Otherwise they would read the plan of another step."""
     scene = several_layers()
     backend = scene.extend.backend
     assert not backend.draft_extend_metadata_captured_in_graph()
     assert not backend.supports_draft_extend_metadata_staging
     scene.extend.capture(2)
     inside.layer_support(backend).fall_back_all(Unsupported("attention", "of a later step"))
-    assert not backend.supports_draft_extend_metadata_staging  # these graphs are replayed still
+    assert not backend.supports_draft_extend_metadata_staging  # these graphs are still replayed
     default = RefreshedInGraphs()
     left = Extending(draft_attention_backend="fa3", default=default).extend.backend
     assert left.draft_extend_metadata_captured_in_graph()

@@ -1,4 +1,4 @@
-"""Decode steps of draft models: chains, and branches (`scene`)."""
+"""Decode steps of draft models, in chains and branches (see `scene`)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ every_tree = pytest.mark.parametrize("kind", TREE_KINDS)
 
 
 class Drafting(Scene):
-    """With a draft model that decodes."""
+    """A scene with a draft model that decodes."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Drafting(Scene):
         graphs: tuple[int, ...] = (),
         **change: Any,
     ) -> None:
-        """graphs: those that are captured."""
+        """graphs: sizes of the captured graphs."""
         options = {"drafts": STEPS + 2, "is_checked": is_checked, "speculative_eagle_topk": topk}
         super().__init__(kind, **options)
         self.round = self.rounds(STEPS, **change)
@@ -60,7 +60,7 @@ class Drafting(Scene):
 
     @property
     def calls(self) -> list[str]:
-        """Those of the default backend."""
+        """The calls of the default backend."""
         calls: list[str] = self.round.backend.calls
         return calls
 
@@ -68,10 +68,10 @@ class Drafting(Scene):
 @chains_and_branches
 @every_tree
 def test_each_step_of_a_round_reads_one_token_more(kind: str, topk: int) -> None:
-    """Of its request, or of its branch."""
+    """Each step adds a token of the request, or of the branch."""
     scene = Drafting(kind, topk=topk, graphs=(4, 2))
     lens = [25, 31]
-    # Different numbers of accepted tokens; graphs with and without padding, and eager rounds.
+    # Different numbers of accepted tokens, in padded and full graphs and in eager rounds.
     for accepted, graph in (([0, 0], 2), ([1, 3], 4), ([2, 1], 0), ([41, 41], 2), ([1, 1], 0)):
         lens = grown(lens, accepted)
         view = scene.round.step(lens, graph)
@@ -85,7 +85,7 @@ def test_a_graph_writes_the_lengths_of_all_steps() -> None:
     captured = inside.round_lengths(scene.round.backend)
     view = scene.round.view([25, 31], 4)
     scene.round.backend.init_forward_metadata_out_graph(view)
-    assert captured.tolist() == [[2] * 4, [3] * 4, [4] * 4]  # of the capture
+    assert captured.tolist() == [[2] * 4, [3] * 4, [4] * 4]  # lengths at the capture
     scene.round.backend.init_forward_metadata_in_graph(view)
     assert inside.round_lengths(scene.round.backend) is captured
     # The plan leaves padding out.
@@ -93,7 +93,7 @@ def test_a_graph_writes_the_lengths_of_all_steps() -> None:
 
 
 def test_a_graph_that_does_not_is_told_the_lengths_and_never_repeated() -> None:
-    # A runner that does not ask the backend what to capture has it so.
+    # Some runners capture without first asking the backend.
     scene = Drafting(is_checked=False)
     scene.round.reserve(2)
     for lens in ([25, 31], [26, 33]):
@@ -121,7 +121,7 @@ def test_one_plan_serves_all_steps_of_rounds_in_which_requests_grow() -> None:
         "plans_built": 1,
         "plans_reused": 3,
     }
-    # The reads of each step, and once for both requests the prefix.
+    # Private reads of each step, plus one read of the prefix for both requests.
     alone = sum(
         each + 2 * step for each in (25 + 31, 26 + 34, 29 + 35, 31 + 37) for step in (1, 2, 3)
     )
@@ -131,7 +131,7 @@ def test_one_plan_serves_all_steps_of_rounds_in_which_requests_grow() -> None:
         "planned": shared,
         "lower_bound": shared,
     }
-    assert after["plans_built"] == before["plans_built"] == 0  # of the model that is served
+    assert after["plans_built"] == before["plans_built"] == 0  # of the served model
 
 
 def test_other_requests_are_planned_anew() -> None:
@@ -155,7 +155,7 @@ def test_tokens_of_a_step_are_stored_before_it_attends() -> None:
 
 @pytest.mark.parametrize("graph", [0, 2, 4])
 def test_rows_that_mlp_synchronisation_adds_are_nothing(graph: int) -> None:
-    """SGLang prepares a round before it pads the tokens of its steps."""
+    """SGLang prepares a round before it pads its steps' tokens."""
     scene = Drafting(is_checked=False, graphs=(graph,) if graph else ())
     for more_rows in range(1, 8):
         lens = [25 + more_rows, 31 + 2 * more_rows]
@@ -190,7 +190,7 @@ def test_graphs_of_all_sizes_read_biases_that_stay() -> None:
     scene = Drafting(topk=2)
     scene.round.reserve()
     places = []
-    for graph in (1, 2, 4):  # those of 1 stay those of 4, in whatever order they are captured
+    for graph in (1, 2, 4):  # graphs of 1 and 4 use the same buffer in any order of capture
         scene.round.capture(graph)
         places.append(scene.round.kind.extra_kv.keys(None, graph * 2)[1].data_ptr())
     assert len({*places}) == 1
@@ -208,7 +208,7 @@ def test_the_default_backend_is_prepared_until_all_layers_have_run() -> None:
 
 def test_graphs_do_without_the_default_backend() -> None:
     scene = Drafting(graphs=(4,))
-    # The first warm-up shows that there is nothing for it to do.
+    # The first warm-up shows that the default backend decodes nothing.
     assert scene.calls == ["graphs of 4 rows", "capture", "in graph"]
     scene.round.capture(2)
     scene.round.step([25, 31], 2)
@@ -254,7 +254,7 @@ def test_a_model_that_pat_does_not_decode_has_drafts_of_the_default_backend() ->
 
 
 def test_the_hook_is_on_the_factory_of_sglang() -> None:
-    """One step needs no backend."""
+    """A round of one step needs no backend."""
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
     scene = Drafting()
@@ -278,13 +278,13 @@ def test_a_layer_that_is_passed_more_is_left_to_the_default_backend() -> None:
     scene.round.assert_exact(view, [25, 31], layers=[1])
     scene.round.step([25, 31])
     assert scene.calls == ["eager", "eager"]
-    scene.round.attend(view, 1, rope=1)  # then there is none left
+    scene.round.attend(view, 1, rope=1)  # then pat decodes no layer
     scene.round.step([25, 31])
     assert scene.calls == ["eager"] * 3
 
 
 def test_graphs_with_a_layer_of_pat_are_planned_after_all_layers_fell_back() -> None:
-    """Their kernels read the plan in each replay, whoever decodes eager rounds by then."""
+    """Their kernels read the plan in each replay, even if eager rounds have fallen back."""
     scene = Drafting(model=layers(sliding_window_size=8), graphs=(4,))
     assert scene.round.attend(scene.round.step([21, 30]), rope=1)[1].isinf().all()
     assert not inside.layer_support(scene.round.backend).shapes
@@ -293,7 +293,7 @@ def test_graphs_with_a_layer_of_pat_are_planned_after_all_layers_fell_back() -> 
 
 
 def test_a_layer_that_was_not_found_is_left_to_the_default_backend() -> None:
-    """In the round that shows it, which all others have run in, and in those that follow."""
+    """The layer falls back in the round that shows it, and in all later rounds."""
     scene = Drafting()
     inside.layer_support(scene.round.backend).shapes.pop(1)
     view = scene.round.step([25, 31])
@@ -336,7 +336,7 @@ def test_a_draft_models_batches_are_noted_apart() -> None:
     assert second is not None
     assert second.reqs is first.reqs
     assert first.reqs == scene.reqs
-    # Nobody is told that anybody has moved, or which step is being run.
+    # Draft steps do not change the request tracker.
     assert not REQUEST_TRACKER.is_within_step
     extend = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
     inside.batch_made(extend, scene.scheduled, scene.round.runner)

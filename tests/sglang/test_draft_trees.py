@@ -1,4 +1,4 @@
-"""Trees of drafts: what each draft token reads of its branch."""
+"""Trees of drafts: each draft token reads the tokens of its branch."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_tensors_that_the_kernel_would_read_otherwise_are_an_error(name: str) ->
 
 
 def test_the_plan_has_the_root() -> None:
-    """So each row has a token that it reads live, and none of it is read twice."""
+    """So each row has a token that it reads live, and reads no token twice."""
     masks = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool).expand(2, -1, -1)
     trees = TreeKv(3, torch.device("cpu"))
     batch = SimpleNamespace(
@@ -100,7 +100,7 @@ def test_the_plan_has_the_root() -> None:
     expected = masks.clone()
     expected[:, :, 0] = False
     assert torch.equal(trees._biases[:2].exp().bool(), expected)
-    assert trees._biases[2, :, 0].eq(-torch.inf).all()  # padding, too
+    assert trees._biases[2, :, 0].eq(-torch.inf).all()  # also in padding
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])
@@ -133,7 +133,7 @@ def merged(trees: Trees) -> torch.Tensor:
 
 
 def test_the_heads_of_a_row_lie_side_by_side() -> None:
-    """One request is enough, whose query heads have a KV head each."""
+    """The test needs one request, with as many KV heads as query heads."""
     for dtype in (torch.float32, torch.bfloat16):
         trees = make_trees(TreeCase(4, 4, 64, 64, 3), dtype)
         out, lse = trees.before
@@ -147,7 +147,7 @@ def test_the_heads_of_a_row_lie_side_by_side() -> None:
 
 @pytest.mark.nightly
 def test_a_kernel_merges_trees() -> None:
-    """Run by Triton's interpreter, in a process of its own: it is chosen on import."""
+    """Triton's interpreter must be chosen on import, so the test has its own process."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=200

@@ -1,4 +1,4 @@
-"""CacheEventMonitor on SGLang's real trees: every kind is counted, and what cannot be is said."""
+"""CacheEventMonitor counts events of SGLang's trees, and reports what it cannot count."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_pat.sglang.tree.radix_paths import CacheEventMonitor
 
 
 class Watched:
-    """A tree and the events that it reported."""
+    """A tree and its reported events."""
 
     def __init__(self, kind: str) -> None:
         self.tree = Tree(kind)
@@ -51,7 +51,7 @@ def test_lock_unlock_evict_and_reset(watched: Watched) -> None:
     watched.tree.insert([1, 2, 3], range(3))
     node = watched.tree.last_node([1, 2, 3])
     locked = cache.inc_lock_ref(node)
-    assert locked is not None  # what the method returns is returned
+    assert locked is not None  # the hook returns the method's result
     if hasattr(locked, "to_dec_params"):
         cache.dec_lock_ref(node, locked.to_dec_params())
     else:
@@ -76,7 +76,7 @@ def test_other_trees_are_not_watched(watched: Watched) -> None:
 
 
 class Cache:
-    """The methods of a cache, as of SGLang's next version."""
+    """A cache with methods of a future SGLang."""
 
     def checkpoint(self, req: Any, *, up_to: int) -> str:
         raise KeyError(req)
@@ -116,7 +116,7 @@ def test_a_split_that_cannot_be_seen_is_said() -> None:
 
 def test_an_overriding_subclass_is_watched() -> None:
     class Heir(Cache):
-        """Like HiRadixCache."""
+        """A subclass that overrides methods, like HiRadixCache."""
 
         def insert(self, params: Any) -> str:
             return "by the heir"

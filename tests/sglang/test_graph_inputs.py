@@ -1,10 +1,9 @@
-"""A captured graph holds addresses, and numbers as they were at its capture.
+"""A captured graph keeps tensor addresses and the host numbers of its capture.
 
 SGLang's update calls (`update_weights_from_tensor`, `_from_disk`, `_from_distributed`) and LoRA
-swaps write new numbers to where weights, scales and sinks lie. `resume_memory_occupation` maps the
-pool's memory again at the same addresses. All of them run here between capture and replay, as
-writes in place. Without a GPU, a graph is the list of layers that the executor was given at the
-capture: tensors by address, numbers by value.
+swaps overwrite weights, scales and sinks in place. `resume_memory_occupation` maps the pool's
+memory again at the same addresses. The tests do these writes between capture and replay. Without a
+GPU, a graph is the list of executor calls at the capture: tensors by address, numbers by value.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ SLOTS_OF_REQUESTS = [[3, 4, 5], [6, 7]]
 
 
 class Graph:
-    """The layers of a step, executed again with the plan that is in place at each replay."""
+    """The layers of a step, executed again with the current plan at each replay."""
 
     def __init__(self) -> None:
         self.layers: list[tuple[ReferenceExecutor, LayerInputs]] = []
@@ -48,7 +47,7 @@ class Graph:
 
 
 class Served:
-    """A model of two layers over a KV pool that is scaled where it is fp8, with one graph."""
+    """A model of two layers with one graph; an fp8 KV pool has scales."""
 
     def __init__(self, kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
@@ -56,7 +55,7 @@ class Served:
         self.model = layers()
         self.is_scaled = kv_dtype == E4M3
         if self.is_scaled:
-            for layer in self.model:  # as BaseKVCacheMethod leaves them
+            for layer in self.model:  # as set by BaseKVCacheMethod
                 layer.k_scale = torch.nn.Parameter(torch.tensor(0.5), requires_grad=False)
                 layer.v_scale = torch.nn.Parameter(torch.tensor(2.0), requires_grad=False)
                 layer.k_scale_float, layer.v_scale_float = 0.5, 2.0
@@ -71,13 +70,13 @@ class Served:
         self.backend = pat_backend(self.runner)
         self.backend.init_cuda_graph_state(max_bs=ROWS, max_num_tokens=ROWS)
         assert [*inside.planner(self.backend).layer_support.shapes] == [0, 1]
-        # A graph's queries and outputs, in buffers of its own.
+        # The graph's buffers of queries and outputs.
         self.q = torch.randn(ROWS, QO_HEADS, HEAD_DIM)
         self.out: list[torch.Tensor] = []
         self.fill_pool()
 
     def fill_pool(self) -> None:
-        """Store new keys and values as a prefill does: by the pool, with the scales of now."""
+        """Store new K and V like a prefill, with the pool's method and current scales."""
         loc = KVWriteLoc(torch.arange(SLOTS))
         for layer in self.model:
             k, v = torch.randn(2, SLOTS, KV_HEADS, HEAD_DIM).unbind()
@@ -102,7 +101,7 @@ class Served:
         return graph
 
     def check(self, graph: Graph) -> None:
-        """The graph, replayed for two requests, answers with attention over the pool as it is."""
+        """Assert that a replay for two requests equals attention over the current pool."""
         view = replay_view([1, 2], [3, 2], [5, 7], ROWS)
         for row, slots in zip((1, 2), SLOTS_OF_REQUESTS, strict=True):
             self.table[row, : len(slots)] = torch.tensor(slots)
@@ -139,12 +138,12 @@ def new_sinks(served: Served) -> None:
 
 
 def new_queries(served: Served) -> None:
-    """Write queries that new weights or another adapter make of the same tokens."""
+    """Write other queries, as new weights or another adapter would compute."""
     served.q.copy_(torch.randn_like(served.q))
 
 
 def resumed_pool(served: Served) -> None:
-    """Memory that was released comes back at its addresses, with other contents."""
+    """Overwrite the pool, as if its memory was released and mapped again."""
     for layer in served.model:
         for buffer in (
             served.pool.get_key_buffer(layer.layer_id),
@@ -199,7 +198,7 @@ def test_a_replay_reads_the_scales_that_the_pool_divides_by(
 def test_no_number_in_a_graph_belongs_to_the_weights(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The numbers that a graph keeps are of the configuration, which no update changes."""
+    """The numbers in a graph come from the configuration, which no update changes."""
     held = [layer for _, layer in served.capture(monkeypatch).layers]
     numbers = [
         {name: value for name, value in layer._asdict().items() if isinstance(value, float)}

@@ -1,6 +1,6 @@
-"""Contract of SGLang's CUDA graph runner with the backend, called as the runner calls it (`scene`).
+"""The calls of SGLang's CUDA graph runner to the backend, made by `scene`.
 
-Decode steps without drafts; those with drafts have files of their own.
+The steps are decode steps without drafts; other files test steps with drafts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def scene(request: pytest.FixtureRequest) -> Scene:
 
 
 def is_planned(scene: Scene, length: int, graph: int = GRAPH) -> bool:
-    """Replay a step of requests of this length."""
+    """Replay a step of requests of this length; return whether it was planned."""
     before = scene.served.num_repeated
     scene.served.step([length] * 2, graph)
     return scene.served.num_repeated == before
@@ -50,7 +50,7 @@ def test_capture_plans_rows_without_requests(
 @pytest.mark.parametrize("late", [{}, {"seq_lens_cpu": None}], ids=["", "not on the host"])
 def test_steps_of_requests_that_nobody_knows(scene: Scene, late: dict[str, Any]) -> None:
     scene.scheduled.reqs = []
-    for _ in range(2):  # a plan, and its reuse
+    for _ in range(2):  # a planned step, then a reuse
         view = scene.served.step([3, 2], GRAPH, **late)
         scene.served.assert_exact(view, [3, 2])
         scene.served.assert_padding_is_zero(view, 2)
@@ -60,7 +60,7 @@ def test_steps_of_requests_that_nobody_knows(scene: Scene, late: dict[str, Any])
 @pytest.mark.parametrize("more_rows", range(1, 8))
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_requests_share_beside_any_padding(scene: Scene, is_captured: bool, more_rows: int) -> None:
-    """Padding rows of a graph, or of MLP synchronisation."""
+    """The padding rows come from a graph or from MLP synchronisation."""
     scene.served.reserve(10)
     for lens in ([32, 32], [33, 33]):
         if is_captured:
@@ -78,7 +78,7 @@ def test_graphs_of_all_sizes_and_eager_steps_take_turns(scene: Scene) -> None:
         scene.served.assert_exact(scene.served.step(lens, graph), lens)
 
 
-# --- steps that repeat the last one ---
+# --- steps that reuse the last plan ---
 
 
 def test_the_same_requests_are_planned_once(scene: Scene) -> None:
@@ -88,7 +88,7 @@ def test_the_same_requests_are_planned_once(scene: Scene) -> None:
     view.seq_lens += 1
     view.seq_lens_cpu += 1
     with pytest.raises(ValueError, match=f"at most req_to_token's width {WIDTH}, got {WIDTH + 1}"):
-        scene.served.prepare(view)  # is planned again
+        scene.served.prepare(view)  # this step is planned
 
 
 def test_what_was_not_planned_is_counted(scene: Scene) -> None:
@@ -102,7 +102,7 @@ def test_what_was_not_planned_is_counted(scene: Scene) -> None:
 
 
 def test_graphs_that_are_captured_anew_are_planned_and_forget_no_count(scene: Scene) -> None:
-    # An update of the weights may ask for it, and pause requests that run.
+    # A weight update may flush the cache while it pauses running requests.
     assert is_planned(scene, 34)
     assert not is_planned(scene, 35)
     before = scene.counters
@@ -110,7 +110,7 @@ def test_graphs_that_are_captured_anew_are_planned_and_forget_no_count(scene: Sc
     scene.served.capture(GRAPH)
     assert is_planned(scene, 36)
     now = scene.counters
-    assert now["plans_built"] == before["plans_built"] + 2  # of the capture, and of this step
+    assert now["plans_built"] == before["plans_built"] + 2  # at the capture and in this step
     assert now["plans_reused"] == before["plans_reused"]
 
 

@@ -1,4 +1,4 @@
-"""The hooks of the request tracker: whether they take hold, beside those of other plug-ins."""
+"""The request tracker's hooks are installed, also beside other plug-ins' hooks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_pat.sglang.start.hooks import AFTER, Hook
 
 @pytest.fixture
 def owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A class to hook, in a module of its own; with SGLang's registry empty."""
+    """Yield a class to hook in a new module, with an empty hook registry."""
 
     class Owner:
         @classmethod
@@ -36,7 +36,7 @@ def owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def hooks_on(*methods: str) -> tuple[list[Hook], list[str]]:
-    """Hooks on these methods of `owner`, and the names of those called."""
+    """Return hooks on these methods of `owner`, and a list of the called names."""
     called: list[str] = []
 
     def hook_for(name: str) -> Callable[..., None]:
@@ -60,7 +60,7 @@ def test_hooks_are_installed_once(owner: Any, monkeypatch: pytest.MonkeyPatch) -
     [
         ("gone", r"sglang\.srt\.module_to_hook:Owner\.gone"),
         ("not applied", r"sglang\.srt\.module_to_hook:Owner\.run"),
-        ("replaced", r"sglang\.srt\.module_to_hook:Owner\.run"),  # by another plug-in
+        ("replaced", r"sglang\.srt\.module_to_hook:Owner\.run"),  # another plug-in replaced it
         ("no module", r"sglang\.srt\.gone:Owner\.run; supported"),
     ],
 )

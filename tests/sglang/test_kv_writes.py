@@ -1,4 +1,4 @@
-"""New tokens' KV is stored by the right kernel: pat's, or those of SGLang's pool."""
+"""The right kernel stores new tokens' KV: pat's, or that of SGLang's pool."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 
 class Writer:
-    """In place of KvWriter: writes 7s, if it takes what it is given."""
+    """Stands in for KvWriter: writes 7s if it accepts the tensors."""
 
     agrees = True
 
@@ -77,7 +77,7 @@ def fp8_runner(**change: Any) -> Any:
 
 
 def bf16_runner(**change: Any) -> Any:
-    """Whose pool has the model's dtype."""
+    """Return a runner whose pool has the model's dtype."""
     fields = {
         "kv_cache_dtype": BF16,
         "kv_cache_dtype_str": "auto",
@@ -97,7 +97,7 @@ def writes_of(model_runner: Any, default: str = "triton") -> KvWrites:
 
 
 def store(writes: KvWrites, model_runner: Any, layer_id: int = 1) -> torch.Tensor:
-    """Bytes of keys and values in the pool after storing a token in slot 9."""
+    """Store a token in slot 9; return its bytes of K and V in the pool."""
     pool = model_runner.token_to_kv_pool
     keys, values = pool.get_key_buffer(layer_id), pool.get_value_buffer(layer_id)
     k, v = torch.full((2, 1, KV_HEADS, HEAD_DIM), 3.0, dtype=BF16)
@@ -107,7 +107,7 @@ def store(writes: KvWrites, model_runner: Any, layer_id: int = 1) -> torch.Tenso
 
 
 def by_torch(model_runner: Any, number: torch.Tensor | None = None) -> torch.Tensor:
-    """The bytes of a row of the number, or of that which is stored."""
+    """Return the bytes that torch stores for this number, or for the test's number."""
     row = torch.full((HEAD_DIM,), 3.0 if number is None else float(number), dtype=BF16)
     return row.to(model_runner.kv_cache_dtype).view(torch.uint8)
 
@@ -134,7 +134,7 @@ def test_scales_are_those_of_the_layer() -> None:
     model_runner = fp8_runner(model=layers(**scales))
     writes = writes_of(model_runner)
     writer: Any = writes._writers[1]
-    # Before the first step, which may be captured.
+    # Scales are prepared before the first step, which may be captured.
     assert writer.prepared == [None, None, scales["k_scale"], 3.0]
     store(writes, model_runner)
     assert writer.prepared[4:] == [scales["k_scale"], 3.0]
@@ -151,7 +151,7 @@ def test_the_pool_stores_what_the_kernel_does_not_take(runner_of: Callable[..., 
 
 
 def test_a_pool_of_the_models_dtype_scales_nothing() -> None:
-    """Not even what its model has scales for, as checkpoints for fp8 do."""
+    """It scales nothing even if its model has scales, as fp8 checkpoints do."""
     model_runner = bf16_runner(model=layers(k_scale=torch.tensor(0.5), v_scale=3.0))
     writes = writes_of(model_runner)
     writer: Any = writes._writers[1]
@@ -214,11 +214,11 @@ def test_another_arithmetic_than_torchs_is_not_used(
 
 
 class Special(MHATokenToKVPool):
-    """May do anything."""
+    """A subclass, which may store KV in another way."""
 
 
 def around(kind: type, pool: Any, **fields: Any) -> Any:
-    """A pool over others, as far as it is looked at."""
+    """Return a pool that wraps another one, with the attributes that pat reads."""
     made = object.__new__(kind)
     made.__dict__.update(full_kv_pool=pool, **fields)
     return made
@@ -284,7 +284,7 @@ def test_layers_with_windows_have_slots_of_their_own() -> None:
             store(writes, model_runner, layer_id)
             writer: Any = writes._writers[layer_id]
             assert writer.given[-1][2].tolist() == [slot]
-        writes._window_slots = writes._window_slots + 1  # SGLang has moved windows on
+        writes._window_slots = writes._window_slots + 1  # SGLang has freed window slots
 
 
 def test_layers_are_asked_one_by_one(caplog: pytest.LogCaptureFixture) -> None:

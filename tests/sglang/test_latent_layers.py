@@ -1,4 +1,4 @@
-"""Layers of latent attention (MLA) by pat: how models call them, and which fall back."""
+"""Latent attention (MLA) on pat: how models call its layers, and which layers fall back."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SCALE = 192**-0.5
 
 
 class Pool(MLATokenToKVPool):
-    """SGLang's, of two layers. What writes by Triton writes by torch."""
+    """SGLang's pool of two layers; torch replaces its Triton kernels."""
 
 
 def make_pool(
@@ -60,7 +60,7 @@ def make_pool(
 
 
 class Attention(torch.nn.Module):
-    """Attention of DeepSeek's models: one id, absorbed and not."""
+    """An attention module like DeepSeek's: absorbed and other layers under one id."""
 
     def __init__(self, layer_id: int, heads: int = HEADS, rank: int = VALUES) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def latent_runner(**change: Any) -> Any:
 
 
 def fp8_runner(*, scale: float | None = None, **change: Any) -> Any:
-    """scale: of the layers' keys."""
+    """Return a runner with an fp8 pool. scale: scale of the layers' K."""
     model = make_model()
     for attention in model:
         attention.attn_mqa.k_scale = None if scale is None else torch.tensor(scale)
@@ -100,7 +100,7 @@ def fp8_runner(*, scale: float | None = None, **change: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the pool's write methods, as they are called."""
+    """Record the names of the called write methods of the pool."""
     told: list[str] = []
     takes_location = "loc_info" in inspect.signature(Pool.set_mla_kv_buffer).parameters
 
@@ -108,7 +108,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         told.append("parts")
         assert isinstance(where, KVWriteLoc) == takes_location
         slots = where.loc if takes_location else where
-        assert slots.is_contiguous()  # the kernel in this place knows no stride
+        assert slots.is_contiguous()  # the replaced kernel ignores strides
         self.kv_buffer[layer.layer_id][slots] = torch.cat((nope, rope), dim=-1)
 
     def set_whole(self: Any, layer: Any, where: Any, k: Any, v: Any) -> None:
@@ -121,7 +121,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class Step:
-    """Three requests, of which two share their first tokens. Their last tokens are new."""
+    """Three requests, of which two share their first tokens. Their last tokens are not stored."""
 
     def __init__(self, model_runner: Any = None, *default: str) -> None:
         self.runner = latent_runner() if model_runner is None else model_runner
@@ -155,7 +155,7 @@ class Step:
         assert self.backend.calls == []
 
     def parts(self) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Queries, keys and arguments as fa3 and flashinfer are called: queries by head."""
+        """Return queries, keys and arguments of calls to fa3 and flashinfer: queries by head."""
         nope = self.q[..., :VALUES].transpose(0, 1).contiguous().transpose(0, 1)
         assert nope.stride() == (VALUES, 3 * VALUES, 1)
         rope = {"q_rope": self.q[..., VALUES:], "k_rope": self.k[..., VALUES:]}
@@ -163,7 +163,7 @@ class Step:
 
 
 def test_queries_and_keys_in_one_piece(writes: list[str]) -> None:
-    """Calls of triton, torch_native and flashmla."""
+    """Models call triton, torch_native and flashmla so."""
     step = Step()
     flat = step.q.view(3, -1)
     out = step.backend.forward(flat, step.k, step.k[..., :VALUES], step.layer(), step.batch)
@@ -207,7 +207,7 @@ def test_slots_of_a_draft_round_lie_one_after_another(writes: list[str]) -> None
 
 @pytest.mark.parametrize("layer_id", [0, 1])
 def test_queries_and_keys_in_two_parts(layer_id: int, writes: list[str]) -> None:
-    """Calls of fa3 and flashinfer."""
+    """Models call fa3 and flashinfer so."""
     step = Step()
     q, k, rope = step.parts()
     arguments = rope | {"topk_indices": None}
@@ -217,7 +217,7 @@ def test_queries_and_keys_in_two_parts(layer_id: int, writes: list[str]) -> None
 
 
 def test_queries_of_heads_that_lie_apart_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batched matrix product of the heads leaves them so."""
+    """A batched matrix product of the heads has this layout."""
     given = queries_of_runs(monkeypatch)
     step = Step()
     q, k, rope = step.parts()
@@ -235,7 +235,7 @@ def test_keys_that_are_in_the_pool_already(writes: list[str]) -> None:
 
 
 def test_rows_that_are_padded_for_the_ranks() -> None:
-    """MLP synchronisation adds rows behind the plan's; they read nothing."""
+    """MLP synchronisation appends rows to the plan's; they read nothing."""
     step = Step()
     q, k, rope = step.parts()
     step.runner.token_to_kv_pool.kv_buffer[0][step.batch.out_cache_loc] = step.k
@@ -316,7 +316,7 @@ def sparse_pool() -> MLATokenToKVPool:
 def adapted_model() -> torch.nn.ModuleList:
     model = make_model()
     for each in model:
-        each.kv_b_proj.set_lora = False  # as SGLang's layers with LoRA have it
+        each.kv_b_proj.set_lora = False  # as in SGLang's layers with LoRA
     return model
 
 
@@ -384,7 +384,7 @@ def test_models_that_are_left_to_the_default_backend(
     [
         latent_runner,
         lambda: latent_runner(token_to_kv_pool=make_pool(page_size=2)),
-        lambda: fp8_runner(scale=1.0),  # SGLang stores it without scales, and so it is read
+        lambda: fp8_runner(scale=1.0),  # SGLang stores it without scales, so pat reads it without
     ],
     ids=["tokens", "pages", "fp8"],
 )

@@ -94,7 +94,7 @@ def test_graphs_are_captured_once_for_all() -> None:
     assert second is not None
     first.last.stats.plans_built = 7
     microbatches.reserve(max_requests=4, max_shared_slots=100)
-    # Other graphs may have captured what is there.
+    # Other graphs may have captured these buffers.
     assert [each.captured for each in microbatches] == [first, second]
     microbatches.reserve(max_requests=5, max_shared_slots=100)
     again = [each.captured for each in microbatches]

@@ -1,9 +1,9 @@
 """pat over SGLang's own backends for GPUs, without a GPU.
 
-Their classes, made as SGLang makes them, go through the life of decode steps. Where pat decodes all
-layers, their kernels are never asked for.
+The tests build SGLang's backend classes and run decode steps, captures and replays. If pat decodes
+all layers, the default backends' kernels are never called.
 
-SGLang's attention kit makes the model runner of one layer, and says what the layer must answer.
+SGLang's attention kit makes the model runner of one layer, and computes its expected output.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _FLASHINFER_WRAPPERS = (
 
 
 class Kernels(ModuleType):
-    """Instead of a library of kernels, which a machine without a GPU cannot load."""
+    """Stands in for a kernel library, which cannot be loaded without a GPU."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -59,12 +59,12 @@ def _without_kernels(monkeypatch: pytest.MonkeyPatch, server_context: SimpleName
     flashinfer = module_of("flashinfer")
     for name in _FLASHINFER_WRAPPERS:
         monkeypatch.setattr(flashinfer, name, lambda *args, **kwargs: None, raising=False)
-    # 0.5.17 asks a distributed group, and a device, for these.
+    # 0.5.17 reads these from a distributed group and a device.
     monkeypatch.setattr(flashinfer, "get_cuda_graph_max_batch_size", lambda *_: 4, raising=False)
     monkeypatch.setattr(module_of("fa4"), "get_device_capability", lambda: (9, 0))
-    # SGLang's factory asks for Hopper.
+    # SGLang's factory requires Hopper.
     monkeypatch.setitem(ATTENTION_BACKENDS, "fa3", lambda runner: class_of("fa3")(runner))
-    # For something that can be captured: torch executes the plans, in the same order of calls.
+    # Let the torch executor count as one that graphs can capture.
     monkeypatch.setattr(ReferenceExecutor, "name", "cuda")
 
 
@@ -103,7 +103,7 @@ class Life:
         self.layer = self.fixture.actual_module.attn
 
     def batch(self, prefix_lens: tuple[int, ...]) -> tuple[Any, dict[str, Any]]:
-        """A decode batch with KV of its own, and the inputs of the layer."""
+        """Return a decode batch with its own KV, and the inputs of the layer."""
         case = kit.make_dense_case_with_prefix_lens(self.case, "other", prefix_lens)
         inputs = kit.make_dense_random_inputs(case, self.fixture, dtype=torch.float32, device="cpu")
         width = self.fixture.runner.req_to_token_pool.req_to_token.shape[1]
@@ -115,7 +115,7 @@ class Life:
         return batch, inputs
 
     def check(self, batch: Any, inputs: dict[str, Any]) -> None:
-        """Assert that the layer's output is attention."""
+        """Assert that the layer's output equals attention in torch."""
         with forward_context(ForwardContext(attn_backend=self.backend)):
             out = kit.run_dense_forward(self.fixture, batch, inputs)
         exact = kit.expected_dense_output_from_inputs(self.fixture, inputs["case"], inputs, None)
@@ -133,7 +133,7 @@ class Life:
             self.backend.on_after_cuda_graph_warmup()
 
     def replay(self) -> None:
-        """Two requests in the graph of four rows."""
+        """Replay the graph of four rows with two requests."""
         fill = self.backend.get_cuda_graph_seq_len_fill_value()
         batch, inputs = self.batch(LENGTHS + (fill - 1,) * (GRAPH_ROWS - len(LENGTHS)))
         view = SimpleNamespace(**vars(batch))
@@ -150,7 +150,7 @@ def life(request: pytest.FixtureRequest) -> Iterator[Life]:
 
 @pytest.fixture
 def asked(life: Life, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Calls of SGLang's own class, recorded and not executed."""
+    """Record calls of SGLang's own class instead of executing them."""
     calls: list[str] = []
 
     def noted(name: str) -> Callable[..., None]:
@@ -166,13 +166,13 @@ def test_decode_steps_of_pat_ask_nothing_of_the_backend(life: Life, asked: list[
     kind = class_of(life.case.backend)
     assert isinstance(life.backend, kind)
     assert type(life.backend) is not kind
-    for _ in range(2):  # an update of the weights captures all graphs again
+    for _ in range(2):  # a weight update captures all graphs again
         batch, inputs = life.batch(LENGTHS)
         life.backend.init_forward_metadata(batch)
         life.check(batch, inputs)
         life.capture()
         life.replay()
-        life.backend.forward_metadata = None  # as SGLang leaves it behind an idle step
+        life.backend.forward_metadata = None  # as after an idle step of SGLang
         life.replay()
     assert asked == []
 
@@ -211,7 +211,7 @@ def test_an_idle_rank_replays_padding(life: Life, asked: list[str]) -> None:
 @pytest.mark.parametrize("life", ["fa3"], indirect=True)
 def test_a_model_that_stores_kv_itself_is_told_not_to(life: Life) -> None:
     batch, _ = life.batch(LENGTHS)
-    life.backend.kv_cache_dtype = torch.bfloat16  # else it never may
+    life.backend.kv_cache_dtype = torch.bfloat16  # else it always falls back
     life.capture()
     assert life.backend.forward_metadata is None
     assert life.backend.get_fused_kv_write_buffers(life.layer, batch) is None
@@ -221,7 +221,7 @@ def test_a_model_that_stores_kv_itself_is_told_not_to(life: Life) -> None:
 def test_a_layer_that_is_given_up_in_a_warm_up_finds_all_prepared(
     life: Life, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """fa3 itself prepares: its buffers are made when the layer is given up, not before."""
+    """fa3 makes its buffers only when the layer falls back."""
     module = module_of(life.case.backend)
     for name in dir(module):
         if name.endswith("decode_set_metadata"):
@@ -237,7 +237,7 @@ def test_a_layer_that_is_given_up_in_a_warm_up_finds_all_prepared(
     assert backend.decode_cuda_graph_metadata == {}
     batch, _ = life.batch((0,) * GRAPH_ROWS)
     q = torch.randn(GRAPH_ROWS, 4 * HEAD_DIM)
-    for _ in range(2):  # the capture in which it is noticed, and the next one
+    for _ in range(2):  # the capture that notices it, and the next one
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
         backend.init_forward_metadata_in_graph(batch)
         backend.forward_decode(q, None, None, life.layer, batch, score_mod=max)

@@ -1,4 +1,4 @@
-"""Models as SGLang's classes describe them, without weights: layers, routes and parameters."""
+"""Descriptions of models by SGLang's classes, without weights: layers, routes, parameters."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sglang_pat.workload.models import NAMED_CONFIGS
 
 pytestmark = pytest.mark.nightly
 
-# A model, the flags of its server, and of a rank: query heads, KV heads, head_dim, v_head_dim of
-# each layer, how many layers, and why pat decodes none of them.
+# A model, its server flags, and per rank: query heads, KV heads, head_dim and v_head_dim, number of
+# such layers, and why pat decodes none of them.
 LATENT = "latent attention with nothing to gain: {} fill a tile"
 EAGLE = (
     "--speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1 "
@@ -34,7 +34,7 @@ CASES = (
     ("deepseek-v2-lite", "", (16, 1, 576, 512), 27, None),
     ("deepseek-v2-lite", f"--tp 2 {EAGLE}", (8, 1, 576, 512), 27, None),
     ("deepseek-v2-lite", EAGLE, (16, 1, 576, 512), 27, LATENT.format("16 heads x 4 draft tokens")),
-    ("qwen3-8b", "--pp-size 4", (32, 8, 128, 128), 36, None),  # the layers of all stages
+    ("qwen3-8b", "--pp-size 4", (32, 8, 128, 128), 36, None),  # layers of all stages
 )
 REFUSED = (
     ("qwen3-8b", "--tp 3", "ValueError: 32 query heads on 3 GPUs; allowed: a divisor of 32"),
@@ -42,7 +42,7 @@ REFUSED = (
 )
 
 
-# Published models that SGLang builds, of which the test data keep what it built.
+# Published models that SGLang builds; the test data have the results.
 PUBLISHED = {name: shape for name, shape in read_shapes().items() if not shape.not_built}
 Described = dict[tuple[str, str], dict[str, Any]]  # by model and flags
 SMALL = {name: family.small_config for name, family in FAMILIES.items()}
@@ -53,7 +53,7 @@ WITH_WINDOWS = [
 
 @pytest.fixture(scope="module")
 def described(tmp_path_factory: pytest.TempPathFactory) -> Described:
-    """Descriptions by one process, as `advise` asks for them."""
+    """Return descriptions by one process, as for `advise`."""
     configs = {(name, flags): NAMED_CONFIGS[name] for name, flags, *_ in (*CASES, *REFUSED)}
     configs |= {(name, ""): shape.config for name, shape in PUBLISHED.items()}
     configs |= {(name, ""): SMALL[name] for name in WITH_WINDOWS}
@@ -62,7 +62,7 @@ def described(tmp_path_factory: pytest.TempPathFactory) -> Described:
         folder = tmp_path_factory.mktemp("model")
         (folder / "config.json").write_text(json.dumps(config))
         asked.append(json.dumps({"path": str(folder), "flags": flags.split()}))
-    # Engine tests of the same process leave out all models but two.
+    # Engine tests in the same process disable all models but two.
     environment = {k: v for k, v in os.environ.items() if k != "SGLANG_DISABLED_MODEL_ARCHS"}
     child = subprocess.run(
         [sys.executable, "-m", "sglang_pat.offline.model_descriptions"],

@@ -51,7 +51,7 @@ print("registered")
 
 @pytest.mark.nightly
 def test_a_scheduler_imports_pat_in_a_fraction_of_a_second() -> None:
-    """The second time: the first may write bytecode."""
+    """The second import is measured, since the first may write bytecode."""
     code = """
 import sys, time
 import sglang.srt.managers.scheduler
@@ -72,7 +72,7 @@ print(seconds, *sorted({name.partition(".")[0] for name in set(sys.modules) - be
 
 
 def start(model: Path, **arguments: Any) -> ServerArgs:
-    """First steps of a launch, in the process of the command line."""
+    """Do the first steps of a launch in the launching process."""
     load_plugins()
     server_args = ServerArgs(model_path=str(model), device="cpu", **arguments)
     if hasattr(server_args, "resolve_once"):  # 0.5.17 resolves in the constructor
@@ -81,7 +81,7 @@ def start(model: Path, **arguments: Any) -> ServerArgs:
 
 
 def backends(server_args: ServerArgs) -> tuple[str, str]:
-    """The resolved backends for prefill and for decode."""
+    """Return the resolved backends for prefill and decode."""
     names = ("prefill_attention_backend", "decode_attention_backend")
     prefill, decode = (
         resolved(server_args, name) or resolved(server_args, "attention_backend") for name in names
@@ -116,7 +116,7 @@ def test_the_default_backend_stands_for_pat(
     for each in (server_args, copy.deepcopy(server_args), pickle.loads(pickle.dumps(server_args))):
         assert is_asked_for(each)
         if hasattr(each, "resolve_once"):
-            each.resolve_once()  # a second time, in the scheduler's process
+            each.resolve_once()  # as in the scheduler's process
         assert backends(each) == expected
 
 
@@ -158,7 +158,7 @@ def test_a_bad_variable_stops_sglang_before_the_model_is_loaded(
     monkeypatch.setenv("SGLANG_PAT_STATS_FILE", "/no/such/folder/f")
     with pytest.raises(ValueError, match=r"SGLANG_PAT_STATS_FILE='/no/such/folder/f'; allowed"):
         start(tiny_model, **{option: "pat"})
-    start(tiny_model, **{option: "torch_native"})  # of no concern where pat is not used
+    start(tiny_model, **{option: "torch_native"})  # allowed if pat is not used
     monkeypatch.delenv("SGLANG_PAT_STATS_FILE")
     start(tiny_model, **{option: "pat"})
 
@@ -185,7 +185,7 @@ def test_in_strict_mode_options_are_refused_before_a_model_is_loaded(
 def test_deterministic_inference_is_served_with_a_prefix_cache(
     option: dict[str, Any], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang's own choice on a GPU stands for it: on a CPU it has none."""
+    """The choice for a GPU is faked, as SGLang chooses no backend on a CPU."""
     monkeypatch.setenv("SGLANG_PAT_STRICT", "1")
     options = {"attention_backend": "triton", "decode_attention_backend": "pat"} | option
     arguments = start(tiny_model, **options)
@@ -234,7 +234,7 @@ def test_the_factory_of_pat_says_that_it_was_not_substituted() -> None:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, str]]:
-    """The backends that were given to pat, and their names."""
+    """Record the backends that pat was added to, and their names."""
     from sglang_pat.sglang import attach
 
     given: list[tuple[Any, str]] = []

@@ -1,4 +1,4 @@
-"""PathReader on SGLang's real trees: Python nodes, and ids with each core the version has."""
+"""PathReader reads SGLang's real trees of Python nodes, and of ids in each core of the version."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def source_of(tree: Tree) -> PathReader:
 
 
 def spans(paths: PrefixPaths) -> list[list[tuple[int, int]]]:
-    """(kv_begin, kv_end) of the nodes of each request."""
+    """Return (kv_begin, kv_end) of the nodes of each request."""
     begins = paths.path_begin.tolist()
     nodes = list(zip(paths.kv_begin.tolist(), paths.kv_end.tolist(), strict=True))
     return [nodes[first:last] for first, last in pairwise(begins)]
@@ -49,7 +49,7 @@ def ids(paths: PrefixPaths) -> list[list[int]]:
 
 
 def three_levels(tree: Tree) -> list[Any]:
-    """Two users of tool A and one of tool B, under one system prompt. Slots: 1000 + position."""
+    """Insert two users of tool A and one of tool B, under one system prompt."""
     prompts = [SYSTEM + TOOL_A + USER_1, SYSTEM + TOOL_A + USER_2, SYSTEM + TOOL_B + USER_1]
     for number, prompt in enumerate(prompts):
         tree.insert(prompt, range(1000 * (number + 1), 1000 * (number + 1) + len(prompt)))
@@ -98,10 +98,7 @@ def test_a_split_refines_the_path_and_keeps_its_slots(tree: Tree) -> None:
 
 
 class OlderCore:
-    """A core in Rust of 0.5.22, or of 0.5.21, which does not collect paths.
-
-    Its nodes are those of paths that were read elsewhere.
-    """
+    """Stands in for the Rust core of 0.5.22 or 0.5.21, which cannot collect paths."""
 
     def __init__(self, paths: list[Any], *, collects: bool) -> None:
         self.nodes = {node[0]: node for path in paths for node in path}
@@ -172,7 +169,7 @@ def test_the_first_cores_in_rust_show_no_paths() -> None:
 
 
 def test_nodes_made_after_a_reset_have_new_ids(tree: Tree) -> None:
-    # Kept paths rely on new ids: a request may come again under the same name, in the same row.
+    # Kept paths rely on new node ids: a request may return with the same id and row.
     source = source_of(tree)
     seen: set[int] = set()
     for _ in range(3):
@@ -235,7 +232,7 @@ def test_a_disabled_cache_has_no_source(kind: str) -> None:
 
 def test_other_caches_have_no_source() -> None:
     class Heir(RadixCache):
-        """Like the caches of LMCache and FlexKV, which may keep other nodes."""
+        """A subclass like those of LMCache and FlexKV, which may have other nodes."""
 
     heir = Tree("python nodes").cache
     assert path_reader(heir) is not None
@@ -246,7 +243,7 @@ def test_other_caches_have_no_source() -> None:
 
 
 def test_a_tree_of_components_that_we_do_not_know_has_no_source() -> None:
-    """They may hold other slots. Windows and states are known."""
+    """Unknown components may hold other slots. pat knows windows and states."""
     cache = Tree("unified").cache
     ((kind, full),) = cache.components.items()
     for name, is_known in (("SWA", True), ("MAMBA", True), ("C128", False)):

@@ -1,4 +1,4 @@
-"""In debug mode, ranks that plan differently are noticed by all of them."""
+"""In debug mode, all ranks notice if one plans differently."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANKS = 2
 
 
 def make_plan(seq_lens: list[int]) -> DecodePlan:
-    """Plan for requests that share 64 tokens."""
+    """Return a plan for requests that share 64 tokens."""
     attention = PackAttention(8, 2, 64, dtype=torch.float32)
     batch = DecodeBatch(
         np.array(seq_lens, dtype=np.int32), PrefixPaths.from_lists([[(1, 0, 64)]] * len(seq_lens))
@@ -34,7 +34,7 @@ def make_plan(seq_lens: list[int]) -> DecodePlan:
 
 
 def check_as_rank(rank: int, folder: str) -> None:
-    """One of the ranks: alike at first, then not."""
+    """Run a rank whose plans are first equal to the other's, then different."""
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",
@@ -44,7 +44,7 @@ def check_as_rank(rank: int, folder: str) -> None:
     )
     checker = RankChecker(dist.group.WORLD)
     alike = make_plan([70, 90])
-    for _ in range(3):  # each after two steps that repeated the plan before
+    for _ in range(3):  # each new plan follows two steps that reused the last
         checker.check([alike, alike], [500, 500, 9000 + 2000 * rank])
     assert checker.checked["steps"] == 3
     assert checker.apart_ns == {str(bound_of(2000)): 3, str(bound_of(0)): 6}

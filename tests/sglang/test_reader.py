@@ -1,4 +1,4 @@
-"""The way from the scheduler's requests to a DecodeBatch, without an engine."""
+"""A DecodeBatch is made from the scheduler's requests, without an engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RUNNER = SimpleNamespace(is_draft_worker=False)
 
 
 def batch_of(lens: list[int], **more: Any) -> Any:
-    """Like SGLang's batch, as far as it is read."""
+    """Return a stand-in for SGLang's batch."""
     seq_lens = torch.tensor(lens, dtype=torch.int64)
     fields = {
         "batch_size": len(lens),
@@ -45,7 +45,7 @@ def batch_of(lens: list[int], **more: Any) -> Any:
 def read(
     builder: DecodeBatchBuilder, reqs: list[Any], tree: Any, view: Any, **schedule_batch: Any
 ) -> DecodeBatch:
-    """Batch that the builder makes of `view` while SGLang runs a batch of `reqs`."""
+    """Return the batch that the builder makes of `view` while SGLang runs `reqs`."""
     launched = batch_of([1] * len(reqs))
     scheduled = SimpleNamespace(reqs=reqs, tree_cache=tree, **schedule_batch)
     inside.batch_made(launched, scheduled, RUNNER)
@@ -84,14 +84,14 @@ def test_an_eager_step(tree: Tree, reqs: list[Any]) -> None:
 
 
 def test_a_graph_replay_shows_a_namespace_with_padding(tree: Tree, reqs: list[Any]) -> None:
-    # A replay is shown padded buffers, and neither names nor requests.
+    # The view of a replay has padded buffers, but no request ids or requests.
     view = batch_of([6, 5, 1, 1], num_padding=2, actual_forward_mode=ForwardMode.DECODE)
     batch = read(DecodeBatchBuilder(), reqs, tree.cache, view)
     assert batch.seq_lens.tolist() == [6, 5, 0, 0]
     assert batch.read_paths().path_begin.tolist() == [0, 2, 3, 3, 3]
 
 
-# Data parallelism: a replayed graph, and an eager step.
+# Data parallelism: a graph replay and an eager step.
 @pytest.mark.parametrize(
     "view",
     [
@@ -113,13 +113,13 @@ def test_equal_steps_have_equal_keys_and_read_no_path(
     builder = DecodeBatchBuilder()
     first = read(builder, reqs, tree.cache, batch_of([6, 5])).key
     monkeypatch.setattr(builder._source, "read", lambda reqs: pytest.fail("read a path"))
-    # A list of its own in each step, as SGLang may make it.
+    # SGLang may make a new list in each step.
     assert read(builder, [*reqs], tree.cache, batch_of([7, 6])).key == first
     assert +Counter(builder.changes) == {"join": 2}
 
 
 class Reads:
-    """A builder of a batch in a tree, and the requests whose paths it has read since asked last."""
+    """A batch builder with a tree, and the requests whose paths it read since the last call."""
 
     def __init__(self, kind: str = "unified") -> None:
         self.tree = Tree(kind)
@@ -131,7 +131,7 @@ class Reads:
         return self.tree.request(rid, tokens, len(tokens))
 
     def step(self, reqs: list[Any], **schedule_batch: Any) -> list[str]:
-        """Read a step; the requests whose paths were read for it."""
+        """Read a step; return the requests whose paths were read for it."""
         self.read_paths.clear()
         view = batch_of([9] * len(reqs))
         batch = read(self.builder, reqs, self.tree.cache, view, **schedule_batch)
@@ -173,13 +173,13 @@ def test_a_reorder_is_a_change_that_reads_nothing(reads: Reads) -> None:
 
 
 def moves(reads: Reads, req: Any) -> dict[str, Callable[[], object]]:
-    """Everything after which a running request may have another path, row, or slots."""
+    """Return all events after which a running request may have another path, row or slots."""
     extend = SimpleNamespace(reqs=[req], tree_cache=reads.tree.cache, decoding_reqs=None)
     launched = batch_of([3], forward_mode=ForwardMode.EXTEND)
     checkpoint = "checkpoint" if hasattr(reads.tree.cache, "checkpoint") else "cache_unfinished_req"
 
     def fail_a_checkpoint() -> None:
-        with pytest.raises((AttributeError, TypeError)):  # this is no whole Req
+        with pytest.raises((AttributeError, TypeError)):  # the stand-in is no complete Req
             getattr(reads.tree.cache, checkpoint)(req, up_to=2)
 
     return {
@@ -198,7 +198,7 @@ def test_a_request_that_moves_is_read_again(reads: Reads, move: str) -> None:
     b.last_node = reads.tree.last_node([1, 2, 3])
     place(b).cache_protected_len = 3
     assert reads.step([a, b]) == ["b"]
-    # Even with the same path: its slots may be others.
+    # Its path is the same, but its slots may differ.
     assert reads.batch.key != key
     assert +Counter(reads.builder.changes) == {"join": 2, "last_node_changed": 1}
     assert reads.batch.read_paths().kv_end.tolist()[-1] == 3
@@ -224,8 +224,9 @@ def test_rows_that_decode_in_a_mixed_batch_stay(reads: Reads) -> None:
     assert reads.step([a]) == []
 
 
-# Steps in which another backend decodes. Data parallelism: while a peer prefills, SGLang may run a
-# decode batch as a prefill of a token each, decided before the batch is made (0.5.23) or after it.
+# Steps in which another backend decodes. With data parallelism, while a peer prefills, SGLang may
+# run a decode batch as a prefill of one token each, which it decides before it makes the batch
+# (0.5.23) or afterwards.
 @pytest.mark.parametrize("mode", [ForwardMode.MIXED, ForwardMode.EXTEND, ForwardMode.DECODE])
 def test_only_a_step_right_after_one_of_the_same_requests_is_unchanged(
     reads: Reads, monkeypatch: pytest.MonkeyPatch, mode: ForwardMode
@@ -301,7 +302,7 @@ def test_a_split_by_a_newcomer_reads_those_on_the_split_node(kind: str) -> None:
     reads.step([a, other, b])
     reads.tree.insert([1, 2, 9], range(10, 13))
     newcomer = reads.request("newcomer", [1, 2, 9])
-    assert reads.step([a, other, b]) == []  # the plan is only coarser than the tree
+    assert reads.step([a, other, b]) == []  # the kept paths are coarser than the tree, but valid
     assert reads.step([a, other, b, newcomer]) == ["newcomer", "a", "b"]
     assert reads.builder.changes["split"] == 2
     paths = reads.batch.read_paths()
@@ -311,9 +312,9 @@ def test_a_split_by_a_newcomer_reads_those_on_the_split_node(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TREE_KINDS)
 def test_a_newcomer_with_drafts_shares_what_it_has_split(kind: str) -> None:
-    """Its drafts hang below the node that was split, beside the rest of that node."""
+    """Its drafts branch off where the node was split."""
     tree, builder, chains = Tree(kind), DraftBatchBuilder(), RowShape.of_drafts(2, are_chains=True)
-    tree.cache.req_to_token_pool = None  # the slots are not read
+    tree.cache.req_to_token_pool = None  # the slots are not needed
     tree.insert([1, 2, 3, 4], range(4))
     a = tree.request("a", [1, 2, 3, 4], 4)
     step = StepRequests([a], tree.cache, has_beams=False)
@@ -345,7 +346,7 @@ def test_a_path_that_does_not_match_costs_only_its_request_the_sharing(
     assert paths.node_id[0] == paths.node_id[1]
     assert reads.builder.last_shared is not None
     assert not reads.builder.steps_without_sharing
-    assert reads.step([a, c, b]) == []  # nor is it read in each step
+    assert reads.step([a, c, b]) == []  # and it is not read in every step
     c2 = reads.request("c2", [1])
     place(c2).cache_protected_len = 9
     reads.step([a, b, c2])
@@ -353,7 +354,7 @@ def test_a_path_that_does_not_match_costs_only_its_request_the_sharing(
     warnings = [line for line in caplog.messages if "cache_protected_len" in line]
     assert len(warnings) == 1, "logged once"
     assert "request c: its path in the radix tree holds 2 tokens, but" in warnings[0]
-    # It shares from when it is right.
+    # It shares as soon as its path is valid.
     reads.step([a, b])
     place(c).cache_protected_len = 2
     reads.step([a, b, c])
@@ -409,7 +410,7 @@ def test_an_unknown_cache_is_private_and_said_once(
     assert list(builder.steps_without_sharing.values()) == [3]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "SimpleNamespace" in caplog.text
-    assert read(builder, reqs, tree.cache, batch_of([6, 5])).key is not None  # and back
+    assert read(builder, reqs, tree.cache, batch_of([6, 5])).key is not None  # a valid batch again
 
 
 def test_lengths_that_are_not_on_the_host(tree: Tree, reqs: list[Any]) -> None:
@@ -420,7 +421,7 @@ def test_lengths_that_are_not_on_the_host(tree: Tree, reqs: list[Any]) -> None:
 def test_lengths_that_are_not_on_the_host_are_those_that_requests_have_committed(
     tree: Tree, reqs: list[Any]
 ) -> None:
-    """In steps of speculative decoding. The device is not asked, which knows of more."""
+    """In verify steps the host's lengths are late; the device's are not read."""
     view = batch_of([8, 9], seq_lens_cpu=None)
     for req, length in zip(reqs, (6, 5), strict=False):
         place(req).kv_committed_len = length
@@ -434,7 +435,7 @@ def test_lengths_that_are_not_on_the_host_are_those_that_requests_have_committed
 
     assert lengths(step, chains) == [7, 8, 6, 7]
     assert lengths(step, ahead) == [7, 6]
-    # So where nothing can be shared.
+    # The same holds if nothing can be shared.
     alone = step._replace(tree=SimpleNamespace())
     assert lengths(alone, ahead) == [7, 6]
 
@@ -444,7 +445,7 @@ def test_lengths_of_rows(dtype: type) -> None:
     lengths = np.array([7, 8, 9], dtype=dtype)
     for num_requests, num_rows, expected in (
         (3, 3, [7, 8, 9]),
-        (2, 4, [7, 8, 0, 0]),  # rows of a graph
+        (2, 4, [7, 8, 0, 0]),  # two rows of padding
         (3, 2, [7, 8]),
         (5, 4, [7, 8, 9, 0]),
     ):
@@ -452,7 +453,7 @@ def test_lengths_of_rows(dtype: type) -> None:
         assert lens.dtype == np.int32
         assert lens.tolist() == expected
     lens = row_lengths(lengths[::2], 2, 2)
-    lengths[:] = 0  # SGLang may write to its own
+    lengths[:] = 0  # SGLang may overwrite its tensor
     assert lens.tolist() == [7, 9]
 
 

@@ -1,4 +1,4 @@
-"""Commands and log lines of the documentation: SGLang has every option, and pat logs each line."""
+"""SGLang has every option of the documentation's commands, and pat logs each quoted line."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _SERVERS = r"(?:python3? -m sglang\.launch_server|sglang serve|python3? -m sglan
 
 
 def commands(text: str, program: str) -> list[str]:
-    """Command lines of a page's code blocks that run `program`, continued lines joined."""
+    """Return the commands of a page's code blocks that run `program`, with lines joined."""
     blocks = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     return [line.partition("#")[0] for line in lines if re.search(program, line)]
 
 
 def inline_code(text: str) -> list[str]:
-    """Code in sentences and tables, in one line each."""
+    """Return inline code of sentences and tables, each on one line."""
     prose = re.sub(r"```.*?```|<!--.*?-->", "", text, flags=re.DOTALL)
     return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
 
@@ -73,7 +73,7 @@ def test_sglang_has_every_option(page: str, command: str) -> None:
 
 
 def log_lines(text: str) -> list[str]:
-    """Quoted lines that say what pat decodes. Inline code may be broken into two lines."""
+    """Return quoted log lines about decoded layers. Inline code may span two lines."""
     quoted = []
     for ticks, code in re.findall(r"(`+)([^`]+)\1", text):
         quoted += code.splitlines() if len(ticks) > 1 else [" ".join(code.split())]
@@ -81,7 +81,7 @@ def log_lines(text: str) -> list[str]:
 
 
 def as_logged(line: str) -> str:
-    """Line that `LayerSupport` writes for the numbers and names of a quoted one."""
+    """Return the line that `LayerSupport` logs for the numbers and names of a quoted line."""
     draft = "draft model: " if line.startswith("draft model: ") else ""
     pat, total = map(int, re.findall(r"\d+", line)[:2])
     prefill = re.search(r"prefill on (\w+)", line)

@@ -1,4 +1,4 @@
-"""Steps that the backend does not plan: they are counted as if it had."""
+"""Steps that reuse a plan are counted like planned steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_each_step_is_counted_once_with_the_tokens_it_has() -> None:
     steps = SkippedPlanning(times.append, lambda: marks.append(None))
     steps.begin(TOKENS, 3)
     add(steps, 2)
-    for _ in range(2):  # asking twice changes nothing
+    for _ in range(2):  # a second call changes nothing
         stats = steps.stats()
         assert (stats.plans_built, stats.plans_reused) == (0, 2)
         assert stats.kv_tokens_query_centric == 103 + 106

@@ -1,4 +1,4 @@
-"""Reports of a backend about its steps: the stats file, the log line, which ranks, which labels."""
+"""A backend's reports: stats file, log line, ranks and labels."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_line_is_logged_at_sglangs_interval(
     server_context.observability.decode_log_interval = 4
     caplog.set_level(logging.INFO, "sglang_pat")
     backend = pat_backend(runner())
-    decode(backend, 1)  # only says where counting begins
+    decode(backend, 1)  # the first line starts the counting
     decode(backend, 3)
     assert "Pat decode" not in caplog.text
     backend.init_forward_metadata(decode_batch([1, 2], [2, 2], [9, 10]))
@@ -107,13 +107,13 @@ def test_log_line() -> None:
         "steps planned: due 2, moved 1, "
         "plan time p50/p99 (us): unchanged 5.1/6.1, changed 41.0/41.0"
     )
-    # With speculative decoding.
+    # With speculative decoding, the line also has verify steps.
     before, after = (
         counters | {"verify": {"steps": steps, "rows": 8 * steps}}
         for counters, steps in ((before, 3), (after, 43))
     )
     assert "#reuse: 37, #verify step: 40, #verified token: 320, #step" in log_line(before, after)
-    # And with a draft model.
+    # With a draft model, the line also has its steps.
     before, after = (
         counters | {"draft": {"steps": 2 * steps, "rows": 4 * steps}}
         for counters, steps in ((before, 3), (after, 43))

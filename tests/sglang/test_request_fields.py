@@ -1,4 +1,4 @@
-"""Every key that a request to SGLang may have is read, refused, or known to change nothing."""
+"""Every key of a request to SGLang is read, refused, or known to change nothing."""
 
 from __future__ import annotations
 
@@ -52,5 +52,5 @@ def test_the_tables_do_not_overlap() -> None:
         *(fields.APART, tuple(fields.REFUSED), fields.NO_EFFECT),
     )
     twice = {name for name, count in Counter(chain(*tables)).items() if count > 1}
-    # The prompt in a data set, and in the responses API the label of a talk that the server keeps.
+    # `conversation` is the prompt of data sets, and a server-side id in the responses API.
     assert twice == {"conversation"}

@@ -1,6 +1,6 @@
-"""With pat SGLang resolves its arguments as it does without, whatever the model and the GPU.
+"""SGLang resolves its arguments alike with and without pat, for any model and GPU.
 
-It adapts pages, data types and much else to the backend by name, in many places. No engine starts.
+SGLang derives page sizes, data types and more from the backend's name. No engine starts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""PlanReuse: one object decides whether a captured step repeats the last one.
-
-What a backend makes of it is in test_graph_replay, test_verify_steps and test_draft_models.
-"""
+"""PlanReuse decides whether a captured step may reuse the last plan."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ def tracker() -> RequestTracker:
 
 @pytest.fixture
 def reuse(tracker: RequestTracker) -> PlanReuse:
-    """After a decode step of two requests, which two more steps may repeat."""
+    """Return the state after a decode step of two requests, whose plan two more steps may reuse."""
     reuse = PlanReuse(tracker)
     reuse.begin_plan(DECODE, REQS, GRAPHS, ROWS, StepReason.PRIVATE)
     reuse.permit_skips(2)
@@ -55,7 +52,7 @@ def test_a_step_repeats_the_last_one_as_often_as_allowed(reuse: PlanReuse) -> No
 @pytest.mark.parametrize(
     ("step", "reason"),
     [
-        # An equal list is another batch.
+        # A copy of the list is another batch.
         ((DECODE, list(REQS), GRAPHS, ROWS), StepReason.REQUESTS),
         ((DECODE, None, GRAPHS, ROWS), StepReason.REQUESTS),
         ((VERIFY, REQS, GRAPHS, ROWS), StepReason.KIND),
@@ -70,7 +67,7 @@ def test_another_step_is_planned(reuse: PlanReuse, step: Any, reason: StepReason
 @pytest.mark.parametrize(
     "move",
     [
-        lambda tracker: tracker.invalidate([SimpleNamespace()]),  # any request: a prompt has run
+        lambda tracker: tracker.invalidate([SimpleNamespace()]),  # a prompt has run
         lambda tracker: tracker.invalidate_all(),
     ],
 )
@@ -99,7 +96,7 @@ def test_a_mixed_batch_in_which_all_decode_moves_nothing(
 def test_growth_of_lengths_that_lie_apart_or_are_huge() -> None:
     least, room = np.array([7, 5], dtype=np.int32), np.array([3, 9], dtype=np.int32)
     assert growth_of(np.array([8, 0, 7, 0], dtype=np.int64)[::2], least, room) == 3
-    assert growth_of(np.array([8, 7, 1], dtype=np.int32), least, room) == 3  # a row of padding
+    assert growth_of(np.array([8, 7, 1], dtype=np.int32), least, room) == 3  # padding last
     assert growth_of(np.array([1 << 40, 5]), least, room) is None
     assert growth_of(np.array([-(1 << 40), 5]), least, room) is None
     with pytest.raises(ValueError, match="least and room must have the same size, got 2 and 1"):

@@ -49,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("server_context")
 
 
 def fp8_runner(**change: Any) -> Any:
-    """With an fp8 pool, of which each layer has scales."""
+    """Return a runner with an fp8 pool, whose layers all have scales."""
     dtype = torch.float8_e4m3fn
     fields = {
         "kv_cache_dtype": dtype,
@@ -60,7 +60,7 @@ def fp8_runner(**change: Any) -> Any:
 
 
 def scaled_layers(**change: Any) -> Any:
-    """Layers of which the last one has scales."""
+    """Return layers, the last of which has scales."""
     scales = {
         "k_scale": torch.tensor(0.5),
         "v_scale": torch.tensor(3.0),
@@ -70,7 +70,7 @@ def scaled_layers(**change: Any) -> Any:
     return layers(**(scales | change))
 
 
-# Cases of the last layer alone: topic and value of what pat does not support, and a runner with it.
+# Unsupported properties of the last layer: topic and value of the refusal, and a runner.
 OF_A_LAYER: dict[tuple[str, str], Callable[[], Any]] = {
     ("KV pool", "KVPool of torch.bfloat16 [2, 64]"): lambda: runner(
         token_to_kv_pool=KVPool(of_last=torch.bfloat16)
@@ -118,7 +118,7 @@ OF_A_LAYER: dict[tuple[str, str], Callable[[], Any]] = {
     ("KV pool", "scaled by nan"): lambda: fp8_runner(model=scaled_layers(v_scale=float("nan"))),
     ("KV pool", "KVPool of torch.float32 [2, 64]"): lambda: runner(token_to_kv_pool=strided_pool()),
 }
-# Cases of the whole model.
+# Unsupported properties of the whole model.
 OF_THE_MODEL: dict[tuple[str, str], Callable[[], Any]] = {
     ("attention", "sparse attention (DeepseekV32ForCausalLM)"): lambda: runner(
         model_config=config(hf_config=deepseek_v32())
@@ -182,25 +182,25 @@ def deepseek_v32() -> SimpleNamespace:
 
 
 def wrapping_config() -> SimpleNamespace:
-    """A model's configuration that puts a backend of its own over SGLang's (Dots3)."""
+    """Return a model's config that wraps SGLang's backend in its own (Dots3)."""
     return SimpleNamespace(wrap_attention_backend=lambda runner, backend: backend)
 
 
 class WindowPools(KVPool):
-    """A pool of several, by rules that pat does not know."""
+    """A pool of several pools, with rules that pat does not know."""
 
     full_kv_pool = None
 
 
 def windowed_model() -> torch.nn.Module:
-    """Its layers are described as if they read everything (Unlimited-OCR)."""
+    """Return a model with windows that its layers do not declare (Unlimited-OCR)."""
     model = layers()
     model.is_prefill_aware_swa = lambda: True
     return model
 
 
 def strided_pool() -> KVPool:
-    """Keys and values of a slot beside each other in layer 1: right shapes, other strides."""
+    """Return a pool that interleaves K and V in layer 1: right shapes, other strides."""
     pool = KVPool()
     both = torch.zeros(SLOTS, 2 * KV_HEADS, HEAD_DIM)
     pool.keys[1], pool.values[1] = both[:, :KV_HEADS], both[:, KV_HEADS:]
@@ -208,7 +208,7 @@ def strided_pool() -> KVPool:
 
 
 def our_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Without those of SGLang, which logs the first time that it is hooked."""
+    """Return pat's messages, without SGLang's about its first hook."""
     return [each.getMessage() for each in caplog.records if each.name.startswith("sglang_pat.")]
 
 
@@ -314,10 +314,7 @@ def test_head_dim_512_is_pats_on_hopper(
 
 @pytest.mark.parametrize("container", [list, tuple, lambda found: dict(enumerate(found))])
 def test_layers_that_no_module_registers_are_found(container: Callable[[Any], Any]) -> None:
-    """SGLang runs a model without a class of its own by that of transformers.
-
-    It keeps its attention layers beside that model, in a dict.
-    """
+    """A model of a transformers class keeps its attention layers in a dict."""
     model = torch.nn.Module()
     model.attention_instances = container([*layers()])
     assert [*layers_of_runner(runner(model=model), "triton").shapes] == [0, 1]
@@ -327,7 +324,7 @@ def test_layers_that_no_module_registers_are_found(container: Callable[[Any], An
 
 
 def test_layers_of_one_id_are_routed_together() -> None:
-    # Some models have layers that read the KV of others, under their ids.
+    # Some models have layers that read other layers' KV under those layers' ids.
     same = layers(3)
     same[1].layer_id = same[2].layer_id = 0
     same[2].sliding_window_size = 16
@@ -376,7 +373,7 @@ def test_the_log_names_the_backend_that_prefills(caplog: pytest.LogCaptureFixtur
 
 @pytest.mark.parametrize("decodes", [True, False])
 def test_the_server_info_names_pat_where_it_decodes(decodes: bool) -> None:
-    # SGLang's own arguments name the default backend; what a scheduler tells wins over them.
+    # SGLang's arguments name the default backend; the scheduler's information has priority.
     pat_backend(runner() if decodes else runner(device="npu"))
     told = layer_report._after_get_init_info({"status": "ready"})
     assert told.pop("pat")["pat_layers"] == (2 if decodes else 0)
@@ -395,7 +392,7 @@ def test_layers_with_sinks_are_named(name: str) -> None:
     modules = torch.nn.ModuleList()
     for layer in layers(3):
         modules.append(torch.nn.ModuleDict({"attn": layer}))
-        has_sinks = layer.layer_id != 1  # None in a layer without: as in models that have both
+        has_sinks = layer.layer_id != 1  # layers without sinks pass None
         setattr(modules[-1], name, torch.nn.Parameter(torch.zeros(1)) if has_sinks else None)
         layer.sliding_window_size = 16 if layer.layer_id == 2 else -1
     pool = KVPool()
@@ -422,7 +419,7 @@ def test_layers_with_sinks_are_named(name: str) -> None:
 def test_windows_are_as_long_as_those_of_the_default_backend(
     default: str, common: int | None, tokens: int | None
 ) -> None:
-    """A layer of size 16, in a model for which SGLang has this common size."""
+    """Test a layer of size 16 in a model whose common size differs."""
     model_runner = runner(model=layers(sliding_window_size=16), sliding_window_size=common)
     layer_support = layers_of_runner(model_runner, default)
     assert layer_support.windows == ({} if tokens is None else {1: tokens})
@@ -462,7 +459,7 @@ def test_windows_are_not_batch_invariant() -> None:
 
 
 def test_a_window_that_no_request_outgrows_is_none() -> None:
-    """Its table would have a column for each token of the window."""
+    """The window's table would have a column for each token of the window."""
     model_runner = runner(model=layers(sliding_window_size=1 << 18), sliding_window_size=1 << 18)
     layer_support = layers_of_runner(model_runner, "fa3")
     assert layer_support.shapes.keys() == {0, 1}
@@ -486,7 +483,7 @@ def test_arguments_that_delegate_exist_in_this_sglang() -> None:
 
 @pytest.mark.skipif(not hasattr(envs, GLUE_GRAPH), reason="this SGLang has no glue graphs")
 def test_a_graph_in_place_of_planning_delegates(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Its replays would read the plan of the step that it was captured in.
+    # Its replays would read the plan of the captured step.
     monkeypatch.setenv(GLUE_GRAPH, "1")
     assert type(pat_backend(runner())) is DefaultBackend
 
@@ -507,7 +504,7 @@ def test_the_table_has_what_the_log_says_of_drafts() -> None:
 def test_as_many_drafts_as_pay_delegate(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, server_context: Any
 ) -> None:
-    """The requests of a step then have different numbers of rows."""
+    """The requests of a step would have different numbers of rows."""
     caplog.set_level(logging.INFO, "sglang_pat")
     monkeypatch.setenv(RAGGED_VERIFY, "compact")
     arguments = {"speculative_num_draft_tokens": 4}
@@ -527,14 +524,14 @@ def test_as_many_drafts_as_pay_delegate(
 def test_a_plan_stream_that_does_not_wait_delegates(
     change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In 0.5.17, and of several draft layers in both versions."""
+    """The reason applies to 0.5.17, and to several draft layers in both versions."""
     monkeypatch.setenv(PLAN_STREAM, "1")
     waits = sglang.__version__ != "0.5.17" and not change
     counts = {"speculative_num_draft_tokens": 4}
     drafting = server_arguments(speculative_algorithm="EAGLE", **counts, **change)
     reason = early_reason(drafting)
     assert str(reason) == ("None" if waits else f"{PLAN_STREAM}=1 in the environment")
-    # These do not use it for what pat plans.
+    # These algorithms do not use the option in steps that pat plans.
     for algorithm in ("NGRAM", "DFLASH"):
         assert early_reason(server_arguments(speculative_algorithm=algorithm)) is None
 
@@ -558,7 +555,7 @@ def test_scales_count_where_the_default_backend_stores_by_them() -> None:
 
 def test_scales_are_those_that_the_pool_divides_by() -> None:
     layer = scaled_layers()[-1]
-    layer.k_scale_float = layer.v_scale_float = 1.0  # out of date after an update of the weights
+    layer.k_scale_float = layer.v_scale_float = 1.0  # stale after a weight update
     assert read_scales(layer) == (0.5, 3.0)
     assert read_scales(layer)[0] is layer.k_scale
     layer.k_scale = layer.v_scale = None

@@ -1,4 +1,4 @@
-"""The steps that the benchmark of planning times, in each of SGLang's prefix caches."""
+"""The planning benchmark's steps run in each of SGLang's prefix caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The self-test, by which versions of SGLang that pat was not tested with are judged."""
+"""The self-test decides whether pat runs with an untested version of SGLang."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from sglang_pat.sglang.tree import radix_paths, self_test
 
 @pytest.fixture
 def untested(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An SGLang that is like the installed one, under a version that is not in the table."""
+    """Give the installed SGLang a version that is not in the table."""
     monkeypatch.setattr(self_test, "version", lambda package: "0.9.0")
     monkeypatch.setattr(reports, "rank_speaks", lambda: True)
 
 
 def break_paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adapter that misreads: the first node of each path ends a token too late."""
+    """Break the adapter: the first node of each path ends one token too late."""
     read = radix_paths.NodeObjectPaths.read
 
     def misread(self: Any, reqs: Any) -> Any:
@@ -42,7 +42,7 @@ def test_a_tested_version_is_not_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(self_test, "version", lambda package: "0.5.23")
-    break_paths(monkeypatch)  # not even tried
+    break_paths(monkeypatch)  # so that a self-test would fail
     self_test.check_version()
     assert not caplog.records
 
@@ -95,7 +95,7 @@ def test_slots_of_another_prompt_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("untested")
 def test_events_that_are_not_seen_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Stand-in for a version that takes locks by another method.
+    # Simulates a version that takes locks by another method.
     watched = radix_paths.CacheEventMonitor._watched
     monkeypatch.setattr(
         radix_paths.CacheEventMonitor,

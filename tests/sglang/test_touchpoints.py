@@ -1,4 +1,4 @@
-"""`sglang_pat/sglang/touchpoints.txt` lists what the code does to SGLang, and no more."""
+"""`sglang_pat/sglang/touchpoints.txt` lists exactly what the code changes or reads in SGLang."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from sglang_pat.sglang.tree import radix_paths
 from sglang_pat.stats import PlanStats
 
 FOLDER = Path(adapter.__file__).parent
-Place = tuple[str, str]  # a module of the adapter, and what it touches
+Place = tuple[str, str]  # a module of the adapter, and the name in SGLang
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:
-    """Yield the modules of the adapter that run in a server."""
+    """Yield the adapter's modules that run in a server."""
     for path in sorted(FOLDER.rglob("*.py")):
         name = ".".join(path.relative_to(FOLDER).with_suffix("").parts)
         if path.stem != "__init__" and not name.startswith("cpu."):
@@ -39,7 +39,7 @@ def listed(kind: str) -> set[Place]:
 
 
 def value_of(node: ast.expr, module: Any) -> set[str]:
-    """Return the values of an expression. A variable of a function is a worker of block drafts."""
+    """Return the possible values of an expression. Local variables are block-draft workers."""
     text, names = ast.unparse(node), vars(module)
     try:
         return {eval(text, names)}
@@ -66,14 +66,14 @@ def test_hooks_are_those_of_the_list() -> None:
         for module in [importlib.import_module(f"{adapter.__name__}.{name}")]
         for target in value_of(call.args[0], module)
     }
-    # Registered before there is a backend, and so not by hooks.py.
+    # plugin.py registers this hook itself, since there is no backend yet.
     resolution = ("plugin", "sglang.srt.server_args:ServerArgs.resolve_once|__post_init__")
     assert found | {resolution} == listed("hook")
 
 
 def test_methods_that_are_overridden_are_those_of_the_list() -> None:
     overrides = {target.rpartition(".")[2] for _, target in listed("override")}
-    # Not in the oldest SGLang.
+    # Names that the oldest SGLang lacks.
     later = {each.target.rpartition(".")[2] for each in TOUCHPOINTS if each.not_in}
     sglangs = {*dir(AttentionBackend), *later}
     mixins = (DecodeMixin, PatMixin, PatSpeculativeMixin)
@@ -98,9 +98,9 @@ def test_attributes_are_those_of_the_list() -> None:
 
 
 def test_objects_of_sglang_are_written_where_the_list_says() -> None:
-    """An attribute that no class of the adapter declares belongs to an object of SGLang's."""
+    """Attributes that no class of the adapter declares belong to SGLang's objects."""
     trees = list(modules())
-    ours = {*PlanStats.__dataclass_fields__, "rid"}  # a row of beams declares it, as Reqs do
+    ours = {*PlanStats.__dataclass_fields__, "rid"}  # declared by beam rows, like Reqs
     ours |= {
         node.target.id
         for _, tree in trees
@@ -116,7 +116,7 @@ def test_objects_of_sglang_are_written_where_the_list_says() -> None:
                 else:
                     written.add((name, node.attr))
     written = {place for place in written if place[1] not in ours}
-    # Arguments are set by setattr().
+    # Arguments are set with setattr().
     values = [place for place in listed("value") if place[0] != "start.argument_rewrite"]
     expected = {(name, target.rpartition(":")[2].rpartition(".")[2]) for name, target in values}
     expected |= {(name, "__class__") for name, _ in listed("class")}
@@ -124,7 +124,7 @@ def test_objects_of_sglang_are_written_where_the_list_says() -> None:
     assert written == expected
 
 
-# Questions about models and pools, about objects that pat has marked, and about any SGLang at all.
+# hasattr() calls that do not distinguish versions: about models, pools and marked objects.
 NOT_OF_VERSIONS = {
     ("plugin", "hasattr(factory, WRAPPED)"),
     ("start.hooks", "(AttributeError, ImportError)"),

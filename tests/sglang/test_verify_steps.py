@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("as_on_a_gpu")
 
 DRAFTS = 3
 CHAIN = chain(DRAFTS)
-# By algorithm: what draft tokens read of each other.
+# Algorithm -> mask of the draft tokens that each draft token reads.
 READS = {"EAGLE3": CHAIN, "NGRAM": BRANCHES}
 both_algorithms = pytest.mark.parametrize("algorithm", READS)
 
@@ -49,24 +49,24 @@ def verifying(algorithm: str = "EAGLE3", kind: str = TREE_KINDS[0], **more: Any)
 
 
 def mask_of(*reads: torch.Tensor) -> torch.Tensor:
-    """SGLang's mask of two requests over their draft tokens alone."""
+    """Return SGLang's mask of two requests over their draft tokens only."""
     return torch.cat([each.flatten() for each in reads * (2 // len(reads))])
 
 
 @pytest.fixture(params=TREE_KINDS)
 def scene(request: pytest.FixtureRequest) -> Scene:
-    """Verifies chains."""
+    """A scene that verifies chains."""
     return verifying(kind=request.param)
 
 
 @pytest.fixture
 def branching() -> Scene:
-    """Verifies trees."""
+    """A scene that verifies trees."""
     return verifying("NGRAM")
 
 
 def counts(scene: Scene) -> dict[str, int]:
-    """Counts of all steps, however they were planned."""
+    """Return the counters that planned and reused steps have in common."""
     counters = scene.counters
     tokens = {name: number for name, number in counters.items() if "tokens" in name}
     return tokens | counters["verify"]
@@ -88,7 +88,7 @@ def test_plans_are_reused_while_requests_grow_by_what_is_accepted(scene: Scene) 
         scene.served.step(lens, 2)
     plans = scene.served.plans
     assert (plans.last.stats.plans_built, plans.last.stats.plans_reused) == (1, 3)
-    # Once for all rows of all requests: the prefix, and what each request had of its own.
+    # All rows together read the prefix once, and each request's private tokens once.
     assert plans.last.step_tokens.planned < 0.5 * plans.last.step_tokens.query_centric
     assert scene.counters["verify"] == {"steps": 4, "rows": 4 * 2 * DRAFTS}
 
@@ -102,7 +102,7 @@ def test_plans_are_reused_while_requests_grow_by_what_is_accepted(scene: Scene) 
 def test_rows_that_mlp_synchronisation_adds_are_padding(
     algorithm: str, knows: str, more_rows: int
 ) -> None:
-    """Behind those of the requests: whole requests, which are planned, and a rest."""
+    """Padding follows the requests' rows: whole requests, which are planned, and a rest."""
     scene, reads = verifying(algorithm), READS[algorithm]
     if knows == "no tree":
         scene.scheduled.tree_cache = SimpleNamespace()
@@ -123,7 +123,7 @@ def test_rows_that_mlp_synchronisation_adds_are_padding(
 @pytest.mark.parametrize("more_rows", range(1, 8))
 @both_algorithms
 def test_rows_behind_those_of_a_graph_are_padding(algorithm: str, more_rows: int) -> None:
-    """Graphs of as many requests, and of more; planned, and not."""
+    """Test graphs of as many and of more requests, in planned and reused steps."""
     scene, reads = verifying(algorithm, is_checked=False), READS[algorithm]
     graph = 2 + more_rows // DRAFTS
     scene.served.capture(graph)
@@ -164,7 +164,7 @@ def test_a_step_that_lacks_requests_is_refused(scene: Scene) -> None:
         scene.served.attend(view)
 
 
-# --- steps that are no repetition ---
+# --- steps that need a new plan ---
 
 
 @both_algorithms
@@ -188,9 +188,9 @@ def test_a_step_of_another_kind_is_no_repetition(algorithm: str, is_checked: boo
 def test_graphs_that_do_not_write_their_rows_are_never_repeated(
     is_captured_anew: bool, kind: str
 ) -> None:
-    """A runner that does not ask the backend what to capture has them so.
+    """Some runners capture full masks without first asking the backend.
 
-    Also after new weights, where graphs are captured anew that wrote their rows.
+    They also do after a weight update, which captures all graphs again.
     """
     scene = verifying(kind=kind, is_checked=False)
     if is_captured_anew:
@@ -209,7 +209,7 @@ def test_what_has_long_been_committed_is_read_once_again(scene: Scene) -> None:
     for _ in range(2):
         lens = grown(lens, [MAX_READ_APART, 1])
         scene.served.assert_exact(scene.served.step(lens, 2), lens)
-    # 32 accepted tokens are still read apart, 64 are not.
+    # The plan reads 32 accepted tokens per row, but shares 64.
     stats = scene.served.plans.last.stats
     assert (stats.plans_built, stats.plans_reused) == (2, 1)
     paths = inside.paths(scene.served.backend)
@@ -220,7 +220,7 @@ def test_what_has_long_been_committed_is_read_once_again(scene: Scene) -> None:
 
 
 def test_masks_of_trees_are_computed_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in a step that is planned because the log wants a line."""
+    """A step that is planned for a log line computes them once, too."""
     scene = verifying("NGRAM", is_checked=False)
     inside.log_every(scene.served.backend, 3)
     scene.served.capture(2)
@@ -241,14 +241,14 @@ def test_masks_of_trees_are_computed_once_per_step(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_masks_over_the_drafts_alone(on_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     lens, trees = torch.tensor([2, 4]), torch.stack([BRANCHES, CHAIN])
-    more = torch.zeros(7 if on_cpu else 0, dtype=torch.bool)  # of a buffer
+    more = torch.zeros(7 if on_cpu else 0, dtype=torch.bool)  # unused end of a buffer
     monkeypatch.setattr(torch.Tensor, "is_cpu", on_cpu)
     assert torch.equal(square_masks(torch.cat([trees.flatten(), more]), lens, DRAFTS), trees)
 
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """In place of SGLang's module."""
+    """Stands in for SGLang's module."""
     module = SimpleNamespace(USE_FULL_MASK=True)
     monkeypatch.setitem(sys.modules, "sglang.srt.speculative.ngram_worker", module)
     monkeypatch.setattr("sglang.srt.speculative.ngram_worker", module, raising=False)
@@ -261,7 +261,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
         ({"speculative_algorithm": "NGRAM"}, {}, False),
         ({"speculative_algorithm": "EAGLE"}, {}, True),
         ({"speculative_algorithm": "NGRAM"}, {"device": "cpu"}, True),
-        # The default backend of a fallback layer may read them.
+        # A fallback layer's default backend may read full masks.
         ({"speculative_algorithm": "NGRAM"}, {"model": layers(sliding_window_size=128)}, True),
         ({"speculative_algorithm": "NGRAM", "enable_watermark": True}, {}, True),
     ],
@@ -282,7 +282,7 @@ def test_full_masks_are_made_for_other_readers_alone(
 
 
 def test_full_masks_are_made_for_a_model_that_pat_does_not_decode(worker: Any) -> None:
-    """The model that this process served before may have left the other ones."""
+    """An earlier model of this process may have switched to the short masks."""
     worker.USE_FULL_MASK = False
     made = server_arguments(speculative_algorithm="NGRAM", speculative_num_draft_tokens=DRAFTS)
     backend = pat_backend(runner(server_args=made, model_config=config(is_encoder_decoder=True)))
@@ -293,7 +293,7 @@ def test_full_masks_are_made_for_a_model_that_pat_does_not_decode(worker: Any) -
 def test_sglang_may_write_masks_over_the_drafts_alone(
     branching: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Into a buffer of as many requests as graphs have; the default backend's if it has a layer."""
+    """pat's buffer has the size of the largest graph. With a fallback layer there is none."""
     given = branching.served.backend.verify_mask
     assert given.mode is TreeMaskMode.QLEN_ONLY
     assert (given.fits(GRAPH), given.fits(GRAPH + 1)) == (True, False)
@@ -314,9 +314,9 @@ def test_sglang_may_write_masks_over_the_drafts_alone(
 def test_full_masks_are_back_with_a_layer_that_is_delegated_late(
     when: str, worker: Any, branching: Scene
 ) -> None:
-    """Its default backend may read them, in this step too."""
+    """The default backend may read them, also in this step."""
     served, lens = branching.served, [25, 31]
-    worker.USE_FULL_MASK = when in ("buffer", "own")  # own: a batch that is larger than all graphs
+    worker.USE_FULL_MASK = when in ("buffer", "own")  # own: the batch exceeds all graphs
     mask, is_known = mask_of(BRANCHES, CHAIN), when not in ("warm-up", "capture")
     if when == "buffer":
         buffer = served.backend.verify_mask.buffer
@@ -345,7 +345,7 @@ def test_full_masks_are_back_with_a_layer_that_is_delegated_late(
 
 
 def full_mask(lens: list[int], trees: list[torch.Tensor]) -> torch.Tensor:
-    """Mask in the format of SGLang's n-gram worker."""
+    """Return a mask in the format of SGLang's n-gram worker."""
     rows = [
         torch.cat([torch.ones(DRAFTS, length, dtype=torch.bool), tree], dim=1).flatten()
         for length, tree in zip(lens, trees, strict=True)
@@ -364,7 +364,7 @@ def test_masks_over_all_that_a_request_has(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def fall_back(scene: Scene) -> None:
-    """Leave a layer to the default backend."""
+    """Let a layer fall back."""
     support = inside.layer_support(scene.served.backend)
     support.fall_back(0, Unsupported("attention", "of a test"))
 
@@ -380,14 +380,14 @@ def test_capture_verifies_requests_that_nobody_knows(algorithm: str) -> None:
 
 
 def test_the_default_backend_prepares_no_verify_step(scene: Scene) -> None:
-    # But its tables of graphs are there: SGLang lets drafts write their masks into them.
+    # The default backend's graph tables exist, since SGLang writes drafts' masks into them.
     for graph in (2, 0):
         scene.served.step([25, 31], graph)
     assert scene.served.backend.calls == ["graphs of 4 rows"]
 
 
 def test_a_step_of_a_plan_stream_is_prepared_once(scene: Scene) -> None:
-    """SGLang asks the default backend if it has a layer, and that one may refuse."""
+    """With a fallback layer the default backend is called, which may refuse."""
     view, backend = scene.served.step([25, 31], 2), scene.served.backend
     backend.update_verify_buffers_to_fill_after_draft(view.spec_info, 2)
     scene.served.assert_exact(view, [25, 31])
@@ -408,7 +408,7 @@ def test_a_batch_that_is_planned_before_its_forward_is_one_step(scene: Scene) ->
     seen: list[Any] = []
     for _ in range(2):
         batch = scene.served.view([25, 31])
-        # A draft model's batch of the same requests, in which they do not move.
+        # A draft model's batch of the same requests does not move them.
         draft = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
         inside.batch_made(draft, scene.scheduled, SimpleNamespace(is_draft_worker=True))
         inside.load_batch(

@@ -1,4 +1,4 @@
-"""The simulated server on our tree and on SGLang's: the same passes, steps and free tokens."""
+"""The simulated server makes the same passes with its own tree and with SGLang's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def shortened(trace: Trace) -> Iterator[TraceRequest]:
-    """A tenth of all lengths, so that small pools are tight."""
+    """Divide all lengths by ten, so that small pools are tight."""
     for each in trace.stream:
         prompt = tuple(Segment(s.content, max(1, s.length // 10)) for s in each.prompt)
         yield TraceRequest(each.arrival, prompt, max(1, each.output_length // 10))

@@ -1,4 +1,4 @@
-"""`sglang-pat` in the process of the test."""
+"""Runs `sglang-pat` in the process of the test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Answer(NamedTuple):
     err: str
 
     def check_refusal(self, message: str, most: int = 500) -> None:
-        """Wrong input: one short line on stderr, and nothing else."""
+        """Assert that the command refused wrong input with one short line on stderr only."""
         assert (self.status, self.out) == (2, "")
         assert message in self.err
         assert self.err.count("\n") == 1, self.err
@@ -28,6 +28,6 @@ def answer(capsys: pytest.CaptureFixture[str], *words: object) -> Answer:
     """Run `sglang-pat WORDS...`."""
     try:
         status = main(list(map(str, words)))
-    except SystemExit as ended:  # of argparse
+    except SystemExit as ended:  # raised by argparse
         status = int(ended.code or 0)
     return Answer(status, *capsys.readouterr())

@@ -1,4 +1,4 @@
-"""Reads a constant out of a compiled image, which is an ELF file, without a driver."""
+"""Reads a constant from a compiled image (an ELF file) without a driver."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import struct
 
 
 def constant(image: bytes, name: str) -> bytes:
-    """The bytes of the symbol `name`.
+    """Return the bytes of the symbol `name`.
 
     Raises
     ------

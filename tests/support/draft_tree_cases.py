@@ -2,7 +2,7 @@
 
     TRITON_INTERPRET=1 python tests/support/draft_tree_cases.py
 
-compares the kernel with it, on a CPU.
+compares the kernel with that result, on a CPU.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 
 
 class TreeCase(NamedTuple):
-    """A tree of drafts to attend to.
+    """Shapes and options of a call of `merge_drafts()`.
 
-    drafts: rows of a group, and its keys, unless `keys` says how many. logit_cap: 0 for none.
-    kv_dtype: as the queries' if None; if not, with scales; that of the keys lies on the device for
-    e5m2. tiled: None: as the kernel chooses.
+    drafts: rows of a group, and its number of keys unless `keys` is given. logit_cap: 0 for none.
+    kv_dtype: None for the queries' type; others have scales, and e5m2 has the scale of K on the
+    device. tiled: None lets the kernel choose.
     """
 
     heads: int
@@ -40,26 +40,26 @@ CASES = [
     TreeCase(16, 1, 256, 256, 16, kv_dtype=torch.float8_e5m2),
     TreeCase(16, 2, 512, 512, 4),
     TreeCase(16, 2, 512, 512, 12),
-    # Branches of a draft model: each row has keys of its own.
+    # Branches of a draft model: each row has its own keys.
     TreeCase(8, 2, 64, 64, 1, keys=3),
     TreeCase(14, 2, 128, 128, 4, keys=7),
-    # Large trees: several tiles of rows, and of keys.
+    # Large trees of several tiles of rows and of keys.
     TreeCase(32, 8, 128, 128, 64),
     TreeCase(16, 4, 128, 128, 33, logit_cap=0.5),
     TreeCase(6, 2, 80, 80, 70, kv_dtype=torch.float8_e5m2),
     TreeCase(8, 1, 192, 128, 20, kv_dtype=torch.float8_e4m3fn),
-    # Each body where the other one is chosen.
+    # Shapes for which the kernel would choose the other body.
     TreeCase(32, 8, 128, 128, 8, tiled=True),
     TreeCase(12, 4, 64, 64, 3, tiled=True),
     TreeCase(8, 2, 64, 64, 17, tiled=False),
 ]
 REQUESTS, SLOTS = 3, 220
-# A step of the dtype, and what the order of sums is about.
+# One rounding step of the dtype, plus the effect of another order of sums.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 class Trees(NamedTuple):
-    """Arguments of `merge_drafts()`, except `biases`: which draft tokens each one reads."""
+    """Arguments of `merge_drafts()`, with the masks from which `biases` are made."""
 
     q: torch.Tensor
     caches: tuple[torch.Tensor, torch.Tensor]
@@ -77,7 +77,7 @@ class Trees(NamedTuple):
     def to(self, device: str) -> Trees:
         caches, before = ((a.to(device), b.to(device)) for a, b in (self.caches, self.before))
         return self._replace(
-            # Queries are a part of what a layer computes: their rows do not lie side by side.
+            # Queries are a slice of a layer's fused projection, so their rows are not contiguous.
             q=torch.cat([self.q, self.q], dim=1).to(device)[:, : self.q.shape[1]],
             caches=caches,
             slots=self.slots.to(device),
@@ -90,7 +90,7 @@ class Trees(NamedTuple):
 
 
 def make_trees(case: TreeCase, dtype: torch.dtype) -> Trees:
-    """On the CPU. Some rows had nothing before; the last group is padding, in one slot."""
+    """Make random trees on the CPU. Some rows have no prefix; the last group is padding."""
     generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> torch.Tensor:
@@ -105,9 +105,9 @@ def make_trees(case: TreeCase, dtype: torch.dtype) -> Trees:
     slots[-keys:] = 0
     out, lse = some(rows, case.heads, case.v_head_dim), 3 * some(rows, case.heads)
     out[1::3], lse[1::3] = 0, float("-inf")
-    masks[-1, -1] = False  # nothing is read beside the plan
+    masks[-1, -1] = False  # padding reads no draft token
     if rows > REQUESTS:
-        out[-1], lse[-1] = 0, float("-inf")  # nor by it
+        out[-1], lse[-1] = 0, float("-inf")  # and no prefix
     stored = case.kv_dtype or dtype
     k_scale = torch.tensor(0.75) if case.kv_dtype is torch.float8_e5m2 else 0.75
     return Trees(
@@ -126,7 +126,7 @@ def make_trees(case: TreeCase, dtype: torch.dtype) -> Trees:
 
 
 def exact(trees: Trees) -> torch.Tensor:
-    """In float64, of trees on the CPU."""
+    """Return the attention over prefix and drafts in float64. The trees are on the CPU."""
     q, (out, lse) = trees.q.double(), trees.before
     _, rows, keys_each = trees.masks.shape
     result = torch.empty_like(out, dtype=torch.float64)
@@ -143,14 +143,14 @@ def exact(trees: Trees) -> torch.Tensor:
         if trees.logit_cap:
             logits = trees.logit_cap * torch.tanh(logits / trees.logit_cap)
         weights = torch.cat([lse[row].double()[:, None], logits], dim=1).softmax(dim=1)
-        weights = weights.nan_to_num(nan=0.0)  # where nothing is read
+        weights = weights.nan_to_num(nan=0.0)  # of rows that read nothing
         result[row] = weights[:, :1] * out[row].double()
         result[row] += torch.einsum("hk,khd->hd", weights[:, 1:], values)
     return result
 
 
 def assert_exact(found: torch.Tensor, trees: Trees) -> None:
-    """trees: on the CPU."""
+    """Assert that a result is within the tolerance. The trees are on the CPU."""
     tolerance = TOLERANCE[trees.q.dtype]
     torch.testing.assert_close(found.cpu().double(), exact(trees), atol=tolerance, rtol=tolerance)
 

@@ -1,7 +1,7 @@
-"""The cheapest packing of a small forest, found by trying all, and what the scheduler's costs more.
+"""Finds the cheapest packing of a small forest by brute force, to compare the scheduler's with it.
 
-Searched are all divisions of the requests, in tree order, into runs that fit into a tile; for each
-set of shared nodes that are items of their own, with one partial for each of their requests.
+The search covers all sets of shared nodes that become items of their own (with a partial for each
+request), and all divisions of the requests, in tree order, into runs that fit into a tile.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _UNCUT = 1 << 24
 
 
 def random_forest(generator: np.random.Generator, max_requests: int = 12) -> ForestCase:
-    """Lengths from one token to some thousand, evenly over the magnitudes."""
+    """Draw a forest whose lengths, one to some thousand tokens, are log-uniform."""
 
     def tokens() -> int:
         return int(2 ** generator.uniform(0, 12))
@@ -33,7 +33,7 @@ def random_forest(generator: np.random.Generator, max_requests: int = 12) -> For
 
 
 def packed_cost(case: ForestCase, group_size: int, block_q: int) -> float:
-    """Cost of the scheduler's packing: nothing is cut, and no other packing tried."""
+    """Return the cost of the scheduler's packing, without cuts and without its other candidates."""
     scheduler = PackScheduler(
         group_size=group_size,
         num_workers=1,
@@ -54,7 +54,7 @@ def packed_cost(case: ForestCase, group_size: int, block_q: int) -> float:
 
 
 def exact_cost(case: ForestCase, group_size: int, block_q: int) -> float:
-    """Cost of the cheapest packing."""
+    """Return the cost of the cheapest packing."""
     requests_per_tile = block_q // group_size
     paths = [[node.node_id for node in path] for path in case.paths]
     length = {n.node_id: n.kv_end - n.kv_begin for path in case.paths for n in path}
@@ -91,7 +91,7 @@ def _cost_of_runs(
     requests_per_tile: int,
     group_size: int,
 ) -> float:
-    """The cheapest runs, where the nodes of `apart` are items of their own."""
+    """Return the cost of the cheapest runs if the nodes of `apart` are items of their own."""
     costs = CostModel().values()
     reread, partial, item = (costs[n] for n in ("reread_token", "partial_row", "packed_item"))
     total = 0.0
@@ -109,7 +109,7 @@ def _cost_of_runs(
         cheapest = float("inf")
         for begin in range(end - 1, max(-1, end - 1 - requests_per_tile), -1):
             if begin < end - 1 and not common[begin]:
-                break  # nothing is shared across
+                break  # no node spans this boundary
             again = 0
             if begin:
                 again = sum(length[n] for n in common[begin - 1] if n not in apart)
@@ -120,7 +120,7 @@ def _cost_of_runs(
 
 
 def _tree_order(paths: list[list[int]], holders: dict[int, int]) -> list[int]:
-    """Children before the requests that end at a node, in the order of their appearance."""
+    """Return the requests depth first: children before requests that end at their node."""
     kept = [[n for n in path if holders[n] > 1] for path in paths]
 
     def walk(requests: list[int], depth: int) -> list[int]:
@@ -135,7 +135,7 @@ def _tree_order(paths: list[list[int]], holders: dict[int, int]) -> list[int]:
 
 
 def packing_gaps(num_forests: int, seed: int = 0) -> list[float]:
-    """By how much the scheduler's packing costs more than the cheapest, as a part of the latter."""
+    """Return the relative excess cost of the scheduler's packing for each of random forests."""
     generator = np.random.default_rng(seed)
     gaps = []
     for _ in range(num_forests):

@@ -1,7 +1,7 @@
 """Engines of the small models of `model_families`, forked from one process.
 
-An engine's start is little else than the import of SGLang, again in each of its processes. Here one
-process imports SGLang, and forks a child for each engine, which starts in a second or two.
+Most of an engine's start is the import of SGLang in each of its processes. Here one process imports
+SGLang and forks a child for each engine, which starts in a second or two.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # a process of its own: pytest puts these on the path elsewhere
+if __name__ == "__main__":  # pytest sets this path in the test process
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "benchmarks")]
 
 from model_families import FAMILIES, VOCAB_SIZE, Family
 
 IMPORT_SECONDS, RUN_SECONDS = 300, 150  # on a busy machine; 10 and 3 on an idle one
 NUM_TOKENS = 24
-PREFIX = 100  # tokens that all prompts begin with
+PREFIX = 100  # common tokens at the start of all prompts
 _CALLS = "FAMILY_CALLS_FILE"
 
 
 @dataclass(frozen=True)
 class Run:
-    """Answers of an engine, and its actions meanwhile.
+    """Answers of an engine, and records of the run.
 
-    tokens: one answer per prompt. verify_steps: in how many steps of speculative decoding each was
-    verified; first_verify_steps: of the first prompt, which is asked alone before all. retractions:
-    how often a request was sent back to the queue. from_host: prompt tokens whose KV came back from
-    the host's tier of the cache. aborted: requests that were aborted in the middle of an answer.
-    smallest_gap: in log-probability, between the best and the second token of any step. calls: (who
-    decoded, or verified drafts: "pat" or "default", layer id) -> how often; draft_calls: of a draft
-    model. routes: of pat, in the server's info. stats: what pat has counted in the whole run. log:
-    of the engine's processes.
+    tokens: one answer per prompt. verify_steps: number of verify steps of each answer;
+    first_verify_steps: of the first prompt, which is sent alone before the others. retractions:
+    number of retracted requests. from_host: prompt tokens whose KV was loaded from the host tier of
+    the cache. aborted: number of requests aborted mid-answer. smallest_gap: smallest difference in
+    log-probability between the best and the second token. calls: ("pat" or "default", layer id) ->
+    number of decode or verify calls; draft_calls: the same for a draft model. routes: pat's report
+    in the server info. stats: pat's counters of the whole run. log: output of the engine's
+    processes.
     """
 
     tokens: list[list[int]]
@@ -67,24 +67,23 @@ class Run:
     log: str
 
     def layers_of(self, route: str) -> tuple[int, ...]:
-        """The layers that were decoded by it, in order."""
+        """Return the ids of the layers that this backend decoded, in order."""
         return tuple(sorted(layer for who, layer in self.calls if who == route))
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What an engine is asked besides the prompts.
+    """Options of a run.
 
-    stop_tokens: one for each prompt, which ends its answer. ranks: variables with which SGLang
-    starts several ranks (`environment_of_ranks`). answers: what the model answers, for drafts that
-    are right (`fakes.draft_blocks`). environment: variables of SGLang's. has_graphs: steps of pat
-    run as in CUDA graphs (`fakes.cuda_graphs`); no step is checked then, since in debug mode none
-    repeats another, and every other prompt comes twice, so that KV is computed twice and freed
-    once. aborts: all prompts come once before, while others that are the same are aborted.
-    conversations: prompts begin conversations of several turns, whose answers are put together;
-    "whole": a turn repeats what was said before; "session" and "streaming": SGLang's sessions keep
-    it, the second kind with its KV, and mended for drafts (`fakes.speculation`). evictions: the
-    prompts come twice, and others between, which need the pool.
+    stop_tokens: one stop token for each prompt. ranks: environment of several ranks
+    (`environment_of_ranks`). answers: known answers, for right drafts (`fakes.draft_blocks`).
+    environment: SGLang's variables. has_graphs: simulate CUDA graphs (`fakes.cuda_graphs`); steps
+    are then unchecked, since debug mode reuses no plan, and every other prompt is sent twice, so
+    that duplicate KV is computed and freed. aborts: first send all prompts while copies of them are
+    aborted. conversations: prompts start conversations, whose answers are concatenated; in "whole"
+    conversations a turn repeats the earlier text, in "session" and "streaming" ones SGLang keeps it
+    ("streaming" with its KV, corrected for drafts by `fakes.speculation`). evictions: send the
+    prompts twice, and in between others that fill the pool.
     """
 
     stop_tokens: list[int] | None = None
@@ -98,11 +97,11 @@ class Asked:
 
 
 class EngineFailed(RuntimeError):
-    """The engine has not answered. Its log is the message."""
+    """The engine gave no answers. The message is its log."""
 
 
 class FamilyEngines:
-    """Starts engines one after the other."""
+    """Starts engines one at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -120,7 +119,7 @@ class FamilyEngines:
             raise
 
     def close(self) -> None:
-        """End the process; no engine is running."""
+        """End the process; no engine may be running."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -131,7 +130,7 @@ class FamilyEngines:
         self._log.close()
 
     def alone(self, family: Family) -> Run:
-        """Answer the prompts on SGLang's default backend, without options; once for all tests."""
+        """Answer the prompts on SGLang's default backend without options; cached for all tests."""
         if family.name not in self._alone:
             self._alone[family.name] = self.run(family, None)
         return self._alone[family.name]
@@ -139,7 +138,7 @@ class FamilyEngines:
     def run(self, family: Family, backend: str | None, **options: Any) -> Run:
         """Answer the prompts with an engine of this family.
 
-        backend: None is SGLang's default. options: fields of `Asked`, and arguments of
+        backend: None is SGLang's default. options: fields of `Asked` and arguments of
         sglang.Engine.
         """
         self._count += 1
@@ -191,12 +190,12 @@ class FamilyEngines:
 
 
 def serve() -> None:
-    """Read orders, fork an engine for each, say how it has ended."""
+    """Read orders, fork an engine for each, and report how it ended."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed
-    gc.disable()  # imports make objects that stay
+    os.dup2(2, 1)  # other output goes to stderr
+    gc.disable()  # imported objects are never freed
     _import_sglang()
-    gc.freeze()  # children need not copy them to count them
+    gc.freeze()  # garbage collection then does not copy their pages
     gc.enable()
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
@@ -211,11 +210,11 @@ def serve() -> None:
             _in_child(FAMILIES[order["family"]], Path(order["folder"]), order["arguments"], asked)
         os.close(log)
         print(_ended(child), file=answers, flush=True)
-    os._exit(0)  # Python would take seconds to clear all that was imported
+    os._exit(0)  # a normal exit would take seconds to free all modules
 
 
 def _ended(child: int) -> str:
-    """The exit status; whatever the child has started is ended, too."""
+    """Return the exit status of a child, and end its own children."""
     deadline = time.monotonic() + RUN_SECONDS
     status = "too slow"
     while time.monotonic() < deadline:
@@ -262,7 +261,7 @@ def _in_child(family: Family, folder: Path, arguments: dict[str, Any], asked: As
 
 
 def _import_sglang() -> None:
-    """Everything that an engine's processes import, with the models of all families."""
+    """Import everything that an engine's processes need, with the models of all families."""
     import multiprocessing
 
     from fakes.forks import patch_methods_alone
@@ -276,7 +275,7 @@ def _import_sglang() -> None:
     assert package.submodule_search_locations is not None
     models = Path(package.submodule_search_locations[0]) / "srt" / "models"
     needed = {module for family in FAMILIES.values() for module in family.modules}
-    needed |= {"llama_eagle", "dflash"}  # heads and models that draft
+    needed |= {"llama_eagle", "dflash"}  # EAGLE heads and draft models
     os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(
         each.name for each in pkgutil.iter_modules([str(models)]) if each.name not in needed
     )
@@ -308,7 +307,7 @@ def _import_sglang() -> None:
 
 
 def _record_calls() -> None:
-    """Write down who decodes each layer, or verifies drafts in it."""
+    """Record which backend decodes each layer, or verifies drafts in it."""
     from fakes import speculation
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
@@ -365,13 +364,13 @@ def _prompts(*, are_twins: bool) -> list[list[int]]:
 
 
 def _texts(seed: int, counts: list[int]) -> list[list[int]]:
-    """Random tokens, so many in each."""
+    """Return random texts with these numbers of tokens."""
     chooser = random.Random(seed)
     return [[chooser.randrange(3, VOCAB_SIZE) for _ in range(count)] for count in counts]
 
 
 def twice(items: list[Any]) -> list[Any]:
-    """Every other item, each twice."""
+    """Return every other item twice."""
     return [item for item in items[::2] for _ in range(2)]
 
 
@@ -401,14 +400,14 @@ def _answer_prompts(family: Family, folder: Path, arguments: dict[str, Any], ask
     engine = sglang.Engine(**(common | family.arguments | arguments))
     prompts = _prompts(are_twins=asked.has_graphs)
     params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
-    # The first one fills the tree, so that the others share what it has computed.
+    # The first prompt fills the tree, so that the others share its prefix.
     first = engine.generate(input_ids=prompts[:1], sampling_params=params)
     before, aborted = _answers_among_aborts(engine, prompts, params) if asked.aborts else ([], 0)
     sampling = [params] * len(prompts)
     if asked.stop_tokens is not None:
         stops = {"ignore_eos": False}
         sampling = [params | stops | {"stop_token_ids": [each]} for each in asked.stop_tokens]
-    # SGLang 0.5.17 has none with blocks of drafts.
+    # SGLang 0.5.17 returns no log-probabilities with block drafts.
     scores = {} if draft_blocks.answers else {"return_logprob": True, "top_logprobs_num": 2}
     if asked.conversations is not None:
         turns = _turns(engine, prompts, {"sampling_params": params} | scores, asked.conversations)
@@ -417,7 +416,7 @@ def _answer_prompts(family: Family, folder: Path, arguments: dict[str, Any], ask
     if asked.evictions:
         engine.generate(input_ids=_texts(6, [90] * 8), sampling_params=params)
         turns.append(engine.generate(input_ids=prompts, sampling_params=sampling, **scores))
-    answers = [*zip(*turns, strict=True)]  # of each prompt
+    answers = [*zip(*turns, strict=True)]  # the turns of each prompt
     again = turns[0][0]["output_ids"]
     assert first[0]["output_ids"][: len(again)] == again, "the cache changes the answer"
     for early, later in zip(before, turns[0], strict=asked.aborts):
@@ -444,14 +443,14 @@ def _answer_prompts(family: Family, folder: Path, arguments: dict[str, Any], ask
     }
     (folder / "run.json").write_text(json.dumps(run))
     if Path(os.environ["SGLANG_PAT_STATS_FILE"]).exists():
-        read_stats(Path(os.environ["SGLANG_PAT_STATS_FILE"]))  # waits until it has the last step
+        read_stats(Path(os.environ["SGLANG_PAT_STATS_FILE"]))  # waits for the last step
     engine.shutdown()
 
 
 def _turns(
     engine: Any, prompts: list[list[int]], asked: dict[str, Any], kind: str
 ) -> list[list[dict[str, Any]]]:
-    """Lead a conversation from each prompt; its answers, turn by turn. kind: see `run`."""
+    """Run a conversation from each prompt; return the answers by turn. kind: see `Asked`."""
     sessions = [
         None if kind == "whole" else engine.open_session(10_000, streaming=kind == "streaming")
         for _ in prompts
@@ -482,7 +481,7 @@ def _turns(
 def _answers_among_aborts(
     engine: Any, prompts: list[list[int]], params: dict[str, Any]
 ) -> tuple[list[list[int]], int]:
-    """Answers of all prompts, and how many others were aborted meanwhile."""
+    """Return the answers of all prompts, and how many copies were aborted meanwhile."""
 
     async def read(prompt: list[int], rid: str, most: int) -> list[int]:
         received: list[int] = []
@@ -512,7 +511,7 @@ def _died(*args: object) -> None:
 
 @contextlib.contextmanager
 def family_engines(folder: Path) -> Iterator[FamilyEngines]:
-    """Until the block ends."""
+    """Yield engines until the block ends."""
     engines = FamilyEngines(folder)
     try:
         yield engines

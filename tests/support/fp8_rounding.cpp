@@ -1,4 +1,4 @@
-// For tests/unit/test_kernel_headers.py: floats of the standard input, as bytes to the standard output.
+// For tests/unit/test_kernel_headers.py: rounds floats from the standard input to bytes on the standard output.
 #include "fp8_rounding.h"
 
 #include <cstdio>

@@ -1,7 +1,7 @@
-"""Plans made by hand: work items of many segments, as the contract allows them.
+"""Handmade plans: work items of many segments, as the plan format allows.
 
-The scheduler writes plans that are good; these are only right. So the executors meet orders, cuts
-and empty segments that no scheduler may ever write.
+These plans are valid but not efficient. They test executors with orders, cuts and empty segments
+that the scheduler may never write.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_ROWS = TILE_TABLE[-1][0]
 
 
 class HandSegment(NamedTuple):
-    """KvSegment, its interval of requests as two numbers."""
+    """A KvSegment whose interval of requests is two numbers."""
 
     kv_request: int
     kv_begin: int
@@ -49,25 +49,25 @@ class HandItem:
 
 
 def _tile(table: Sequence[tuple[int, int, int]], rows: int) -> int:
-    """The smallest tile of `rows` rows."""
+    """Return the index of the smallest tile that holds `rows` rows."""
     return next(i for i, (block_q, _, _) in enumerate(table) if rows <= block_q)
 
 
 class HandPlan:
-    """Scheduler of a given plan, for an executor's load_plan().
+    """Stands in for a scheduler that has made a given plan, for an executor's load_plan().
 
-    Its header claims so many KV tokens that the kernels heed what is read once.
+    Its header claims enough KV tokens for the kernels to use `is_read_once`.
 
     Parameters
     ----------
     num_requests, group_size
         As in the header.
     items
-        The work items. Partials follow from them: a request that is in one item is stored directly.
+        The work items, which imply the partials: a request in only one item is stored directly.
     spans
-        (request, kv_begin, num_tokens) of every shared range, one behind the other in the slots.
+        (request, kv_begin, num_tokens) of every shared range, in the order of their slots.
     tickets
-        How many items each ticket has. By default one.
+        The number of items of each ticket; 1 by default.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class HandPlan:
         ]
 
     def as_latent(self) -> HandPlan:
-        """The same plan for latent attention, which has other tiles."""
+        """Return the same plan for latent attention, which has other tiles."""
         plan = copy.copy(self)
         plan.tile_table = LATENT_TILE_TABLE
         tiles = [
@@ -154,7 +154,7 @@ class HandPlan:
         return plan
 
     def said_to_be_read_once(self, value: bool) -> HandPlan:
-        """The same plan with all of its segments said to be read once, or none."""
+        """Return the same plan with this `is_read_once` in all segments."""
         plan = copy.copy(self)
         segments = [
             (*fields, requests & ~READ_ONCE | (READ_ONCE if value else 0))
@@ -192,13 +192,13 @@ class HandPlan:
 def random_plan(case: ForestCase, group_size: int, seed: int) -> HandPlan:
     """Cut a batch into work items at random.
 
-    Subtree tiles and packs of single nodes, segments in any order, requests without KV in their
-    item, segments without tokens, any of them said to be read once.
+    Items are subtree tiles or packs of single nodes, with segments in any order, empty segments,
+    requests without KV in their item, and a random `is_read_once`.
     """
     rng = np.random.default_rng(seed)
     cap = MAX_ROWS // group_size
     num_requests = len(case.seq_lens)
-    # In the order of the tree, the holders of a node are neighbours.
+    # In tree order the requests of a node are neighbours.
     order = sorted(range(num_requests), key=lambda r: [node.node_id for node in case.paths[r]])
     holders: dict[int, list[int]] = {}
     for request in order:
@@ -213,7 +213,7 @@ def random_plan(case: ForestCase, group_size: int, seed: int) -> HandPlan:
         num_slots += num_tokens
 
     def cuts(begin: int, end: int) -> list[int]:
-        """Some positions from begin to end, some of them twice: empty segments."""
+        """Return random positions from begin to end; repeated ones make empty segments."""
         inner = rng.integers(begin, end + 1, rng.integers(0, 3)).tolist()
         return [begin, *sorted(inner * int(rng.integers(1, 3))), end]
 
@@ -246,9 +246,9 @@ def random_plan(case: ForestCase, group_size: int, seed: int) -> HandPlan:
             size = int(rng.integers(1, len(segments) + 1)) if rng.random() < 0.3 else len(segments)
             part, segments = segments[:size], segments[size:]
             first, end = min(s.first for s in part), max(s.end for s in part)
-            # No result depends on it.
+            # It must not change any result.
             part = [s._replace(is_read_once=rng.random() < 0.5) for s in part]
-            if rng.random() < 0.5:  # else some requests may have nothing here
+            if rng.random() < 0.5:  # else some requests may have no KV in the item
                 part = [s._replace(first=s.first - first, end=s.end - first) for s in part]
                 result.append(HandItem(run[first:end], part))
             else:
@@ -292,7 +292,7 @@ def random_case(seed: int, max_requests: int = 40) -> ForestCase:
 
 
 def tails(lengths: list[int], group_size: int, *, reverse: bool = False) -> HandPlan:
-    """One item of private tails behind a prefix of 100 tokens; or the prefix behind the tails."""
+    """Return one item of a prefix of 100 tokens and private tails, or of the tails first."""
     segments = [HandSegment(SHARED_KV, 0, 100, 0, len(lengths))]
     segments += [HandSegment(r, 100, OPEN_END, r, r + 1) for r in range(len(lengths))]
     requests = [*range(len(lengths))]
@@ -301,7 +301,7 @@ def tails(lengths: list[int], group_size: int, *, reverse: bool = False) -> Hand
 
 
 def lengths_of_tails(group_size: int) -> list[int]:
-    """Around the sizes of stages, as many as fit into one item."""
+    """Return tail lengths around multiples of a stage, as many as fit into one item."""
     lengths = [1, 31, 32, 33, 5, 64, 2, 17, 90, 3, 1, 40, 7, 96, 129, 4]
     return lengths[: MAX_ROWS // group_size]
 

@@ -1,4 +1,4 @@
-"""The private state and the hooks of pat's backends: the one way in which tests reach into them."""
+"""Gives tests access to the private state and hooks of pat's backends, in one place."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def plans(backend: Any) -> Any:
 
 
 def layer_support(backend: Any) -> Any:
-    """Return which layers pat decodes in a backend."""
+    """Return the LayerSupport of a backend."""
     return backend._pat.layer_support
 
 
 def kinds(backend: Any) -> Any:
-    """Return the steps that pat plans for a backend, by SGLang's mode."""
+    """Return the kinds of steps that pat plans for a backend, by SGLang's forward mode."""
     return backend._pat.kinds
 
 
@@ -45,24 +45,24 @@ def draft_round(steps: Any) -> Any:
 def microbatch(owner: Any) -> Any:
     """Return the microbatch of the last step: its builder, and its eager and captured plans.
 
-    owner: of this function and those below, a planner or its backend.
+    owner (here and below): a planner or its backend.
     """
     return _planner(owner)._microbatches.current
 
 
 def reservation(owner: Any) -> Any:
-    """Return what graphs are reserved for: arguments of PackAttention."""
+    """Return the reservation for graphs, as arguments of PackAttention."""
     return _planner(owner)._microbatches._reservation
 
 
 def num_repeated(owner: Any) -> int:
-    """Count the steps that repeated the one before them."""
+    """Return the number of steps that reused the plan of the step before."""
     count: int = _planner(owner)._skipped.stats().plans_reused
     return count
 
 
 def reasons(owner: Any) -> Any:
-    """Return the counter of why steps were planned."""
+    """Return the counts of the reasons for planning."""
     return _planner(owner)._reasons
 
 
@@ -78,7 +78,7 @@ def plan_of(plans: Any) -> Any:
 
 
 def rerun(plans: Any) -> None:
-    """Read again what the kernels of a graph read in each replay."""
+    """Repeat the reads that a graph's kernels do in each replay."""
     for attention in attentions(plans):
         attention._executor.reuse_plan(attention._executor._step)
 
@@ -120,27 +120,27 @@ def awaits_draft_model() -> Any:
 
 
 def batch_made(batch: Any, scheduled: Any, model_runner: Any) -> None:
-    """SGLang has made the forward batch of a scheduled one."""
+    """Call the hook after SGLang has made the forward batch of a scheduled batch."""
     request_tracker._after_init_new(batch, object, scheduled, model_runner)
 
 
 def run_forward(call: Callable[..., Any], model_runner: Any, batch: Any) -> Any:
-    """SGLang runs a model: `call(model_runner, batch)`."""
+    """Call the hook around a model's forward: `call(model_runner, batch)`."""
     return request_tracker._around_forward(call, model_runner, batch)
 
 
 def load_batch(call: Callable[..., Any], graphs: Any, batch: Any) -> Any:
-    """SGLang's graph runner loads a batch: `call(graphs, batch)`."""
+    """Call the hook around the graph runner's loading of a batch: `call(graphs, batch)`."""
     return draft_requests._around_load_batch(call, graphs, batch)
 
 
 def draft_blocks(call: Callable[..., Any], worker: Any, scheduled: Any) -> Any:
-    """A worker drafts blocks for a scheduled batch: `call(worker, scheduled)`."""
+    """Call the hook around the drafting of blocks: `call(worker, scheduled)`."""
     return draft_requests._around_blocks(call, worker, scheduled)
 
 
 def retract(req: Any) -> None:
-    """SGLang sends a request back to the queue."""
+    """Call the hook on a request's retraction."""
     request_tracker._after_retraction(None, req)
 
 

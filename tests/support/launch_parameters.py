@@ -61,17 +61,17 @@ def read(argument: int, struct: str, tensors: dict[str, torch.Tensor]) -> dict[s
     Parameters
     ----------
     argument
-        What the launch is given: the address of the parameters' address.
+        The argument of the launch: a pointer to the pointer to the parameters.
     struct
         GatherParams, FillParams or DecodeParams.
     tensors
-        Those that an address may lie in.
+        Tensors into which an address may point, by name.
 
     Returns
     -------
     dict
-        Field -> value. An address is `name` or `name+bytes`, None if it is 0, and of the plan's
-        sections the first one's.
+        Field -> value. An address is `name` or `name+bytes`, or None if it is 0; the plan is given
+        by the address of its first section.
     """
 
     def name_of(address: int) -> str | None:

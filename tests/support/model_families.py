@@ -1,8 +1,8 @@
-"""A small model of every architecture family: its real class in SGLang, as a `config.json`.
+"""A small model of every architecture family, as a `config.json` for SGLang's class.
 
-The weights are random (`benchmarks/common/random_weights.py`). Shapes are as small as the class
-allows, with what makes the family what it is: its windows, sinks, heads, recurrent states and
-experts. `data/model_families.yaml` has them.
+The weights are random (`benchmarks/common/random_weights.py`). `data/model_families.yaml` has the
+shapes, which are as small as the class allows but keep the features of the family: windows, sinks,
+heads, recurrent states and experts.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ VOCAB_SIZE: int = _SMALL["vocab_size"]
 
 @dataclass(frozen=True)
 class Family:
-    """One family, and who decodes its layers.
+    """A family, and the backends of its layers.
 
-    modules: of `sglang.srt.models`, that its class needs. config: what `config.json` holds beside
-    the small shapes that all have. models: whose architecture it is. pat: the small model's layers
-    that pat decodes, and whether these have attention sinks. default: reason -> layers that the
-    default backend decodes. arguments: of servers, without which SGLang does not run it on a CPU.
-    refused: version of SGLang -> why it does not run it on a CPU, its own error.
+    modules: modules of `sglang.srt.models` that the class needs. config: keys of `config.json`
+    beside the common small shapes. models: names of real models of the family. pat: layers that pat
+    decodes, and whether they have attention sinks. default: reason -> layers that fall back.
+    arguments: server arguments without which SGLang does not run the family on a CPU. refused:
+    version of SGLang -> its error on a CPU.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Family:
         return _SMALL | {"architectures": [self.architecture]} | self.config
 
     def write(self, folder: Path) -> Path:
-        """Write `config.json`, all that SGLang's dummy loader needs."""
+        """Write `config.json`, the only file that SGLang's dummy loader needs."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.small_config, indent=2) + "\n")
         return folder
@@ -67,7 +67,7 @@ FAMILIES = {name: Family(name, **entry) for name, entry in _DATA["families"].ite
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """Date on which families passed with a version of SGLang."""
+    """The date on which families passed with a version of SGLang."""
 
     sglang: str
     date: str
@@ -75,7 +75,7 @@ class RecordedRun:
 
 
 def _names(entries: list[Any]) -> Iterator[str]:
-    """Lists of lists, as anchors are put together."""
+    """Flatten nested lists, which YAML anchors create."""
     for entry in entries:
         yield from [entry] if isinstance(entry, str) else _names(entry)
 

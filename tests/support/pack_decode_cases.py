@@ -1,4 +1,4 @@
-"""Cases for the tests of the CUDA kernels, on the device, and float64 to compare with."""
+"""Cases of the CUDA kernel tests on the device, and their float64 results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ all_head_dims = pytest.mark.parametrize(
 )
 
 BF16, FP16 = torch.bfloat16, torch.float16
-COLUMNS, ROPE = 512, 64  # of latent attention
+COLUMNS, ROPE = 512, 64  # latent attention: columns of V and of rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +51,7 @@ def latent(num_heads: int, dtype: torch.dtype = BF16, kv_dtype: torch.dtype | No
 
 
 def group_sizes(of_gqa: list[int], of_latent: list[int]) -> pytest.MarkDecorator:
-    """Parametrise a test by `heads`, with groups of these sizes.
-
-    Two KV heads, of 128 columns and of 512, and latent ones.
-    """
+    """Parametrise a test by `heads`: two KV heads of 128 or 512 columns, and latent ones."""
     heads = [pytest.param(Heads(2 * size, 2), id=str(size)) for size in of_gqa]
     heads += [pytest.param(Heads(2 * size, 2, 512), id=f"wide-{size}") for size in of_gqa]
     heads += [
@@ -66,7 +63,7 @@ def group_sizes(of_gqa: list[int], of_latent: list[int]) -> pytest.MarkDecorator
 
 @dataclasses.dataclass
 class Tensors:
-    """A case on the device. What no request may read is NaN, or a slot far outside the pool."""
+    """A case on the device. Unused KV is NaN; unused table entries are far outside the pool."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -92,7 +89,7 @@ class Tensors:
             )
             for head_dim in (heads.head_dim, heads.v_head_dim or heads.head_dim)
         )
-        # The case's slots, at the pool's end.
+        # The case's slots are at the pool's end.
         shift = len(k_cache) - case.num_slots
         used = np.unique(
             np.concatenate([row[:n] for row, n in zip(case.tokens, case.seq_lens, strict=True)])
@@ -118,7 +115,7 @@ class Tensors:
 
     @property
     def index(self) -> dict[str, torch.Tensor]:
-        """What a plan reads of the device."""
+        """Return the tensors that a plan reads on the device."""
         names = ("req_to_token", "req_pool_indices", "seq_lens")
         return {name: getattr(self, name) for name in names}
 
@@ -142,7 +139,7 @@ class Tensors:
 
 
 def has_body(heads: Heads) -> bool:
-    """True if the GPU has kernels of these heads with the body that is tested."""
+    """Return whether the tested kernel body supports these heads on this GPU."""
     from sglang_pat.executors.jit import KernelConfig
 
     tested = KernelConfig.for_device(heads.dtype, 128, torch.device("cuda"))
@@ -166,19 +163,19 @@ def config_of(heads: Heads):
 def planned_step(heads: Heads, **options):
     from kernel.planned_step import PlannedStep
 
-    options = {"by_time": False, **options}  # small cases, which are to share
+    options = {"by_time": False, **options}  # small cases must share, too
     return PlannedStep(config_of(heads), heads.num_qo_heads, heads.num_kv_heads, **options)
 
 
 def planned(case: ForestCase, heads: Heads, **options):
-    """The case on the device, and a step with its plan."""
+    """Return the case on the device, and a step with its plan."""
     tensors, step = Tensors.make(case, heads), planned_step(heads, **options)
     step.write(case.batch(), **tensors.index)
     return tensors, step
 
 
 def load(step, plan: HandPlan, tensors: Tensors, seq_lens: np.ndarray) -> None:
-    """Let the step execute a plan made by hand."""
+    """Load a handmade plan into the step."""
     is_latent = support.is_latent(tensors.q.shape[-1], tensors.v_cache.shape[-1])
     step.executor.load_plan(
         plan.as_latent() if is_latent else plan, Step(*tensors.index.values(), seq_lens)
@@ -186,7 +183,7 @@ def load(step, plan: HandPlan, tensors: Tensors, seq_lens: np.ndarray) -> None:
 
 
 def check_plan(case: ForestCase, plan: HandPlan, heads: Heads, **options) -> None:
-    """Twice, with what lies behind the plan poisoned: the second run finds the counters at zero."""
+    """Run a plan twice, with poisoned memory after it; the first run must reset the counters."""
     tensors, step = Tensors.make(case, heads), planned_step(heads, num_workers=8)
     load(step, plan, tensors, case.seq_lens)
     first = run(step, tensors, **options)
@@ -209,7 +206,7 @@ def run(step, tensors: Tensors, **options) -> tuple[torch.Tensor, torch.Tensor]:
 def captured(
     step, tensors: Tensors, layers: int = 1, **options
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]:
-    """A CUDA graph of equal layers, and the outputs that they write: NaN until it is replayed."""
+    """Return a CUDA graph of equal layers, and their outputs, which are NaN until a replay."""
     out, lse = _outputs(tensors)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -233,16 +230,16 @@ def check(
     assert torch.equal(torch.isfinite(lse), finite), "LSE is -inf exactly where a request is empty"
     assert torch.isneginf(lse[~finite]).all()
     if finite.any():
-        # tanh.approx of the soft-cap is good to 2^-11 of the cap.
+        # tanh.approx has an error of 2^-11 of the cap.
         bound = 2e-5 + 1e-3 * logit_cap
-        if tensors.q.shape[-1] == 512:  # wgmma cuts off a sum's last bits in each of 32 steps
+        if tensors.q.shape[-1] == 512:  # wgmma truncates sums in each of 32 steps
             bound += 6e-5
         error = (lse.double() - exact_lse)[finite].abs().max().item()
         assert error <= bound, f"LSE error {error:.3g}"
 
 
 def make_sinks(heads: Heads, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Sinks beside the LSEs of a few to some thousand keys, another one per head."""
+    """Return a sink per head, of the size of LSEs of a few to some thousand keys."""
     return torch.linspace(-3.0, 10.0, heads.num_qo_heads, device="cuda").to(dtype)
 
 

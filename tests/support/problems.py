@@ -1,4 +1,4 @@
-"""Random attention problems with poisoned slack, and their exact answers."""
+"""Random attention problems with NaN in unused memory, and their exact answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Problem:
         v_head_dim: int | None = None,
         latent: bool = False,
     ) -> None:
-        """latent: values are the first columns of the keys."""
+        """latent: V is the first columns of K."""
         num_qo_heads, num_kv_heads, head_dim = heads
         generator = torch.Generator().manual_seed(seed)
         num_requests = len(case.seq_lens)
@@ -44,7 +44,7 @@ class Problem:
             cache[slots] = values.to(dtype)
         if latent:
             self.v = self.k[..., :v_head_dim]
-        # Rows in another order than the batch; the rest of the table points at poisoned slots.
+        # The rows are in another order than the batch; unused table entries name NaN slots.
         self.rows = torch.randperm(num_requests, generator=generator) + 1
         width = case.tokens.shape[1]
         self.req_to_token = torch.zeros((num_requests + 1, width), dtype=torch.int32)
@@ -63,7 +63,7 @@ class Problem:
         )
 
     def check(self, attention: PackAttention, **kwargs: Any) -> None:
-        """Error against float64 at most twice plain torch's in the same dtype; LSE within 1e-5."""
+        """Assert at most twice the error of plain torch in the same dtype, and LSEs within 1e-5."""
         lens = torch.from_numpy(self.case.seq_lens)
         attention.plan(self.case.batch(), seq_lens=lens, **self.tables)
         out, lse = attention.run(self.q, self.k, self.v, return_lse=True, **kwargs)

@@ -1,8 +1,8 @@
-"""Shapes of published models: the keys of their `config.json` that matter, and what is so of them.
+"""Shapes of published models: keys of their `config.json`, layers and numbers of parameters.
 
-`data/published_shapes.jsonl` has a line for each. Its layers and parameters are those of the class
-that SGLang 0.5.23 builds from the whole published file. Where it builds none, `not_built` says why,
-and they are those of the rules.
+`data/published_shapes.jsonl` has a line for each model. Layers and parameters are those of the
+class that SGLang 0.5.23 builds from the whole published file. If SGLang builds none, `not_built`
+says why, and the numbers are those of `sglang_pat.model_layers`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class PublishedShape:
     Attributes
     ----------
     layers
-        (how many, query heads, KV heads, head_dim, v_head_dim, why pat does not decode them or
-        None) of the attention layers on one GPU that are alike.
+        (count, query heads, KV heads, head_dim, v_head_dim, why pat does not decode them or None)
+        of each group of equal attention layers on one GPU.
     parameters
-        How many, in units of 10**9; encoders of images and sounds included.
+        Number of parameters in units of 10**9, with encoders of images and audio.
     not_built
-        Why SGLang does not build the class from these keys; empty if it does.
+        Why SGLang does not build the class from these keys, or an empty string.
     """
 
     name: str
@@ -46,7 +46,7 @@ class PublishedShape:
 
 
 def read_shapes() -> dict[str, PublishedShape]:
-    """Every shape, by the name of its model."""
+    """Return all shapes by the name of the model."""
     found = {}
     for line in DATA.read_text().splitlines():
         entry = json.loads(line)
@@ -58,7 +58,7 @@ def read_shapes() -> dict[str, PublishedShape]:
 
 
 def _expanded(value: Any) -> Any:
-    """Lists are kept as [value, how often] where neighbours are alike."""
+    """Expand lists, which are stored as [value, count] of equal neighbours."""
     if isinstance(value, dict):
         if set(value) == {"runs"}:
             return [each for each, times in value["runs"] for _ in range(times)]
@@ -69,7 +69,7 @@ def _expanded(value: Any) -> Any:
 def alike(
     layers: Sequence[tuple[Sequence[int], str | None]],
 ) -> tuple[tuple[int, int, int, int, int, str | None], ...]:
-    """(shape, reason) of each layer, as `PublishedShape.layers` has them."""
+    """Group equal layers, as in `PublishedShape.layers`."""
     counts: Counter[tuple[int, int, int, int, str | None]] = Counter()
     for (heads, kv_heads, head_dim, v_head_dim), reason in layers:
         counts[heads, kv_heads, head_dim, v_head_dim, reason] += 1
@@ -77,7 +77,7 @@ def alike(
 
 
 def by_rules(config: dict[str, Any], tp: int = 1) -> tuple[Any, ...]:
-    """The same of a configuration, by the rules."""
+    """Return the layers that the rules derive from a configuration."""
     return alike(
         [
             ((each.num_qo_heads, each.num_kv_heads, each.head_dim, each.v_head_dim), reason(each))
@@ -88,12 +88,12 @@ def by_rules(config: dict[str, Any], tp: int = 1) -> tuple[Any, ...]:
 
 
 def reason(layer: Layer) -> str | None:
-    """Why pat does not decode a layer; None if it does."""
+    """Return why pat does not decode a layer; None if it does."""
     return None if layer.refusal is None else told(layer.refusal.topic, layer.refusal.value)
 
 
 def told(topic: str, value: object) -> str:
-    """A reason without the length of windows, which SGLang counts in two ways."""
+    """Return a reason without the length of windows, which SGLang counts in two ways."""
     if topic == "sliding window":
         return topic
     return str(value) if topic == "attention" else f"{topic} {value}"

@@ -1,7 +1,7 @@
 """Check that numbers in prose follow the recorded runs.
 
-A page ends with comments of this form. Each number must occur in the text of the page, and it must
-be what the JMESPath query finds in the file, rounded to the shown digits:
+A page ends with comments of this form. Each number must occur in the text of the page, and must
+equal the result of its JMESPath query on the file, rounded to the shown digits:
 
     <!-- recorded in benchmarks/results/h100/kernels.json:
     9.5 30.1 = cases[?name=='shared'].[ms.pat, ms.fa3]
@@ -10,9 +10,9 @@ be what the JMESPath query finds in the file, rounded to the shown digits:
     18% >= max(cases[].error)
     -->
 
-`<=` and `>=` say that the number is a bound of what is found ("at least 2.2x"). Added to the
-functions of JMESPath: `geomean(numbers)`, `divide(a, b)`, and `best_over_pat(us)`, the time of the
-fastest other kernel over pat's.
+With `<=` or `>=` the number is a bound of the results ("at least 2.2x"). Queries may also call
+`geomean(numbers)`, `divide(a, b)`, and `best_over_pat(us)`, the time of the fastest other kernel
+divided by pat's.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def wrong_numbers(text: str, root: Path = ROOT) -> list[str]:
 
 
 def _values(record: dict[str, Any], query: str) -> list[float]:
-    """Return the numbers that a query finds, of lists within lists, too."""
+    """Return the numbers that a query finds, nested lists flattened."""
 
     def flat(value: Any) -> list[float]:
         if isinstance(value, list):

@@ -2,9 +2,9 @@
 
     python resolved_arguments.py PLATFORM FOLDER FAMILY...
 
-FOLDER has a folder with the config.json of each family. The output is a line of JSON per family and
-way of asking: `{"family", "asked", "default", "page_size", "different", "error"}`. Nothing is
-computed, so a GPU is faked by what torch and the packages for GPUs say of it.
+FOLDER has a subfolder with the config.json of each family. The output has a line of JSON per family
+and set of options: `{"family", "asked", "default", "page_size", "different", "error"}`. Nothing is
+computed, so it is enough to fake what torch and the GPU packages report.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ASKED: tuple[dict[str, str], ...] = (
 
 
 class _FakeModule(types.ModuleType):
-    """Has everything that is asked for."""
+    """A module in which every name exists."""
 
     __path__: list[str] = []  # noqa: RUF012  # a package
     __version__ = "0.6.0"
@@ -62,7 +62,7 @@ class _FakeFlashInfer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def fake_gpu(capability: tuple[int, int]) -> None:
-    """Let torch have a GPU, before SGLang is imported."""
+    """Let torch report a GPU; must run before SGLang is imported."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "0"
     sys.meta_path.insert(0, _FakeFlashInfer())
     properties = SimpleNamespace(
@@ -87,7 +87,7 @@ def fake_gpu(capability: tuple[int, int]) -> None:
 
 
 def resolve(model: Path, **arguments: Any) -> dict[str, Any]:
-    """All resolved arguments, or the error."""
+    """Return all resolved arguments, or the error."""
     from sglang.srt.server_args import ServerArgs
 
     try:
@@ -102,7 +102,7 @@ def resolve(model: Path, **arguments: Any) -> dict[str, Any]:
 
 
 def compare(model: Path) -> list[dict[str, Any]]:
-    """Differences for each way of asking."""
+    """Return the differences for each set of options."""
     without = resolve(model)
     found = []
     for asked in ASKED:
@@ -126,7 +126,7 @@ def compare(model: Path) -> list[dict[str, Any]]:
 
 
 def main(platform: str, folder: str, *families: str) -> None:
-    gc.disable()  # imports make objects that stay
+    gc.disable()  # imported objects are never freed
     enable_cpu_engine()
     if platform in CAPABILITIES:
         fake_gpu(CAPABILITIES[platform])

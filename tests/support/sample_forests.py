@@ -1,4 +1,4 @@
-"""Random prefix forests for the tests, with a token table that knows which KV is shared."""
+"""Random prefix forests for the tests, with a table of slots that shows which KV is shared."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from sglang_pat import DecodeBatch, DecodePlan, PathNode, PrefixPaths
 from sglang_pat._scheduler import TILE_TABLE, CostModel, PackScheduler
 from sglang_pat.plan import copy_plan
 
-# Around the sizes at which something changes: tiles, cut granularity, shortest work item.
+# Lengths around sizes that matter to the planner: tiles, cut granularity, shortest item.
 LENGTHS = st.one_of(
     st.integers(1, 5), st.integers(60, 68), st.integers(120, 140), st.integers(200, 2500)
 )
 
 
 many = settings(deadline=None, suppress_health_check=list(HealthCheck))
-# Of what takes a tenth of a second per example, or what the C++ tests check on more of them.
+# For tests that take a tenth of a second per example, or that the C++ tests repeat.
 few = settings(many, max_examples=max(20, settings.default.max_examples // 5))
 
 
@@ -49,9 +49,9 @@ def make_case(
 ) -> ForestCase:
     """nodes: (parent index or -1, length); requests: (node index or -1, private length).
 
-    A path of -1 with private length 0 is a padding row. Slots are scattered over the pool; slot 0
-    is used by nobody. `spare_tokens` more private tokens per request are laid out, for requests
-    that grow.
+    A node index of -1 with private length 0 is a padding row. Slots are scattered over the pool;
+    slot 0 is unused. Each request gets slots for `spare_tokens` more private tokens, so that it can
+    grow.
     """
     ids = node_ids or [3 * i + 1 for i in range(len(nodes))]
     spans: list[PathNode] = []
@@ -102,7 +102,8 @@ def forest_cases(draw: st.DrawFn, max_requests: int = 40, spare_tokens: int = 0)
 def broken_token(case: ForestCase, seed: int) -> tuple[int, int, np.ndarray] | None:
     """Draw a token whose KV not all requests attend to.
 
-    Returns a request that attends to it, its position there, and the mask of all requests that do.
+    Returns a request that attends to the token, its position there, and the mask of all such
+    requests.
     """
     rng = np.random.default_rng(seed)
     slots = [row[:length] for row, length in zip(case.tokens, case.seq_lens, strict=True)]
@@ -117,7 +118,7 @@ def broken_token(case: ForestCase, seed: int) -> tuple[int, int, np.ndarray] | N
 def three_level_case(
     num_requests: int, system: int = 512, document: int = 256, user: int = 64
 ) -> ForestCase:
-    """One system prompt, a document per 8 requests, a user turn per request."""
+    """Return requests with one system prompt, a document per 8 requests, and their own turns."""
     num_documents = max(1, num_requests // 8)
     nodes = [(-1, system)] + [(0, document)] * num_documents
     nodes += [(1 + r % num_documents, user) for r in range(num_requests)]

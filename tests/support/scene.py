@@ -1,8 +1,7 @@
-"""The scene of decode steps, with and without drafts: models, and two requests that share a prefix.
+"""Models and two requests with a common prefix, for tests of decode steps with and without drafts.
 
-SGLang's own prefix caches hold the requests. Steps are shown to the backends as SGLang's workers
-and runners show them. Without a GPU and so without graphs: torch executes the plans, in the same
-order of calls.
+SGLang's own prefix caches hold the requests. The scene calls backends as SGLang's workers and
+runners do. There is no GPU and so no graph: torch executes the plans, in the same order of calls.
 
     scene = Scene(drafts=3)
     scene.served.capture(2)
@@ -42,18 +41,19 @@ from sglang_trees import TREE_KINDS, Tree, place
 from sglang_pat.sglang.speculative import attach
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER
 
-WIDTH, SLOTS = 300, 900  # tokens of a request, and slots of a pool; the last 200 are free
+WIDTH, SLOTS = 300, 900  # columns of the table, and slots of a pool; the last 200 are free
 PREFIX, PREFIX_SLOTS = list(range(1, 21)), list(range(100, 120))
 ROWS = (1, 2)
 GRAPH = 4  # requests of the largest graph
-# A token and two branches beside each other: the third one does not read the second.
+# A token with two branches: the third token does not read the second.
 BRANCHES = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
-# The forward of the last step. Not of a scene: one that is collected late would end another's.
+# The forward of the last step. It is global, since a scene that is collected late would end another
+# scene's forward.
 _RUNNING = ExitStack()
 
 
 def kv_pool(seed: int) -> KVPool:
-    """A KV pool of two layers."""
+    """Return a KV pool of two layers."""
     made, generator = KVPool(), torch.Generator().manual_seed(seed)
     shape = (SLOTS, KV_HEADS, HEAD_DIM)
     made.keys = [torch.randn(shape, generator=generator) for _ in range(2)]
@@ -62,27 +62,24 @@ def kv_pool(seed: int) -> KVPool:
 
 
 def grown(lens: Sequence[int], accepted: Sequence[int]) -> list[int]:
-    """Lengths after a step with these numbers of accepted tokens."""
+    """Return the lengths after a step with these numbers of accepted tokens."""
     return [length + more for length, more in zip(lens, accepted, strict=True)]
 
 
 def chain(count: int) -> torch.Tensor:
-    """Each draft token reads those before it, and itself."""
+    """Return the mask in which each draft token reads those before it, and itself."""
     return torch.ones(count, count, dtype=torch.bool).tril()
 
 
 def assert_left(key: str, reason: str) -> None:
-    """Assert that `/server_info` reports all steps of a draft model as left to the default backend.
-
-    key: the report of its steps.
-    """
+    """Assert that `/server_info` reports at `key` that a draft model's steps fall back."""
     told = inside.server_info()
     assert told["pat_layers"] == 2, "of the model that is served"
     assert (told[key]["pat_layers"], told[key]["default_layers"]) == (0, {reason: 2})
 
 
 class DefaultSteps:
-    """In place of a default backend's container of the steps of a round."""
+    """Stands in for a default backend's container of the steps of a round."""
 
     def __init__(self, num_steps: int) -> None:
         self.attn_backends = [DefaultBackend() for _ in range(num_steps)]
@@ -105,8 +102,8 @@ class DefaultSteps:
 class Scene:
     """A served model that verifies drafts; a draft model is added by one of the methods.
 
-    drafts: of each request; 0: the model decodes. is_checked: steps are checked as by
-    SGLANG_PAT_DEBUG=1, for which each one is planned. arguments: of the server.
+    drafts: draft tokens of each request; 0: the model decodes. is_checked: plan and check each step
+    as with SGLANG_PAT_DEBUG=1. arguments: server arguments.
     """
 
     def __init__(
@@ -155,11 +152,11 @@ class Scene:
         return Steps(self, backend, self.target, ForwardMode.TARGET_VERIFY, drafts)
 
     def decoding(self) -> Decodes:
-        """Plain decode steps of the served model, by the same backend."""
+        """Plain decode steps of the served model with the same backend."""
         return Decodes(self, self.served.backend, self.target, ForwardMode.DECODE)
 
     def rounds(self, steps: Any = 3, *, model_runner: Any = None, **change: Any) -> Rounds:
-        """Add a draft model that decodes, with the container of its steps, or of as many."""
+        """Add a draft model that decodes. steps: a container of backends, or their number."""
         container = DefaultSteps(steps) if isinstance(steps, int) else steps
         model_runner = model_runner or self.draft_runner(**change)
         factory = SimpleNamespace(draft_model_runner=model_runner)
@@ -170,7 +167,7 @@ class Scene:
     def extends(
         self, default: Any = None, *, model_runner: Any = None, drafts: int = 0, **change: Any
     ) -> Extends:
-        """Add a draft model that reads what was verified, over this default backend."""
+        """Add a draft model with draft-extend steps, over this default backend."""
         backend = DefaultBackend() if default is None else default
         model_runner = model_runner or self.draft_runner(**change)
         factory = SimpleNamespace(draft_model_runner=model_runner)
@@ -179,10 +176,7 @@ class Scene:
         return Extends(self, backend, model_runner, mode, count)
 
     def blocks(self, default: Any = None, *, has_table: bool = False) -> Blocks:
-        """Add a draft model that gives blocks: its first layer reads whole ones.
-
-        has_table: it has a table of slots of its own.
-        """
+        """Add a draft model that drafts blocks. has_table: it has its own table of slots."""
         backend, model = DefaultBackend() if default is None else default, layers()
         model[0].attn_type = AttentionType.ENCODER_ONLY
         model_runner = self.draft_runner(model=model, attn_backend=backend)
@@ -190,24 +184,24 @@ class Scene:
 
     @property
     def counters(self) -> dict[str, Any]:
-        """What the served model's planner counts, of draft models, too."""
+        """The counters of the served model's planner, which include draft models."""
         counted: dict[str, Any] = self.served.planner.counters()
         return counted
 
     def commit(self, lens: Sequence[int]) -> None:
-        """SGLang has processed the results up to these lengths."""
+        """Let SGLang have processed the results up to these lengths."""
         for req, length in zip(self.reqs, lens, strict=True):
             place(req).kv_committed_len = length
 
     def move(self) -> None:
-        """Retract the first request, and bring it back in other slots."""
+        """Retract the first request, and admit it again with other slots."""
         self.table[ROWS[0], 20:60] = torch.arange(700, 740)
         REQUEST_TRACKER.invalidate([self.reqs[0]])
 
     def stop(self, steps: Steps) -> tuple[int, torch.Tensor]:
-        """Give the row through which the prefix of a planned step is read to the next prompt.
+        """Give the row that a plan reads the prefix through to the next prompt.
 
-        Returns the request that goes on, and the table before.
+        Returns the request that continues, and a copy of the table before.
         """
         before = self.table.clone()
         plan = inside.plan_of(steps.plans)
@@ -216,9 +210,9 @@ class Scene:
         return 1 - stopped // steps.count, before
 
     def publish(self, view: Any, model_runner: Any) -> None:
-        """SGLang has made a batch, and begins its forward if the served model runs it.
+        """Call the hooks for a new batch, and start its forward if the served model runs it.
 
-        Not if the scene `plans_ahead`: then the batch is planned before its forward.
+        If the scene `plans_ahead`, the forward starts only after the batch is planned.
         """
         self.leave()
         inside.batch_made(view, self.scheduled, model_runner)
@@ -231,13 +225,13 @@ class Scene:
 
 
 class Steps:
-    """A backend, and how SGLang shows it the steps of one mode: here those of a served model.
+    """Drives a backend through steps of one mode; this class through those of a served model.
 
-    count: rows of each request. reads: the draft tokens that each one reads, in each layer.
+    count: rows of each request. reads: mask of the draft tokens that each token reads, by layer.
     """
 
     num_steps = 1
-    width = 1  # slots of a row
+    width = 1  # slots per row
 
     def __init__(
         self, scene: Scene, backend: Any, model_runner: Any, mode: ForwardMode, count: int = 1
@@ -246,7 +240,7 @@ class Steps:
         self.mode, self.count = mode, count
         self.layers = range(len(model_runner.model))
         self.reads = [chain(count)] * len(self.layers)
-        # SGLang's buffers of graphs.
+        # SGLang's buffers for graphs.
         self.rows = torch.zeros(3 * GRAPH, dtype=torch.int64)
         self.lens = torch.ones(3 * GRAPH, dtype=torch.int64)
         self.slots = torch.zeros(3 * GRAPH * count * self.width, dtype=torch.int64)
@@ -266,25 +260,25 @@ class Steps:
 
     @property
     def num_repeated(self) -> int:
-        """Steps without a plan()."""
+        """The number of steps that reused a plan."""
         return inside.num_repeated(self.backend)
 
-    # --- what SGLang shows ---
+    # --- what SGLang passes ---
 
     def slots_of(self, lens: Sequence[int]) -> list[int]:
-        """The slots that a step writes."""
+        """Return the slots that a step writes."""
         pairs = zip(self.scene.rows, lens, strict=True)
         return [int(self.scene.table[row, n + i]) for row, n in pairs for i in range(self.count)]
 
     def describe(self, mask: torch.Tensor | None = None) -> dict[str, Any]:
-        """The fields that tell steps of this mode."""
+        """Return the batch fields that mark steps of this mode."""
         drafts = None if self.mode.is_decode() else drafts_to_verify(self.count, mask)
         return {"forward_mode": self.mode, "spec_info": drafts}
 
     def view(
         self, lens: Sequence[int], graph: int = 0, mask: torch.Tensor | None = None, **fields: Any
     ) -> Any:
-        """Return an eager batch, or what is shown before the graph of `graph` requests."""
+        """Return an eager batch, or the view before a replay of the graph of `graph` requests."""
         slots = self.slots_of(lens)
         if graph:
             view = replay_view(list(self.scene.rows), list(lens), slots, graph)
@@ -296,7 +290,7 @@ class Steps:
         return view
 
     def _fill(self, view: Any, graph: int) -> None:
-        """Put a batch where the graph of `graph` requests reads it."""
+        """Copy a batch into the buffers of the graph of `graph` requests."""
         self.rows[:graph], self.lens[:graph] = view.req_pool_indices, view.seq_lens
         view.req_pool_indices, view.seq_lens = self.rows[:graph], self.lens[:graph]
         self.slots.zero_()
@@ -319,7 +313,7 @@ class Steps:
     # --- what SGLang does ---
 
     def capture(self, graph: int) -> Any:
-        """Capture a graph, as far as that is seen without one. Returns its batch."""
+        """Make the calls of a graph's capture. Returns its batch."""
         self.scene.leave()
         view = self.captured(graph)
         view.req_pool_indices.zero_(), view.seq_lens.fill_(1)
@@ -332,7 +326,7 @@ class Steps:
         return view
 
     def prepare(self, view: Any, *, writes: bool = True) -> None:
-        """Run a step up to its layers. writes: the graph writes what its rows read."""
+        """Run a step up to its layers. writes: also run the metadata code inside the graph."""
         if not getattr(view, "graph", 0):
             self.backend.init_forward_metadata(view)
             return
@@ -343,13 +337,13 @@ class Steps:
             inside.rerun(self.plans)
 
     def step(self, lens: Sequence[int], graph: int = 0, **shown: Any) -> Any:
-        """Show a step, and run it up to its layers."""
+        """Make the view of a step, and run the step up to its layers."""
         view = self.view(lens, graph, **shown)
         self.prepare(view)
         return view
 
     def forward(self, step: int) -> Callable[..., torch.Tensor]:
-        """Return what a layer calls."""
+        """Return the function that a layer calls."""
         is_decode = self.mode.is_decode()
         return self.backend.forward_decode if is_decode else self.backend.forward_extend
 
@@ -364,21 +358,21 @@ class Steps:
         kv: tuple[Any, Any] = (None, None),
         **arguments: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries, and what a layer answers. kv: what it stores."""
+        """Return queries and a layer's output. kv: the keys and values to store."""
         module, count = self.runner.model[layer], self.num_rows(view)
         q = torch.randn(count, module.tp_q_head_num, HEAD_DIM)
-        if getattr(view, "graph", 0):  # layers have what was captured
+        if getattr(view, "graph", 0):  # layers use the captured batch
             slots = self.slots[: count * self.width]
             view = SimpleNamespace(**vars(view) | {"out_cache_loc": slots})
         out = self.forward(step)(q, *kv, module, view, **arguments)
         return q, out.view(q.shape)
 
-    # --- what must come out ---
+    # --- what must be true ---
 
     def slots_read(
         self, view: Any, row: int, length: int, step: int, reads: torch.Tensor, table: torch.Tensor
     ) -> torch.Tensor:
-        """Return the slots that a row reads, each of them once."""
+        """Return the slots that a row reads; assert that it reads each only once."""
         request, token = divmod(row, self.count)
         own = table[self.scene.rows[request]]
         drafts = own[length : length + self.count][reads[token]]
@@ -396,7 +390,7 @@ class Steps:
         table: torch.Tensor | None = None,
         **arguments: Any,
     ) -> None:
-        """Assert dense attention over what each row of these requests reads; padding is finite."""
+        """Assert that rows equal dense attention over their slots, and that padding is finite."""
         table = self.scene.table if table is None else table
         for step in range(self.num_steps) if steps is None else steps:
             for layer in self.layers if layers is None else layers:
@@ -420,7 +414,7 @@ class Steps:
 
 
 class Decodes(Steps):
-    """Plain decode steps: lengths count the new token."""
+    """Plain decode steps, whose lengths include the new token."""
 
     def slots_of(self, lens: Sequence[int]) -> list[int]:
         return super().slots_of([length - 1 for length in lens])
@@ -432,7 +426,7 @@ class Decodes(Steps):
 
 
 class Rounds(Steps):
-    """The steps of a round of a draft model, one token of each request after the other."""
+    """The decode steps of a draft model's round, each with one token of each request."""
 
     def __init__(self, scene: Scene, container: Any, model_runner: Any, topk: int) -> None:
         self.num_steps = len(container.attn_backends)
@@ -449,10 +443,10 @@ class Rounds(Steps):
 
 
 class Branches(Rounds):
-    """Rounds of a draft model that branches: `count` rows of each request."""
+    """Rounds of a draft model with branches: `count` rows of each request."""
 
     def __init__(self, scene: Scene, container: Any, model_runner: Any, topk: int) -> None:
-        self.width = len(container.attn_backends) + 1  # that of the last draft is not read
+        self.width = len(container.attn_backends) + 1  # no step reads the last draft's slot
         super().__init__(scene, container, model_runner, topk)
 
     @property
@@ -460,13 +454,13 @@ class Branches(Rounds):
         return inside.draft_round(self.backend)
 
     def slots_of(self, lens: Sequence[int]) -> list[int]:
-        """Far from those of the requests."""
+        """Return slots that no request has."""
         own: list[int] = (700 + torch.randperm(100)[: len(lens) * self.count * self.width]).tolist()
         return own
 
     def prepare(self, view: Any, *, writes: bool = True) -> None:
         super().prepare(view, writes=writes)
-        if view.graph:  # it reads the slots of its capture
+        if view.graph:  # a graph reads the captured buffer
             rows = view.graph * self.count
             self.kind.extra_kv.set_slots(self.slots[: rows * self.width], rows)
 
@@ -478,12 +472,12 @@ class Branches(Rounds):
 
 
 class Extends(Steps):
-    """The steps in which a draft model reads what was verified."""
+    """The draft-extend steps of a draft model."""
 
     def view(
         self, lens: Sequence[int], graph: int = 0, mask: torch.Tensor | None = None, **fields: Any
     ) -> Any:
-        """Requests are longer by all draft tokens. A replay shows what the largest graph has."""
+        """Requests have all draft tokens. A replay's view has the size of the largest graph."""
         ends, slots = [length + self.count for length in lens], self.slots_of(lens)
         made = decode_batch(list(self.scene.rows), ends, slots)
         tokens = torch.zeros(len(slots))
@@ -508,7 +502,7 @@ class Extends(Steps):
 
 
 class Blocks(Steps):
-    """The steps of a draft model that gives blocks, in which its worker knows the requests."""
+    """The steps of a block drafter, whose requests only its worker knows."""
 
     def __init__(self, scene: Scene, backend: Any, model_runner: Any, *, has_table: bool) -> None:
         count = scene.served.count

@@ -1,4 +1,4 @@
-"""A simulated server with a clock of round numbers, and what it did as a list."""
+"""A simulated server with a time model of round numbers, and its events as lists."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang_pat.workload.tree import RadixTree, Tree
 
 
 class Cost(NamedTuple):
-    """A step takes 10 ms, a pass as long and 1 ms per 100 tokens."""
+    """A decode step takes 10 ms, a prefill pass 10 ms and 1 ms per 100 tokens."""
 
     step: float = 0.01
 
@@ -55,7 +55,7 @@ def served(
     max_new_tokens: int | None = None,
     **rules: Any,
 ) -> tuple[list[Prefill | Decode], SimulatedServer]:
-    """All events, and the server at its end."""
+    """Run a simulated server; return all events, and the server."""
     asked = Rules(max_new_tokens=max_new_tokens, ignore_eos=max_new_tokens is None, **rules)
     requests, _ = accepted(stream, asked, pool // page * page, page)
     server = SimulatedServer(requests, RadixTree(pool, page), SlowClock(), asked, steps_at_once)
@@ -63,7 +63,7 @@ def served(
 
 
 def log_of(server: SimulatedServer) -> list[tuple[Any, ...]]:
-    """Passes (who, new and cached tokens), steps (how many, lengths), and free tokens then."""
+    """Return the prefill passes and decode steps of a server, with free tokens at each."""
     log: list[tuple[Any, ...]] = []
     for event in server.events():
         if isinstance(event, Prefill):

@@ -1,7 +1,7 @@
 """SGLang's attention kit, `sglang.test.kits.attention_unittest`, with pat over its backends.
 
-The kit makes a model runner of one layer, builds a backend by its name in SGLang's registry, and
-compares what a layer computes with attention in torch. Here that backend decodes by pat.
+The kit makes a model runner with one layer, builds a backend by its name in SGLang's registry, and
+compares the layer's output with attention in torch. These functions add pat to that backend.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from sglang_pat.sglang.start.environment import Environment
 from sglang_pat.sglang.start.layer_rules import layers_of_runner
 from sglang_pat.sglang.start.server_options import Drafts
 
-# The kit's cases that decode; others prefill, which stays with SGLang's backend.
+# The kit's window size of layers without a window.
 NO_WINDOW = -1
 
 
 class Decoded:
-    """Counter of the layers that pat decodes."""
+    """Counts the layers that pat decodes."""
 
     def __init__(self) -> None:
         self.layers = 0
 
     def count(self, patch: pytest.MonkeyPatch) -> None:
-        """From now on."""
+        """Count from now on."""
         run = PackAttention.run
 
         def counted(attention: PackAttention, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -60,7 +60,7 @@ class Decoded:
 
 
 def _alone() -> Any:
-    """The kit lets some of its modules say this, whatever is run first. FlashInfer asks for it."""
+    """Return a parallel group of one rank. FlashInfer needs it; only some kit modules set it."""
     return get_parallel().override(attn_cp_size=1, attn_cp_rank=0)
 
 
@@ -68,18 +68,18 @@ def _alone() -> Any:
 def pat_over(
     name: str, *, head_dim: int, drafts: tuple[int, bool] | None = None
 ) -> Iterator[Decoded]:
-    """Let the kit's runners have pat over SGLang's backend `name`.
+    """Add pat to SGLang's backend `name` in the kit's runners.
 
-    drafts: how many draft tokens a request has in a verify step, and whether they are a chain;
-    None: SGLang's backend runs verify steps.
+    drafts: number of draft tokens per request in a verify step, and whether they are a chain; None:
+    SGLang's backend runs verify steps.
     """
     decoded = Decoded()
     build = ATTENTION_BACKENDS[name]
 
     def build_with_pat(runner: Any) -> Any:
-        # In 0.5.17 the kit calls a window a chunk, and fa3 treats it as one.
+        # In 0.5.17 the kit declares windows to be chunks, and fa3 treats them so.
         runner.model_config.is_local_attention_model = False
-        # The kit makes the layer later than the backend, and gives it to no model.
+        # The kit makes the layer after the backend, and adds it to no model.
         runner.model = torch.nn.ModuleList([_layer_of(runner, head_dim)])
         return with_pat(build(runner), name, runner)
 
@@ -92,9 +92,9 @@ def pat_over(
 
 @contextlib.contextmanager
 def drafting_by_pat(*, head_dim: int, eager: bool) -> Iterator[Decoded]:
-    """Lets the kit's runner for draft models have pat in its graph.
+    """Add pat to the graph of the kit's runner for draft models.
 
-    eager: also in the round without a graph, with which the kit compares it.
+    eager: also add pat to the round without a graph, with which the kit compares the graph.
     """
     decoded = Decoded()
     build = DraftBackendFactory.create_decode_backend
@@ -121,13 +121,13 @@ def drafting_by_pat(*, head_dim: int, eager: bool) -> Iterator[Decoded]:
 def comparing_scores() -> Iterator[None]:
     """Let the kit compare the scores of branches, by which SGLang chooses draft tokens.
 
-    With 4 branches, some scores differ by less than 16 bits round off. The kit compares tokens,
-    two of which then change places.
+    With 4 branches, some scores differ by less than the rounding of 16-bit floats, so that two of
+    the tokens that the kit compares would swap.
     """
 
     def scores_of(scores: list[torch.Tensor], *_: Any) -> tuple[torch.Tensor, ...]:
         logs = [each.flatten(1).log().sort(1).values for each in scores]
-        # Around their mean, for the kit's tolerance is 3% of a value too.
+        # Subtract the mean, since the kit's tolerance includes 3% of a value.
         found = torch.cat([each - each.mean(1, keepdim=True) for each in logs], 1)
         return found, found, found  # in place of parents, indices and tokens
 
@@ -140,10 +140,10 @@ def comparing_scores() -> Iterator[None]:
 def extending_by_pat(
     *, head_dim: int, drafts: int, requests: int, eager: bool
 ) -> Iterator[Decoded]:
-    """Lets the kit's runner for what a draft model reads of a verify step have pat in its graph.
+    """Add pat to the graph of the kit's runner for draft-extend steps.
 
-    drafts: how many tokens it reads of a request. requests: of its graph, at most. eager: also in
-    the step without a graph, with which the kit compares it.
+    drafts: tokens per request. requests: size of the graph. eager: also add pat to the step without
+    a graph, with which the kit compares the graph.
     """
     decoded = Decoded()
     build = DraftBackendFactory.create_draft_extend_backend
@@ -173,7 +173,7 @@ def extending_by_pat(
 
 
 def _verify(patch: pytest.MonkeyPatch, drafts: tuple[int, bool] | None) -> None:
-    """The kit has no server arguments. drafts: see `pat_over`."""
+    """Add the server arguments that verify steps need. drafts: see `pat_over`."""
     made = None if drafts is None else Drafts((drafts[0],), drafts[1])
     patch.setattr(attach, "drafts_of", lambda arguments: made)
     patch.setattr(speculative_attach, "drafts_of", lambda arguments: made)
@@ -194,7 +194,7 @@ def _layer_of(runner: Any, head_dim: int) -> RadixAttention:
 
 
 def cases_of(backend: str) -> tuple[DenseAttentionCase, ...]:
-    """Cases of dense attention; one decodes in a layer with a window."""
+    """Return cases of dense attention; one decodes in a layer with a window."""
     windowed = replace(
         draft_case(backend, page_size=16),
         name="swa_decode_window_edges",
@@ -210,7 +210,7 @@ def cases_of(backend: str) -> tuple[DenseAttentionCase, ...]:
     )
 
 
-# Kinds of drafts and their topk, of which more than one branch. Those of n-grams may branch anyway.
+# Kinds of drafts and their topk. Drafts branch if topk > 1; n-gram drafts may always branch.
 VERIFIED = [
     ("eagle", 1),
     ("frozen_kv_mtp", 1),
@@ -231,10 +231,11 @@ def verify_by_pat(
     device: str = "cuda",
     in_graph: bool = False,
 ) -> None:
-    """Let the kit verify drafts of one of the kinds VERIFIED on pat.
+    """Run the kit's verify step with drafts of a kind of VERIFIED on pat.
 
-    in_graph: eager, then prepared for a graph's capture and its padded replay. The kit writes
-    prefixes in order there, where it has shuffled their pages: a request must be in one page.
+    in_graph: run the step eagerly, then prepared for a graph's capture and its padded replay. The
+    kit then writes prefixes in order although it has shuffled the pages, so each request must fit
+    into one page.
     """
     from sglang.test.kits.attention_unittest.runner_modes import (
         speculative_target_verify_runner as runner,
@@ -258,7 +259,7 @@ def verify_by_pat(
 
 
 def draft_case(backend: str, page_size: int = 1) -> DenseAttentionCase:
-    """A step in which three requests draft."""
+    """Return a step in which three requests draft."""
     return DenseAttentionCase(
         name="draft",
         backend=backend,
@@ -271,7 +272,7 @@ def draft_case(backend: str, page_size: int = 1) -> DenseAttentionCase:
 
 
 def verify_case(backend: str, page_size: int = 1) -> DenseAttentionCase:
-    """A step in which three drafts of each of two requests are verified."""
+    """Return a step that verifies three drafts of each of two requests."""
     return replace(
         draft_case(backend, page_size),
         name="verify",
@@ -282,7 +283,7 @@ def verify_case(backend: str, page_size: int = 1) -> DenseAttentionCase:
 
 
 def extend_case(backend: str, page_size: int = 1) -> DenseAttentionCase:
-    """A step in which a draft model reads what was accepted of three requests."""
+    """Return a draft-extend step of three requests."""
     return replace(
         draft_case(backend, page_size),
         name="extend",
@@ -296,10 +297,7 @@ def is_decoded_by_pat(case: DenseAttentionCase) -> bool:
 
 
 class KitTestCase(unittest.TestCase):
-    """A test case for the kit, which asks it only for a way to skip.
-
-    Here a skip is a failure: the tests name the backends that there are.
-    """
+    """A test case that fails when the kit skips, since the tests name only existing backends."""
 
     def skipTest(self, reason: str) -> None:
         raise AssertionError(reason)

@@ -1,4 +1,4 @@
-"""Requests of the engine tests, to real SGLang engines and servers on the tiny model."""
+"""Requests of the engine tests, and SGLang engines and servers with the tiny model."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from sglang_pat.sglang.report.stats_file import read_stats
 
 START_SECONDS = 300  # a busy machine of two cores needs a minute and a half
 
-TINY = TinyModel(num_layers=2, seed=27)  # whose answers the fixture `expected` has
+TINY = TinyModel(num_layers=2, seed=27)  # the fixture `expected` has its answers
 HAS_BEAMS = "beam_width" in inspect.signature(SamplingParams).parameters  # not in 0.5.17
 
-# Every scheduler imports all models that SGLang knows, 9 of the 20 s in which it starts. The tests
-# need two.
+# Every scheduler imports all of SGLang's models, which takes 9 of the 20 s of its start. The tests
+# need two models.
 _MODELS = pkgutil.iter_modules([str(Path(sglang.__file__).parent / "srt" / "models")])
 os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(
     each.name for each in _MODELS if each.name not in ("llama", "qwen3")
@@ -54,7 +54,7 @@ def _raise_engine_died(signum: int, frame: FrameType | None) -> None:
 
 
 class _SignalHandler:
-    """In place of SGLang's own, which kills the test run when a process of the engine dies."""
+    """Replaces SGLang's handler, which kills the test run when a process of the engine dies."""
 
     def __init__(self, tokenizer_manager: Any) -> None:
         self._manager = tokenizer_manager
@@ -70,7 +70,7 @@ class _SignalHandler:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, how many tokens to answer it with, and a token that ends the answer."""
+    """A prompt, the length of its answer, and a stop token."""
 
     prompt: list[int]
     num_tokens: int
@@ -89,13 +89,13 @@ class Request:
 
 
 class Workload:
-    """The same requests for every engine. Seeded; named by what they are to show."""
+    """Seeded requests, the same for every engine; the names say what they test."""
 
     def __init__(self) -> None:
         self._random = random.Random(3)
         system = self._tokens(160)
         tools = [system + self._tokens(48) for _ in range(3)]
-        # Staggered lengths, so that requests leave one by one.
+        # Staggered lengths let requests leave one by one.
         self.three_levels = [
             Request(tools[i % 3] + self._tokens(5 + 3 * i), 12 + 4 * i) for i in range(9)
         ]
@@ -106,14 +106,14 @@ class Workload:
         self.no_sharing = [Request(self._tokens(30 + 20 * i), 16) for i in range(4)]
         same = self._tokens(75)
         self.identical = [Request(same, 20)] * 4
-        # More than the engines run at once: rows are taken over as soon as they are free.
+        # More requests than rows: each row is reused as soon as it is free.
         self.crowd = [Request(tools[i % 3] + self._tokens(3 + i), 10 + i % 7) for i in range(16)]
         self.long_prompts = [Request(tools[0] + self._tokens(300 + 40 * i), 12) for i in range(3)]
-        # Outgrow a small pool together.
+        # Together longer than a small pool.
         self.long_answers = [Request(system + self._tokens(10 + i), 120) for i in range(6)]
-        # Enough that batches stay full while they take turns in a pipeline.
+        # Enough to keep the microbatches of a pipeline full.
         self.many = [Request(tools[i % 3] + self._tokens(4 + i % 9), 40) for i in range(72)]
-        # Requests of each turn of three conversations.
+        # The turns of three conversations.
         self.conversations = [
             [Request(opening + self._tokens(9 + i), 30), *self._turns(3)]
             for i, opening in enumerate((system, system, other_root))
@@ -127,7 +127,7 @@ class Workload:
         return [Request(self._tokens(8 + 3 * i), 20 + i) for i in range(count)]
 
     def all(self) -> list[Request]:
-        """All requests that stand for themselves, but for `many`."""
+        """All requests outside of conversations, except `many`."""
         others = ("_random", "many", "conversations", "beams")
         groups = [group for name, group in vars(self).items() if name not in others]
         return [request for group in groups for request in group]
@@ -135,25 +135,22 @@ class Workload:
 
 @dataclass
 class Expected:
-    """SGLang's own answers, and how clear-cut they are."""
+    """SGLang's own answers, and the smallest gap between two tokens."""
 
     tokens: dict[tuple[tuple[int, ...], int, int | None], list[int]] = field(default_factory=dict)
     logprobs: dict[tuple[int, ...], list[float]] = field(default_factory=dict)  # by prompt
-    beams: list[list[int]] = field(default_factory=list)  # those returned, best first
+    beams: list[list[int]] = field(default_factory=list)  # the returned beams, best first
     smallest_gap: float = float("inf")  # in log-probability, between the best and the second token
 
     def of(self, request: Request) -> list[int]:
         return self.tokens[tuple(request.prompt), request.num_tokens, request.stop]
 
     def logprobs_of(self, request: Request) -> list[float]:
-        """The log-probability of each token of the answer."""
+        """Return the log-probability of each token of the answer."""
         return self.logprobs[tuple(request.prompt)][: request.num_tokens]
 
     def in_conversation(self, turns: Sequence[Request]) -> list[Request]:
-        """The turns as requests that stand for themselves: all that was said before, then the turn.
-
-        The last turn's answer need not be known.
-        """
+        """Return the turns as single requests, whose prompts repeat the conversation so far."""
         whole: list[Request] = []
         said: list[int] = []
         for turn in turns:
@@ -179,8 +176,8 @@ class Expected:
 
 
 def load_weights(engine: Any, model: Path) -> None:
-    """Replace the weights of an engine that has answered all, which empties its cache."""
-    flush(engine)  # only an engine that is idle by now can
+    """Replace the weights of an idle engine, which empties its cache."""
+    flush(engine)  # waits until the engine is idle
     update = UpdateWeightFromDiskReqInput(model_path=str(model))
     success, message, *_ = run(
         engine, engine.tokenizer_manager.update_weights_from_disk(update, None)
@@ -189,7 +186,7 @@ def load_weights(engine: Any, model: Path) -> None:
 
 
 def expected_answers(engine: Any, workload: Workload) -> Expected:
-    """The answers of an engine to the whole workload, turn after turn of the conversations."""
+    """Return an engine's answers to the whole workload, conversations turn by turn."""
     expected = Expected()
     expected.ask(engine, workload.all())
     for turn in range(max(map(len, workload.conversations))):
@@ -201,7 +198,7 @@ def expected_answers(engine: Any, workload: Workload) -> Expected:
 
 
 def beams(answers: Sequence[dict[str, Any]]) -> list[list[int]]:
-    """The tokens of all beams that were returned."""
+    """Return the tokens of all returned beams."""
     return [
         beam["output_ids"] for answer in answers for beam in answer["meta_info"]["beam_results"]
     ]
@@ -209,7 +206,7 @@ def beams(answers: Sequence[dict[str, Any]]) -> list[list[int]]:
 
 @contextlib.contextmanager
 def running_engine(model: Path, backend: str | None, **arguments: Any) -> Iterator[Any]:
-    """A sglang.Engine in this process and its children."""
+    """Yield a sglang.Engine of this process and its children."""
     with forked_processes():
         engine = sglang.Engine(
             model_path=str(model),
@@ -234,13 +231,13 @@ def running_pat_engine(
     has_graphs: bool = False,
     **arguments: Any,
 ) -> Iterator[tuple[Any, Stats]]:
-    """An engine that decodes with `pat` and checks every step; what it counts goes to `folder`.
+    """Yield an engine that decodes with `pat` and checks every step, and its statistics.
 
-    has_graphs: instead of the checks, steps run as in CUDA graphs (`fakes.cuda_graphs`).
+    has_graphs: simulate CUDA graphs (`fakes.cuda_graphs`) instead of checking steps.
     """
     stats = Stats(folder / "stats.json")
     with pytest.MonkeyPatch.context() as environment:
-        if has_graphs:  # in debug mode no step repeats another
+        if has_graphs:  # debug mode reuses no plan
             act_out_graphs(folder, environment)
         environment.setenv("SGLANG_PAT_DEBUG", str(int(not has_graphs)))
         environment.setenv("SGLANG_PAT_STATS_FILE", str(stats.path))
@@ -260,7 +257,7 @@ COMMON_ARGUMENTS: dict[str, Any] = {
 
 
 def generate(engine: Any, requests_: Sequence[Request], **more: Any) -> list[dict[str, Any]]:
-    """Send all requests at once; their answers in order."""
+    """Send all requests at once; return their answers in order."""
     answers: list[dict[str, Any]] = run(
         engine,
         engine.async_generate(
@@ -273,7 +270,7 @@ def generate(engine: Any, requests_: Sequence[Request], **more: Any) -> list[dic
 
 
 def flush(engine: Any) -> None:
-    """Empty the radix cache. The engine refuses until its last step has been dealt with."""
+    """Empty the radix cache. The engine refuses until it has processed its last step."""
     deadline = time.monotonic() + 30
     while not run(engine, engine.tokenizer_manager.flush_cache()).success:
         assert time.monotonic() < deadline, "the engine does not become idle"
@@ -285,7 +282,7 @@ def tokens(answers: Sequence[dict[str, Any]]) -> list[list[int]]:
 
 
 async def start(engine: Any, request: Request, **more: Any) -> AsyncIterator[dict[str, Any]]:
-    """The answers to one request as they grow."""
+    """Stream the answer to a request."""
     stream: AsyncIterator[dict[str, Any]] = await engine.async_generate(
         input_ids=request.prompt, sampling_params=request.sampling_params, stream=True, **more
     )
@@ -293,7 +290,7 @@ async def start(engine: Any, request: Request, **more: Any) -> AsyncIterator[dic
 
 
 def run(engine: Any, coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The coroutine's result; EngineDied if the engine has died or dies meanwhile."""
+    """Return a coroutine's result. Raises EngineDied if the engine has died or dies meanwhile."""
     if engine.tokenizer_manager.has_died:
         coroutine.close()
         raise EngineDied
@@ -304,7 +301,7 @@ def run(engine: Any, coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 class Stats:
-    """Counters of one engine's backend since the last call of `new()`."""
+    """The counters of an engine's backend since the last call of `new()`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -332,7 +329,7 @@ class Server(HttpServer):
         return answer
 
     def metrics(self) -> list[Sample]:
-        """Everything on the page of metrics."""
+        """Return all samples of /metrics."""
         response = requests.get(f"{self.url}/metrics", timeout=30)
         response.raise_for_status()
         families = text_string_to_metric_families(response.text)
@@ -343,7 +340,7 @@ class Server(HttpServer):
 def running_server(
     command: Sequence[str], model: Path, log: Path, **arguments: Any
 ) -> Iterator[Server]:
-    """`command --model-path ...` until the block ends, ready to be asked."""
+    """Run `command --model-path ...` until the block ends; yield the server when it is ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,8 +1,8 @@
-"""SGLang's own test kits as tests of `pat`: their servers, and what they are asked with.
+"""SGLang's own test kits as tests of `pat`, with their servers and parameters.
 
-The kits are mixins of `unittest.TestCase` that ask a running server by HTTP, in English. The CPU
-and the GPU tests import the classes. Nothing is downloaded. Where a kit's numbers are made for a
-trained model on a large GPU, here are ones for the tiny model; they are otherwise SGLang's.
+The kits are mixins of `unittest.TestCase` that send English prompts to a running server over HTTP.
+The CPU and the GPU tests import these classes. Nothing is downloaded. A kit's numbers are SGLang's,
+except those that assume a trained model on a large GPU.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ from common.tiny_model import TinyModel
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 
 ON_GPU = cuda_driver_is_present()
-VOCAB_SIZE = 32000  # some kits ask with any of the tokens below
-CONTEXT_LENGTH = 131072  # some ask for answers of 100,000 tokens, and end them
+VOCAB_SIZE = 32000  # some kits send any token below it
+CONTEXT_LENGTH = 131072  # some kits request 100,000 tokens, then abort
 END_OF_TEXT = 2
-# One of 1,000 tokens ends the answer, and none of the first few. On a GPU the last bits decide, so
-# it is one of 2,000, which is never among the first, and an answer that must end has longer.
+# One of 1,000 tokens ends an answer, but none of the first few. On a GPU rounding changes the
+# answers, so one of 2,000 does, which is never among the first, and kits wait longer for an answer
+# to end.
 GAIN_OF_END, PATIENCE_FOR_END = (1.25, 16) if ON_GPU else (1.6, 1)
-# Between decode by pat and prefill by SGLang. Float32 on a CPU moves by 1e-11; what is right on a
-# GPU is far from what wrong attention gives, which is above 1.
+# Limit between decode by pat and prefill by SGLang. Float32 on a CPU diverges by 1e-11; wrong
+# attention by more than 1.
 LARGEST_DIVERGENCE = 1e-2 if ON_GPU else 1e-8
 
 
@@ -56,14 +57,14 @@ def random_prompts(count: int, shortest: int, longest: int) -> list[list[int]]:
 
 @pytest.fixture
 def prompts_without_download(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kits about log-probabilities would download LongBench."""
+    """Replace the prompts of the kits for log-probabilities, which would download LongBench."""
     prompts = random_prompts(48, 150, 450)
     monkeypatch.setattr(kl_test_utils, "get_input_ids", lambda **_: prompts)
 
 
 # --- servers ---
 
-# Of each server. Every step is checked, and SGLang's own bookkeeping of its memory.
+# Variables of every server: pat checks every step, and SGLang its memory accounting.
 VARIABLES = {
     "SGLANG_PAT_DEBUG": "1",
     "HF_HUB_OFFLINE": "1",
@@ -76,25 +77,24 @@ ARGUMENTS: dict[str, Any] = {
     "max_total_tokens": 65536,
     "max_running_requests": 32,
 }
-if ON_GPU:  # decode steps run as CUDA graphs
+if ON_GPU:  # decode steps are CUDA graphs
     ARGUMENTS |= {
         "dtype": "bfloat16",
         "device": "cuda",
         "disable_cuda_graph": False,
         "cuda_graph_backend_prefill": "disabled",
         "mem_fraction_static": 0.5,
-        "sampling_backend": "pytorch",  # FlashInfer's is compiled by nvcc at the first use
+        "sampling_backend": "pytorch",  # nvcc would compile FlashInfer's at its first use
     }
-# Server of a class's attribute `server` -> its variables and arguments.
+# Name of a server, as in a class's attribute `server` -> its variables and arguments.
 SERVERS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "sessions": (
         {},
         {
             "enable_streaming_session": True,
             "chunked_prefill_size": 512,
-            # Requests that are aborted half a second later must not have ended by themselves, as
-            # one of a few has in so many tokens. What is asked by OpenAI's interface says itself
-            # where it ends.
+            # A request must not end by itself in the half second before it is aborted. Requests of
+            # OpenAI's API set their own end.
             "preferred_sampling_params": json.dumps({"ignore_eos": True}),
         },
     ),
@@ -108,13 +108,13 @@ SERVERS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
         },
     ),
     "waiting timeout": ({"SGLANG_REQ_WAITING_TIMEOUT": "0.001"}, {"max_running_requests": 1}),
-    # The first request compiles. It may take longer, which a server takes for a fault.
+    # The first request compiles kernels, so it may exceed the timeout.
     "running timeout": ({"SGLANG_REQ_RUNNING_TIMEOUT": "3"}, {"skip_server_warmup": True}),
 }
 
 
 class KitServer(NamedTuple):
-    """A running server that decodes with pat, and what it has counted."""
+    """A running server that decodes with pat, and its statistics."""
 
     server: Server
     model: Path
@@ -122,7 +122,7 @@ class KitServer(NamedTuple):
 
 
 def write_model(folder: Path) -> Path:
-    """The tiny model with a large vocabulary, which ends its answers by itself."""
+    """Write the tiny model with a large vocabulary, which ends its answers by itself."""
     TinyModel(vocab_size=VOCAB_SIZE, max_context_len=CONTEXT_LENGTH).write(folder)
     weights = load_file(folder / "model.safetensors")
     head = weights["lm_head.weight"]
@@ -135,7 +135,7 @@ def write_model(folder: Path) -> Path:
 
 @contextmanager
 def running_kit_server(name: str, model: Path, folder: Path) -> Iterator[KitServer]:
-    """One of `SERVERS`; `folder` is for its log and counters."""
+    """Run one of `SERVERS`, with its log and counters in `folder`."""
     variables, arguments = SERVERS[name]
     stats = Stats(folder / "stats.json")
     with pytest.MonkeyPatch.context() as environment:
@@ -150,7 +150,7 @@ def running_kit_server(name: str, model: Path, folder: Path) -> Iterator[KitServ
 
 
 def ask_until_answered(server: Server) -> None:
-    """RuntimeError if none of ten requests is answered."""
+    """Send requests until one is answered. Raises RuntimeError after ten failures."""
     asked = {"text": "a", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
     for _ in range(10):
         if requests.post(f"{server.url}/generate", json=asked, timeout=120).ok:
@@ -162,7 +162,7 @@ def ask_until_answered(server: Server) -> None:
 def start_server(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[[str], KitServer]]:
-    """Returns the server of a name, which runs until another one is asked for."""
+    """Yield a function that returns a named server, which runs until another is requested."""
     model = write_model(tmp_path_factory.mktemp("kit-model"))
     running: dict[str, KitServer] = {}
     with ExitStack() as stack:
@@ -184,7 +184,7 @@ def start_server(
 def kit_server(
     request: pytest.FixtureRequest, start_server: Callable[[str], KitServer]
 ) -> Iterator[None]:
-    """Lets a kit ask the server that it names. Fails if pat has decoded nothing meanwhile."""
+    """Give a kit the server that it names. Fails if pat has decoded nothing meanwhile."""
     kit: Any = request.cls
     server, model, stats = start_server(getattr(kit, "server", "sessions"))
     kit.base_url, kit.process, kit.model = server.url, server.process, str(model)
@@ -195,7 +195,7 @@ def kit_server(
     assert counted["plans_built"] + counted["plans_reused"] > 0
 
 
-# --- on a server with streaming sessions and prefill in chunks ---
+# --- on a server with streaming sessions and chunked prefill ---
 
 
 @pytest.mark.usefixtures("kit_server")
@@ -232,7 +232,7 @@ class TestKLDivergence(KLDivergenceMixin, unittest.TestCase):
 @pytest.mark.nightly
 @pytest.mark.usefixtures("kit_server")
 class TestUnifiedRadixTree(UnifiedRadixTreeTestMixin, unittest.TestCase):
-    test_gsm8k = None  # downloads its questions, and asks a trained model
+    test_gsm8k = None  # needs downloads and a trained model
     test_mmlu = None  # in 0.5.17 too
     input_ids = random_prompts(4, 600, 700)
     kl_threshold = LARGEST_DIVERGENCE

@@ -1,4 +1,4 @@
-"""SGLang's real prefix caches without an engine around them, and requests that point into them."""
+"""SGLang's real prefix caches without an engine, and requests with nodes in them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if CAN_CHOOSE_CORE:
 
 
 class Tree:
-    """One of SGLang's prefix caches. Slots are what the test says they are."""
+    """One of SGLang's prefix caches, whose slots the test chooses."""
 
     def __init__(self, kind: str, page_size: int = 1, *, disable: bool = False) -> None:
         core = {"tree_core_backend": "python"} if kind == "unified, python core" else {}
@@ -46,17 +46,17 @@ class Tree:
         self.cache.insert(InsertParams(key=RadixKey(array("q", tokens)), value=torch.tensor(slots)))
 
     def last_node(self, tokens: Sequence[int]) -> Any:
-        """The node at which the cached prefix of `tokens` ends. Splits a node if need be."""
+        """Return the node at which the cached prefix of `tokens` ends. May split a node."""
         match = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens))))
         return match.last_device_node
 
     def request(self, rid: str, tokens: Sequence[int], protected: int, row: int = 1) -> Any:
-        """A request whose first `protected` tokens are in the tree."""
+        """Return a request whose first `protected` tokens are in the tree."""
         return request(rid, self.last_node(tokens[:protected]), protected, row)
 
 
 def request(rid: str, last_node: Any, protected: int, row: int = 1) -> Any:
-    """Laid out like the Req of the installed SGLang."""
+    """Return a stand-in for the Req of the installed SGLang."""
     place = {"req_pool_idx": row, "cache_protected_len": protected}
     if "req_pool_idx" in ReqKvInfo.__dataclass_fields__:
         return SimpleNamespace(rid=rid, last_node=last_node, kv=SimpleNamespace(**place))
@@ -69,9 +69,9 @@ def place(req: Any) -> Any:
 
 
 def late_lengths(reqs: Sequence[Any]) -> Iterator[list[int]]:
-    """Lengths of two requests in rounds of speculative decoding.
+    """Yield the lengths of two requests in rounds of speculative decoding.
 
-    The requests know those of the round before: SGLang has processed no later results.
+    The requests have the lengths of the round before: SGLang has processed no later results.
     """
     known, lens = [25, 31], [25, 31]
     for accepted in ([0, 0], [1, 3], [3, 1], [2, 2]):

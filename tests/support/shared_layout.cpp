@@ -1,6 +1,6 @@
-// Checks on the host that the producers of pack_decode and its consumers mean the same bytes of shared memory, for each
-// pair of head_dims given as PAT_PAIRS. The producer's side is the arithmetic of copy_stage, copy_run and copy_queries;
-// the consumers' is ldmatrix as mma_body.cuh addresses it, and the operands of wgmma as PTX defines their canonical
+// Checks on the host that producers and consumers of pack_decode address the same bytes of shared memory, for each pair
+// of head_dims in PAT_PAIRS. The producer's side is the arithmetic of copy_stage, copy_run and copy_queries; the
+// consumers' is ldmatrix as mma_body.cuh addresses it, and the operands of wgmma as PTX defines their canonical
 // layouts.
 #include "pack_decode/shared_layout.h"
 
@@ -19,7 +19,7 @@ void expect(bool right, const char* what, int columns) {
   std::exit(1);
 }
 
-// Address -> element (row * 1024 + column), as the copies of a warp leave it.
+// Address -> element (row * 1024 + column) after the copies of a warp.
 template <int kColumns, int kElementBytes>
 std::map<uint32_t, int> copied(int rows, int tile_rows, int first_row, uint32_t base) {
   using Copy = RowCopy<kColumns * kElementBytes>;
@@ -32,7 +32,7 @@ std::map<uint32_t, int> copied(int rows, int tile_rows, int first_row, uint32_t 
       expect(row < rows && chunk < Copy::kChunks, "a copy is outside of the rows", kColumns);
       ++times[row * Copy::kChunks + chunk];
       const uint32_t target = base + swizzled_offset(tile_rows, first_row + row, chunk);
-      // copy_stage uses the offset of the same copy in the first period.
+      // Like copy_stage, use the offset of the same copy in the first period.
       const int first = i % Copy::kPeriod;
       const uint32_t shortened =
           base + swizzled_offset(tile_rows, first_row + copy.row(first), copy.chunk(first)) +
@@ -51,8 +51,8 @@ std::map<uint32_t, int> copied(int rows, int tile_rows, int first_row, uint32_t 
   return memory;
 }
 
-// Address -> element, as boxes of a tensor map leave it: rows of 128 bytes, one for each panel of a stage, of which
-// chunk c of row r is at c ^ (r % 8). For rows of whole panels.
+// Address -> element after TMA copies of a stage's panels: chunk c of the 128-byte row r is at c ^ (r % 8). Rows must
+// be whole panels.
 template <int kColumns, int kElementBytes>
 std::map<uint32_t, int> boxes(uint32_t base) {
   constexpr int kRowBytes = kColumns * kElementBytes;
@@ -60,7 +60,7 @@ std::map<uint32_t, int> boxes(uint32_t base) {
   std::map<uint32_t, int> memory;
   for (int panel = 0; panel < kRowBytes / kPanelRowBytes; ++panel) {
     const uint32_t box =
-        base + panel * kStageTokens * kPanelRowBytes;  // as KvStages::copy_run has it
+        base + panel * kStageTokens * kPanelRowBytes;  // as in KvStages::copy_run
     for (int row = 0; row < kStageTokens; ++row) {
       for (int byte = 0; byte < kPanelRowBytes; byte += kElementBytes) {
         const uint32_t chunk = byte / 16 ^ row % 8;
@@ -72,20 +72,20 @@ std::map<uint32_t, int> boxes(uint32_t base) {
   return memory;
 }
 
-// Slots that follow one another lie in a stage as others do.
+// Checks that runs of slots have the same layout in a stage as scattered slots.
 template <int kColumns, int kElementBytes>
 void check_boxes(const std::map<uint32_t, int>& stage, uint32_t base) {
   if (kColumns * kElementBytes % kPanelRowBytes != 0) return;
   expect(boxes<kColumns, kElementBytes>(base) == stage, "boxes and copies differ", kColumns);
 }
 
-// Contents of an address, or -1.
+// Returns the element at an address, or -1.
 int at(const std::map<uint32_t, int>& memory, uint32_t address) {
   const auto found = memory.find(address);
   return found == memory.end() ? -1 : found->second;
 }
 
-// `count` neighbours in a row: one lane's 16 bytes for ldmatrix, or what it loads itself.
+// Checks `count` adjacent elements of a row: a lane's 16 bytes for ldmatrix, or its own load.
 template <int kElementBytes = 2>
 void expect_row(const std::map<uint32_t, int>& memory, uint32_t address, int row, int column,
                 const char* what, int columns, int count = kChunkBytes / kElementBytes) {
@@ -97,7 +97,7 @@ void expect_row(const std::map<uint32_t, int>& memory, uint32_t address, int row
 // The 128-byte swizzle of wgmma: bits 4 to 6 of an address are XORed with bits 7 to 9.
 uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
-// A stage of one-byte numbers, which only ldmatrix reads: 16 columns of 8 tokens are one of its matrices.
+// Checks a stage of one-byte numbers that ldmatrix reads: a matrix is 16 columns of 8 tokens.
 template <int kKey, int kValue>
 void check_bytes() {
   using Dims = HeadDims<kKey, kValue, KvType::kE4m3>;
@@ -118,7 +118,7 @@ void check_bytes() {
       for (int chunk = lane / 8 % 2; chunk < panels(kKey) * 8; chunk += 2) {
         const uint32_t address = step_address(first_key, kStageTokens, chunk / 2);
         expect(address + kChunkBytes <= kValueBase, "ldmatrix leaves the keys", kKey);
-        if (chunk >= kKey / 16) continue;  // loaded beside the last one, and not used
+        if (chunk >= kKey / 16) continue;  // loaded with the last chunk, but not used
         expect_row<1>(keys, address, row, chunk * 16, "ldmatrix of bytes of keys", kKey);
       }
       const int token = first_token + lane % 16;
@@ -133,8 +133,8 @@ void check_bytes() {
   }
 }
 
-// The canonical layouts of wgmma. What it has of a column of values: element_of(column), -1 for columns that fill the
-// last panel.
+// Checks the canonical layouts of wgmma. element_of(column): the column of V, or -1 for columns that pad the last
+// panel.
 template <typename Dims, typename ElementOf>
 void check_wgmma_values(const std::map<uint32_t, int>& values, uint32_t base, uint32_t end,
                         ElementOf element_of, const char* what) {
@@ -153,7 +153,7 @@ void check_wgmma_values(const std::map<uint32_t, int>& values, uint32_t base, ui
   }
 }
 
-// Keys of one byte as wgmma has them, and values once the converter warps have been there.
+// Checks one-byte K for wgmma, and V after the converter warps.
 template <int kColumns>
 void check_conversion() {
   using Dims = HeadDims<kColumns, kColumns, KvType::kE4m3>;
@@ -174,7 +174,7 @@ void check_conversion() {
   constexpr uint32_t kLanding = kEnd - Dims::kValueBytes;
   auto memory = copied<kColumns, 1>(kStageTokens, kStageTokens, 0, kLanding);
   check_boxes<kColumns, 1>(memory, kLanding);
-  // One warp after the other: what the first writes, the second does not read.
+  // Run the warps one after another: no warp may read what another one writes.
   for (int warp = 0; warp < Conversion::kWarps; ++warp) {
     std::map<uint32_t, int> written;
     std::vector<uint32_t> read;
@@ -204,7 +204,7 @@ void check_conversion() {
   check_wgmma_values<Dims>(memory, kBase, kEnd, column, "wgmma of converted values");
 }
 
-// Address -> element of `rows` rows, of which each warp copies 32, panel by panel.
+// Address -> element of `rows` rows; each warp copies 32 rows panel by panel.
 std::map<uint32_t, int> copied_by_panels(int columns, uint32_t base,
                                          int rows = LatentOperand::kRows) {
   std::map<uint32_t, int> memory;
@@ -227,8 +227,8 @@ std::map<uint32_t, int> copied_by_panels(int columns, uint32_t base,
   return memory;
 }
 
-// Latent attention on mma.sync: queries and stages are matrices of 32 rows, which four warps share. Each element of a
-// unit's queries, of the keys and of the values is one warp's.
+// Checks latent attention on mma.sync: queries and stages are matrices of 32 rows for four warps. Exactly one warp
+// reads each element of a unit's queries, of K and of V.
 template <int kKey, int kValue>
 void check_latent_parts() {
   using Dims = HeadDims<kKey, kValue, KvType::kAsQueries, LatentPart::kRows>;
@@ -237,7 +237,7 @@ void check_latent_parts() {
   const auto stage = copied_by_panels(kKey, kBase, LatentPart::kRows);
   expect(stage.size() == size_t{LatentPart::kRows} * kKey, "elements are missing", kKey);
   expect(stage.rbegin()->first < kBase + Dims::kKeyBytes, "the stage is too small", kKey);
-  std::map<uint32_t, int> read[3];  // how often: queries, keys, values
+  std::map<uint32_t, int> read[3];  // number of reads of queries, keys, values
   for (uint32_t part = 0; part < LatentPart::kParts; ++part) {
     const LatentPart share{part};
     const int depth = part * 16, first_column = part * (kValue / LatentPart::kParts);
@@ -279,7 +279,7 @@ void check_latent_parts() {
   }
 }
 
-// Latent attention: queries and stages are matrices of 64 rows, values the stage's first columns.
+// Checks latent attention on wgmma: queries and stages are matrices of 64 rows; V is a stage's first columns.
 template <int kKey, int kValue>
   requires(HeadDims<kKey, kValue>::kIsLatent)
 void check() {
@@ -291,7 +291,7 @@ void check() {
   const auto stage = copied_by_panels(kKey, kBase);
   expect(stage.size() == size_t{Operand::kRows} * kKey, "elements are missing", kKey);
   expect(stage.rbegin()->first < kBase + Dims::kKeyBytes, "the stage is too small", kKey);
-  std::map<uint32_t, int> runs;  // two boxes of 32 tokens for each panel
+  std::map<uint32_t, int> runs;  // two TMA boxes of 32 tokens per panel
   for (const auto& [address, element] : boxes<kKey, 2>(0)) {
     constexpr uint32_t kBoxBytes = kStageTokens * kPanelRowBytes;
     for (int half = 0; half < 2; ++half) {
@@ -326,7 +326,7 @@ void check() {
   std::printf("%d/%d\n", kKey, kValue);
 }
 
-// Keys of wide and other rows, as wgmma has them: K-major, n is the token.
+// Checks K for wgmma, of wide and other rows: K-major, n is the token.
 template <int kKey>
 void check_wgmma_keys(const std::map<uint32_t, int>& keys, uint32_t base) {
   for (int step = 0; step < kKey / 16; ++step) {
@@ -340,7 +340,7 @@ void check_wgmma_keys(const std::map<uint32_t, int>& keys, uint32_t base) {
   }
 }
 
-// Wide rows: copied by panels; queries are read by wgmma, wherever in the ring of 64 rows their tile begins.
+// Checks wide rows, which are copied by panels. wgmma reads queries wherever their tile begins in the ring of 64 rows.
 template <int kKey, int kValue>
   requires(HeadDims<kKey, kValue>::kIsWide)
 void check() {
@@ -361,7 +361,7 @@ void check() {
     for (int first_unit = 0; first_unit < 4; first_unit += units) {
       const uint32_t tile = kBase + first_unit * kUnitRows * kPanelRowBytes;
       std::map<uint32_t, int> queries;
-      for (int unit = 0; unit < units; ++unit) {  // as copy_queries has it
+      for (int unit = 0; unit < units; ++unit) {  // as in copy_queries
         for (int lane = 0; lane < 32; ++lane) {
           const PanelCopy copy{lane};
           for (int i = 0; i < PanelCopy::kCopies * kUnitRows / kStageTokens; ++i) {
@@ -448,7 +448,7 @@ void check() {
           expect_row(queries, step_address(first, tile_rows, step), row, step * 16 + lane / 16 * 8,
                      "ldmatrix of queries", kKey);
         }
-        // Over one-byte keys, a lane loads the four columns of every 16 that ldmatrix gives it of those.
+        // With one-byte K, a lane loads the four of every 16 query columns that ldmatrix gives it of K.
         for (const int own_row : {first_row + lane / 4, first_row + lane / 4 + 8}) {
           const uint32_t own = kBase +
                                swizzled_offset(tile_rows, first_row + lane / 4, lane / 2 % 2) +

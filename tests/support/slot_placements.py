@@ -1,4 +1,4 @@
-"""The same batch with its KV at different places of the pool: scattered slots, runs, and both."""
+"""Places the KV of a batch in scattered slots, in runs, or in both."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import numpy as np
 from sample_forests import ForestCase
 
 PLACEMENTS = ("scattered", "ranges", "mixed", "descending", "swapped")
-STAGE_TOKENS = 32  # what pack_decode copies at once
+STAGE_TOKENS = 32  # tokens that pack_decode copies at once
 
 
 def place(case: ForestCase, placement: str, seed: int = 0) -> np.ndarray:
-    """By slot of the case, its slot in a pool; -1 for slots that nobody reads.
+    """Return slot of the case -> slot in a pool, or -1 for unused slots.
 
-    The pool ends with the last slot in use.
+    The pool ends with the last used slot.
 
     Parameters
     ----------
     placement
         - scattered: anywhere.
-        - ranges: each shared node and each tail in slots that follow one another.
+        - ranges: each shared node and each tail in adjacent slots.
         - mixed: the same in runs of 1 to 100 slots.
         - descending: as ranges, backwards.
-        - swapped: as ranges, but in every other 32 tokens two have changed places.
+        - swapped: as ranges, but two of every other 32 tokens are swapped.
     """
     rng = np.random.default_rng(seed)
     ordered, begins = _reading_order(case)
@@ -35,7 +35,7 @@ def place(case: ForestCase, placement: str, seed: int = 0) -> np.ndarray:
     if placement == "mixed":
         begins = np.cumsum(rng.integers(1, 101, len(ordered)))
     runs = [run for run in np.split(ordered, begins) if len(run)]
-    # From the pool's first slot to its last; what lies between two runs is nobody's.
+    # Fill the pool from its first slot; slots between two runs are unused.
     next_slot = 0
     for index in rng.permutation(len(runs)):
         run = runs[index]
@@ -50,7 +50,7 @@ def place(case: ForestCase, placement: str, seed: int = 0) -> np.ndarray:
 
 
 def move(case: ForestCase, places: np.ndarray) -> ForestCase:
-    """The case with its KV there."""
+    """Return the case with its KV at these places."""
     tokens = np.zeros_like(case.tokens)
     for row, length in enumerate(case.seq_lens):
         tokens[row, :length] = places[case.tokens[row, :length]]
@@ -58,7 +58,7 @@ def move(case: ForestCase, places: np.ndarray) -> ForestCase:
 
 
 def _reading_order(case: ForestCase) -> tuple[np.ndarray, np.ndarray]:
-    """Slots as the requests read them first, and where among them a range begins."""
+    """Return the slots in the order of their first read, and the starts of ranges among them."""
     slots, rows, positions = [], [], []
     for row, length in enumerate(case.seq_lens):
         slots.append(case.tokens[row, :length])

@@ -1,4 +1,4 @@
-"""Runs pack_decode twice: as it is, and with warps that sleep where others may wait for them.
+"""Runs pack_decode twice: unchanged, and with warps that sleep before others wait for them.
 
 Usage: slow_warps.py WHO KV_DTYPE FOLDER: KV_DTYPE is e4m3, `as queries`, `wide` for head_dim 512,
 `latent` for latent attention, or `latent mma` for its body on mma.sync; the folder is for changed
@@ -20,7 +20,7 @@ from sglang_pat.executors import jit
 from sglang_pat.executors.loaded_kernels import load_kernels
 from sglang_pat.support import LATENT_HEAD_DIMS
 
-# Who -> file, line, and what is put behind it.
+# Name -> file, line, and the code to insert after it.
 DELAYS = {
     "converters": ("converter.cuh", "if (record.is_end()) return;", "__nanosleep(20000);"),
     "one converter": (
@@ -44,7 +44,7 @@ DELAYS = {
         "if (!kIsKey) __nanosleep(9000);",
     ),
 }
-# Rows that two warpgroups share.
+# Delays in the body for wide rows, which two warpgroups share.
 WIDE_DELAYS = {
     "first half at the end": (
         "consumer.cuh",
@@ -62,7 +62,7 @@ WIDE_DELAYS = {
         "if (consumer.unit() == 1) __nanosleep(9000);",
     ),
 }
-# Latent attention.
+# Delays in the body for latent attention on wgmma.
 LATENT_DELAYS = {
     "first warpgroup": (
         "latent_body.cuh",
@@ -101,7 +101,7 @@ LATENT_DELAYS = {
         "if (!kIsKey) __nanosleep(3000);",
     ),
 }
-# The same on mma.sync.
+# Delays in the body for latent attention on mma.sync.
 LATENT_MMA_DELAYS = {
     "quarter that writes": (
         "latent_mma_body.cuh",
@@ -141,7 +141,7 @@ LATENT_MMA_DELAYS = {
 }
 DELAYS |= WIDE_DELAYS | LATENT_DELAYS | LATENT_MMA_DELAYS
 HEAD_DIMS = (128, 64)
-# Large and small tiles in turns in each CTA, and some of more stages than a ring has.
+# Each CTA alternates large and small tiles; some have more stages than the ring.
 CASE = make_case(
     [(-1, 40 + 17 * (7 * i % 40)) for i in range(120)],
     [(i % 120, 1 + 13 * (11 * i % 53)) for i in range(720)],
@@ -170,7 +170,7 @@ def results(case: ForestCase, kv_name: str) -> list[torch.Tensor]:
 
 
 def delay(who: str, folder: Path) -> None:
-    """From now on, kernels are compiled of sources in which someone is slow."""
+    """Let later builds compile sources in which these warps are slow."""
     name, line, delay = DELAYS[who]
     shutil.copytree(jit.source_folder(), folder)
     path = folder / "pack_decode" / name

@@ -1,4 +1,4 @@
-"""Batches of layers with windows: random trees, and rows with the slots that they must read."""
+"""Batches for window layers: random trees, and the slots that each row must read."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ HEADS, KV_HEADS, DIM = 4, 2, 64
 
 
 class Scene:
-    """Random trees, a table of slots, and the caches of a pool that may have other slots.
+    """Random trees, a table of slots, and the caches of a pool that may have its own slots.
 
-    chunked: whether requests attend within chunks, which are as long as a window.
+    chunked: requests attend within chunks, which are as long as a window.
     """
 
     def __init__(self, seed: int, *, has_map: bool = False, chunked: bool = False) -> None:
@@ -65,11 +65,11 @@ class Scene:
         }
 
     def in_caches(self) -> torch.Tensor:
-        """The table with slots of the caches."""
+        """The table, translated to slots of the caches."""
         return self.table if self.map is None else self.map[self.table.long()].int()
 
     def windows(self, grown: int, window: int) -> list[Counter[int]]:
-        """The slots that each request attends to."""
+        """Return the slots that each request attends to."""
         return [
             Counter(row[self._begin(n, window) : n].tolist())
             for row, n in zip(self.in_caches(), (self.lens + grown).tolist(), strict=True)
@@ -79,7 +79,7 @@ class Scene:
         return (length - 1) // window * window if self.chunked else max(0, length - window)
 
     def dense(self, q: torch.Tensor, grown: int, window: int, **more: Any) -> Any:
-        """Attention of each request over its last tokens, in float64."""
+        """Return float64 attention of each request over its window."""
         found = []
         for i, n in enumerate((self.lens + grown).tolist()):
             part = self.in_caches()[i : i + 1, self._begin(n, window) : n].contiguous()

@@ -1,4 +1,4 @@
-"""Numbers and paths on every command line have bounds, and are refused in one line beyond them."""
+"""Every command line bounds its numbers and paths, and refuses others in one line."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ SCRIPTS = [
     *(path.name for path in (ROOT / ".ci").glob("*.py") if "parse_args(" in path.read_text()),
 ]
 NO_NUMBERS = ["1" + 30 * "0", "-1", "nan", "1e400", "-inf", "x", "", "9" * 5000]
-# Types of options that hold no number.
+# Types of options without a number.
 NAMES = (None, str.upper)
 PATHS = (Path, output_file, output_or_stdout, input_file, folder_path)
 
 
 class _Defined(Exception):
-    """Carries a script's parser, when it is about to be used."""
+    """Raised with a script's parser when the script would parse."""
 
 
 def parser_of(script: str, monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
@@ -60,7 +60,7 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 
 
 def with_values(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """The options and positional arguments that a value is converted for."""
+    """Yield the options and positional arguments with a converted value."""
     for action in parser._actions:
         if action.nargs != 0 and not isinstance(action, argparse._SubParsersAction):
             yield action
@@ -80,7 +80,7 @@ def refusal(
 
 
 def check_numbers(parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]) -> int:
-    """Every option with a type of its own refuses what is no number within bounds."""
+    """Assert that every typed option refuses values that are no number within bounds."""
     assert isinstance(parser, Parser), "wrong input is answered by argparse, in many lines"
     checked = 0
     for action in with_values(parser):

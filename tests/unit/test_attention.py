@@ -1,4 +1,4 @@
-"""PackAttention: when plans are reused, what it refuses, and that refusals change nothing."""
+"""PackAttention: when it reuses plans, what it refuses, and that refusals change nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_attention(**kwargs: Any) -> PackAttention:
 
 
 class Steps:
-    """Drives one PackAttention through decode steps of a batch that can grow by `spare` tokens."""
+    """Drives a PackAttention through decode steps of a batch that can grow by `spare` tokens."""
 
     def __init__(self, spare: int = 400, **kwargs: Any) -> None:
         case = make_case([(-1, 300), (0, 40)], [(1, 10), (1, 20), (0, 30)], spare_tokens=spare)
@@ -72,12 +72,12 @@ def test_lengths_of_the_device_are_those_of_the_host_or_a_few_more(
     for dtype in (torch.int32, torch.int64):
         lens = torch.tensor(steps.lens.tolist(), dtype=dtype)
         steps.attention.plan(batch, seq_lens=lens, **steps.tables)
-        lens[1] += more  # as a graph does, behind plan()
+        lens[1] += more  # changed after plan(), as by a graph
         message = f"request 1 has {lens[1]}, and {steps.lens[1]} on the host"
         with pytest.raises(ValueError, match=message):
             steps.attention.run(q, *caches)
         q, caches = torch.randn(3, 8, 64), list(_caches(steps))
-        for right in (3, -1):  # the last token may not be there yet
+        for right in (3, -1):  # the last token's slot may not be set yet
             lens[1] = int(steps.lens[1]) + right
             steps.attention.plan(batch, seq_lens=lens, **steps.tables)
             expected, _ = dense_attention(q, *caches, **steps.tables, seq_lens=lens)
@@ -86,7 +86,7 @@ def test_lengths_of_the_device_are_those_of_the_host_or_a_few_more(
 
 
 def test_a_request_without_a_tail_has_the_length_of_the_host() -> None:
-    """A range that it shares ends where it ends."""
+    """The request ends with its path, so its length on the device must be that on the host."""
     attention = make_attention()
     lens = np.array([20, 30], dtype=np.int32)
     paths = PrefixPaths.from_lists([[(1, 0, 20)], [(1, 0, 20)]])
@@ -168,7 +168,7 @@ def test_without_a_key_each_array_of_the_paths_decides(field: str) -> None:
     changed = getattr(steps.paths, field).copy()
     changed[-1] += 1
     steps.paths = dataclasses.replace(steps.paths, **{field: changed})
-    with contextlib.suppress(ValueError):  # most single changes are no paths; none may be ignored
+    with contextlib.suppress(ValueError):  # most single changes are invalid paths
         steps.step(0, None)
     assert steps.attention.stats.plans_reused == 0
 
@@ -178,7 +178,7 @@ def test_without_a_key_a_shorter_shared_range_is_read_as_such() -> None:
     problem = Problem(case, HEADS, torch.float32)
     attention = make_attention()
     problem.check(attention)
-    # The same requests share 100 tokens fewer; those are now of their own.
+    # The same requests share 100 tokens fewer, which they now have privately.
     for row in problem.rows.tolist():
         problem.req_to_token[row, 200:300] = problem.req_to_token[row, :100]
     shorter = dataclasses.replace(
@@ -192,7 +192,7 @@ def test_without_a_key_a_shorter_shared_range_is_read_as_such() -> None:
 
 @pytest.mark.parametrize("moved", ["other rows", "other slots"])
 def test_without_a_key_shared_kv_may_move(moved: str) -> None:
-    """Nobody has promised that equal paths are the same KV: their ids may count from 1 again."""
+    """Equal paths need not be the same KV, since node ids may start from 1 again."""
     first, second = (
         Problem(make_case([(-1, 300)], [(0, 10), (0, 20)], seed=seed), HEADS, torch.float32, seed)
         for seed in (1, 2)
@@ -266,7 +266,7 @@ def test_a_copied_plan_outlives_the_next_one(copied: Any) -> None:
     plan = steps.attention._plan
     assert plan is not None
     text, kept = plan.describe(), copied(plan)
-    plan.buffer[:] = -1  # as the next plan does
+    plan.buffer[:] = -1  # as the next plan would
     assert kept.describe() == text
     for value in (steps.paths, steps.attention.stats, steps.attention.step_tokens):
         assert repr(copied(value)) == repr(value)
@@ -390,7 +390,7 @@ def test_bad_paths_leave_the_last_plan_in_force(paths: list[list[PathNode]], mes
 
 
 def batch_of(lens: Any, paths: Any = 2, begun: Any = None) -> DecodeBatch:
-    """lens: int32, unless they are an array. paths: private ones of so many requests, or what."""
+    """lens: a list becomes int32. paths: PrefixPaths, or the number of requests without any."""
     lens = np.array(lens, np.int32) if isinstance(lens, list) else lens
     paths = PrefixPaths.private(paths) if isinstance(paths, int) else paths
     return DecodeBatch(lens, paths, None, begun) if begun is not None else DecodeBatch(lens, paths)
@@ -523,7 +523,7 @@ def test_a_scale_that_the_kernels_cannot_read_is_refused(scale: torch.Tensor, me
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("slot", [-1, 9])
 def test_a_slot_outside_of_the_caches_is_named(slot: int, batch_invariant: bool) -> None:
-    """torch would read the last slot for -1."""
+    """For -1 torch would read the last slot."""
     attention = make_attention(batch_invariant=batch_invariant)
     step = good_step()
     step["req_to_token"][1, 2] = slot
@@ -532,12 +532,12 @@ def test_a_slot_outside_of_the_caches_is_named(slot: int, batch_invariant: bool)
     with pytest.raises(ValueError, match=f"must hold slots of the caches, 0 to 8, got {slot}"):
         attention.run(torch.zeros(2, 8, 64), *caches)
     step["req_to_token"][1, 2] = 0
-    step["req_to_token"][1, 4] = slot  # behind the request's 4 tokens
+    step["req_to_token"][1, 4] = slot  # after the request's 4 tokens
     attention.plan(**step)
     attention.run(torch.zeros(2, 8, 64), *caches)
 
 
-# --- later steps under one plan ---
+# --- later steps with one plan ---
 
 
 def _caches(steps: Steps) -> tuple[torch.Tensor, torch.Tensor]:
@@ -547,7 +547,7 @@ def _caches(steps: Steps) -> tuple[torch.Tensor, torch.Tensor]:
     return k, v
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 7, 101])  # a plan serves 100 more
+@pytest.mark.parametrize("tokens", [0, 1, 7, 101])  # a plan is valid for 100 more
 def test_a_later_step_reads_its_own_lengths_under_the_same_plan(tokens: int) -> None:
     steps = Steps(growth_tokens=100)
     steps.step(3)
@@ -569,7 +569,7 @@ def test_padding_stays_padding_in_a_later_step() -> None:
     steps = Steps()
     steps.lens = np.array([*steps.lens[:2], 0], dtype=np.int32)
     steps.paths = PrefixPaths.from_lists([[], [], []])
-    # On the device padding has any row and any length.
+    # On the device padding may have any row and length.
     steps.tables["req_pool_indices"][2] = 1000
     steps.step(0)
     steps.attention.advance(torch.from_numpy(steps.lens) + 2, 2)

@@ -1,4 +1,4 @@
-"""PrefixPaths.from_lists: what fits is flattened, what does not is refused by name."""
+"""PrefixPaths.from_lists flattens valid lists, and names the wrong value of others."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_node_may_be_an_array_of_any_integers() -> None:
 
 
 def test_all_nodes_of_a_wrong_length_are_not_regrouped() -> None:
-    """Three pairs have as many numbers as two nodes."""
+    """Three pairs have as many numbers as two triples."""
     with pytest.raises(ValueError, match=r"got \(1, 0\) on the path of request 0"):
         PrefixPaths.from_lists([[(1, 0), (5, 2), (5, 9)]])  # type: ignore[list-item]
 

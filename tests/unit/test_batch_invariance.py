@@ -1,4 +1,4 @@
-"""Batch-invariant plans: a request's result is bitwise the same whatever runs beside it."""
+"""Batch-invariant plans: a request's bits do not depend on the other requests."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ STEP = 64
 
 
 def select(case: ForestCase, rows: list[int]) -> ForestCase:
-    """The batch of these requests, in this order."""
+    """Return the batch of these requests, in this order."""
     paths = [case.paths[row] for row in rows]
     return replace(case, paths=paths, seq_lens=case.seq_lens[rows], tokens=case.tokens[rows])
 
 
 class Model:
-    """One layer: queries that belong to requests, and the KV pool."""
+    """A layer: a query for each request, and the KV pool."""
 
     def __init__(self, case: ForestCase, dtype: torch.dtype = torch.float32) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -64,7 +64,7 @@ def new_attention(**kwargs: object) -> PackAttention:
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[ForestCase, list[int], int]:
-    """A forest, some of its requests in some order, and a number of workers."""
+    """Draw a forest, some of its requests in any order, and a number of workers."""
     case = draw(forest_cases(max_requests=12))
     everyone = list(range(len(case.seq_lens)))
     rows = draw(st.lists(st.sampled_from(everyone), min_size=1, max_size=12))
@@ -133,8 +133,8 @@ def plan_of(case: ForestCase, scheduler: PackScheduler) -> DecodePlan:
 def test_shared_steps_are_read_once() -> None:
     """1,100 shared tokens are a chunk of 512 and 9 steps of 64 in the last one.
 
-    12 tokens are left, which each request reads, and its own. An item is as long as two chunks at
-    most.
+    Each request reads the last 12 shared tokens and its private ones. An item has at most the
+    length of two chunks.
     """
     case = make_case([(-1, 1100)], [(0, 20)] * 8)
     plan = plan_of(case, scheduler_of(num_workers=1))
@@ -148,7 +148,7 @@ def test_shared_steps_are_read_once() -> None:
 
 
 def test_a_short_rest_belongs_to_the_chunk_before() -> None:
-    """No rest of 32 tokens behind a boundary is an item of its own."""
+    """32 tokens after a boundary are not an item of their own."""
     case = make_case([(-1, 512)], [(0, 32)] * 16)
     plan = plan_of(case, scheduler_of(num_workers=1))
     assert plan.header.num_work_items == 1
@@ -159,7 +159,7 @@ def test_a_short_rest_belongs_to_the_chunk_before() -> None:
 
 
 def test_chunks_of_different_ends_share_what_both_have() -> None:
-    """One request ends 50 tokens behind the boundary, the other is cut there."""
+    """One request ends 50 tokens after the boundary; the other is cut at the boundary."""
     case = make_case([(-1, 562)], [(0, 0), (0, 1000)])
     plan = plan_of(case, scheduler_of(num_workers=1))
     assert plan.kv_tokens.planned == 512 + 50 + (50 + 1000)
@@ -175,7 +175,7 @@ def test_tickets_of_latent_attention_follow_the_rows_of_its_tiles() -> None:
         )
         return plan_of(case, scheduler).ticket_begin[:, 0].tolist()
 
-    assert tickets(token_16=10) == tickets()  # its tiles have 32 and 64 rows
+    assert tickets(token_16=10) == tickets()  # the tiles have 32 and 64 rows
     assert tickets(token_64=10) != tickets()
 
 

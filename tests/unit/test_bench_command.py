@@ -1,4 +1,4 @@
-"""`sglang-pat bench` without a server: input, sizes of the batches, what is concluded."""
+"""`sglang-pat bench` without a server: input, batch sizes and verdict."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_the_verdict_knows_its_noise() -> None:
     )
     assert "slower x (0.90x)" in verdict([slower], "fa3")
     assert "too noisy to judge x (1.30x)" in verdict([noisy], "fa3")
-    # Within the error of the median, on either side.
+    # Gain and loss are within the error of the median.
     for gain in (0.98, 1.02):
         assert f"as fast x ({gain:.2f}x)" in verdict([_compared(gain, 0.04)], "fa3")
     result = faster.as_dict("fa3")
@@ -203,7 +203,7 @@ def test_a_narrow_terminal_cuts_no_number(capsys: pytest.CaptureFixture[str]) ->
 
 
 class FakeServer:
-    """Says what it was started with, and decodes at a speed of its own."""
+    """Stands in for a server: reports its arguments, and decodes at its own speed."""
 
     def __init__(self, backend: str, pool: int, log: list[Any]) -> None:
         self.backend, self.pool, self.log = backend, pool, log
@@ -228,8 +228,8 @@ class FakeServer:
 class FakeServers:
     """Stand-in for SGLang's servers.
 
-    pools: KV tokens. fails: raised by a pass of pat's with nothing shared. log, started: what they
-    were asked, and how they were started.
+    pools: KV tokens. fails: raised by pat's pass without sharing. log, started: requests, and
+    arguments of the servers.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ class FakeServers:
         has_sglang(monkeypatch)
         monkeypatch.setenv("COLUMNS", "200")
         self.models: list[Path] = []
-        self.held_up = 0  # passes of pat's whose tokens come at once
+        self.held_up = 0  # passes of pat whose tokens all come at once
 
     @contextlib.contextmanager
     def running_server(
@@ -330,7 +330,7 @@ def test_what_was_measured_before_the_end_is_kept(
     result = json.loads(out.read_text())
     assert result["failure"] == message
     assert [case["name"] for case in result["cases"]] == ["with a shared prefix"]
-    # Measurements of only the other server are kept, too.
+    # The measurements of the other server are kept.
     assert len(result["servers"]["default"]["tpot_ms"]) == 3
     assert list(result["servers"]["pat"]["tpot_ms"]) == ["with a shared prefix"]
 
@@ -354,7 +354,7 @@ def test_a_pass_that_was_asked_again_is_told_and_kept(
 def test_batches_of_different_sizes_are_not_compared(
     config: Path, servers: FakeServers, cli: Any
 ) -> None:
-    """Only the first server leaves a fifth of its pool free: the second may hold a little less."""
+    """Batches leave a fifth of the first pool free, so that they fit into a smaller second pool."""
     servers.pools["pat"] = 7_500  # the largest batch takes 7,232 tokens
     assert cli("bench", "--model", config).status == 0
     servers.pools["pat"] = 6_000

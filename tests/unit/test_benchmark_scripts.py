@@ -1,4 +1,4 @@
-"""Every suite of benchmarks/ runs from any folder: it imports and prints its help without a GPU."""
+"""Every suite of benchmarks/ runs from any folder, and prints its help without a GPU."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def test_it_prints_its_help(
 
 
 def test_a_copy_runs_without_the_checkout(tmp_path: Path) -> None:
-    """With the package that is installed, from another folder."""
+    """A copy runs with the installed package, from another folder."""
     shutil.copytree(BENCHMARKS, tmp_path / "benchmarks", ignore=shutil.ignore_patterns("results"))
     done = run(str(tmp_path / "benchmarks/server"), "compare", "--help", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    # Its modules of tests/support are not there.
+    # The copy lacks the modules of tests/support.
     done = run("benchmarks/check", "sanitizers", "--help", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Calibration without a GPU: designed plans, a fit to made-up times, the file and its readers."""
+"""Calibration without a GPU: designed plans, a fit to invented times, and the file."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def planned() -> list[Planned]:
 
 @functools.cache
 def planned_of(kind: str) -> list[Planned]:
-    """All designs with what is in their plans, made as on a GPU with 264 CTAs, or 132 of latent."""
+    """Return all designs with their plans, as on a GPU with 264 CTAs (132 of latent attention)."""
     found = []
     layers = bench.LAYERS_OF[kind]
     workers = 132 if layers.shape.is_latent else 33
@@ -139,7 +139,7 @@ def test_the_designs_tell_the_features_apart(kind: str) -> None:
     scaled = matrix / np.linalg.norm(matrix, axis=0)
     assert np.linalg.cond(scaled) < 50
     assert len({each.design for each in planned}) == len(planned)
-    # Short items are not all of one length, nor all that there are.
+    # Short items have several lengths, and are not the only items.
     assert len({tuple(each.missing) for each in summed}) > 5
     assert any(each.missing[-1] == 0 for each in summed)
 
@@ -152,7 +152,7 @@ def test_missing_tokens_are_those_of_short_items() -> None:
     plan = attention.plan(
         batch, req_to_token=table, req_pool_indices=torch.arange(len(lens)), seq_lens=lens
     )
-    # Eight private items of 40 tokens and two prefixes; 8 KV heads.
+    # Eight private items of 40 tokens, two prefixes, and 8 KV heads.
     lacking = [max(0, least - 40) * 8 * 8 for least in bench.SHORTEST]
     assert missing_tokens(plan, batch.seq_lens, 8) == lacking
 
@@ -164,8 +164,8 @@ def test_least_squares_stay_non_negative() -> None:
         x = nnls(matrix, target)
         gradient = matrix.T @ (target - matrix @ x)
         assert (x >= 0).all()
-        assert gradient.max() < 1e-9  # nothing would gain by growing
-        assert np.abs(gradient[x > 0]).max(initial=0) < 1e-9  # nor by any change
+        assert gradient.max() < 1e-9  # no larger value fits better
+        assert np.abs(gradient[x > 0]).max(initial=0) < 1e-9  # no change fits better
     exact = np.abs(draw.normal(size=5))
     matrix = draw.normal(size=(12, 5))
     assert nnls(matrix, matrix @ exact) == pytest.approx(exact)
@@ -210,7 +210,7 @@ def test_another_machine_has_another_file(field: str, made: Calibration, tmp_pat
         ({"costs": {"packed_item": -1}}, "packed_item"),
         ({"costs": {"nonsense": 1}}, "nonsense"),
         ({"costs": {"item": "x"}}, "item must be a number, got 'x'"),
-        ({"machine": asdict(MACHINE) | {"driver": "1"}}, "made for"),  # a file that was renamed
+        ({"machine": asdict(MACHINE) | {"driver": "1"}}, "made for"),  # a renamed file
         ({"machine": asdict(MACHINE) | {"kernels": "1"}}, "made for"),
         ({"machine": {"gpu": "x"}}, "missing"),
     ],
@@ -265,7 +265,7 @@ def test_costs_of_latent_attention_are_measured_as_well(
     assert load(MACHINE, kind=kind) == found
     device, one_byte = torch.device("cuda", 0), kind == ONE_BYTE_LATENT
     assert costs_of(device, latent=True, one_byte=one_byte) == found.cost_model
-    # The others keep theirs.
+    # Other kernels keep their constants.
     assert costs_of(device, latent=True, one_byte=not one_byte) != found.cost_model
     assert costs_of(device, one_byte=one_byte) == calibration.shipped_costs(MACHINE.gpu)[0]
     path.rename(path.with_name(MACHINE.file_name()))
@@ -282,7 +282,7 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, cli:
 
 
 class OnAGpu:
-    """The command on a fake GPU."""
+    """Runs the command on a fake GPU."""
 
     def __init__(self, patch: pytest.MonkeyPatch, cli: Any, cache: Path) -> None:
         self.patch, self.cli = patch, cli
@@ -303,7 +303,7 @@ class OnAGpu:
         self.patch.setattr(bench, "measure", lambda _, kind: measure(kind))
 
     def run(self, *flags: str) -> tuple[int, str]:
-        """The exit status, and what was printed."""
+        """Run the command; return its exit status and output."""
         status, *printed = self.cli("calibrate", *flags)
         return status, "".join(printed)
 

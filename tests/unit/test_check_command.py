@@ -1,4 +1,4 @@
-"""`sglang-pat check` without a server: its law, its requests, input, exit status."""
+"""`sglang-pat check` without a server: its criterion, requests, input and exit status."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NOISE = 0.02  # of bfloat16
 
 
 def noise(seed: int, scale: float = NOISE) -> list[np.ndarray]:
-    """Distances with the tail of a model's: some prompts and some tokens have more than others."""
+    """Return distances with a heavy tail, like a model's: larger for some prompts and tokens."""
     rng = np.random.default_rng(seed)
     of_prompt = np.exp(0.4 * rng.standard_normal((PROMPTS, 1)))
     return [*(scale * of_prompt * np.abs(rng.standard_t(5, (PROMPTS, TOKENS - 1))))]
@@ -151,7 +151,7 @@ def test_greedy_answers_part_at_near_ties_only() -> None:
 
 
 def test_answers_that_part_within_the_rounding_of_the_type_tie() -> None:
-    """The other backend may be as good as exact; bfloat16 still rounds."""
+    """The other backend may have no noise, but bfloat16 still rounds."""
     floor = ROUNDING["bfloat16"]
     exact = [np.full(TOKENS - 1, floor / 1000)] * PROMPTS
     for gap, is_tie in ((1.9 * floor, True), (2.1 * floor, False)):
@@ -160,7 +160,7 @@ def test_answers_that_part_within_the_rounding_of_the_type_tie() -> None:
 
 
 def test_an_answer_of_one_token_hides_no_worse_one() -> None:
-    """It has no distance, and the mean of none is no number, which would be beyond no limit."""
+    """It has no distance, and the mean of none is NaN, which exceeds no limit."""
     pat = noise(0)
     pat[0] = np.zeros(0)
     pat[17][20:] += 12 * NOISE
@@ -183,7 +183,7 @@ def test_divergence() -> None:
 
     reference = named(t1=0.5, t2=0.25)
     assert divergence(reference, reference) == 0
-    # One token is not among the others': both sides' rest is one outcome.
+    # One token is not among the other backend's, so both count it as the rest.
     expected = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
     assert divergence(reference, named(t1=0.25, t3=0.25)) == pytest.approx(expected)
 
@@ -260,13 +260,13 @@ def test_wrong_prompts(line: str, message: str, tmp_path: Path) -> None:
 
 
 class FakeServer:
-    """A model whose logits are a hash of the tokens before, with noise where they are decoded."""
+    """A model whose logits are a hash of the tokens before, with noise in decode steps."""
 
     def __init__(self, backend: str) -> None:
         self.backend, self.noise = backend, 0.02
         self.routes: dict[str, Any] = {"pat_layers": 4}
         self.plans = 5
-        self.is_broken = False  # its log-probabilities are no numbers
+        self.is_broken = False  # its log-probabilities are NaN
 
     def info(self) -> dict[str, Any]:
         return {"attention_backend": self.backend, "dtype": "auto", "pat": self.routes}
@@ -329,7 +329,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch) -> dict[str | None, FakeServer]:
-    """By backend, None is SGLang's default; started in place of real ones, once each."""
+    """Replace real servers, by backend; None is SGLang's default. Each starts only once."""
     fakes: dict[str | None, FakeServer] = {
         name: FakeServer(name or "fa3") for name in ("pat", None, "triton")
     }

@@ -1,4 +1,4 @@
-"""The command line as a new user meets it: defaults as documented, wrong input in one line."""
+"""The command line has the documented defaults, and refuses wrong input in one line."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_wrong_input_is_answered_at_once(words: str) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     child = answer(*words.split())
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # CPU time, since other tests may run at the same time.
+    # CPU time is measured, since other tests may run at the same time.
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert (child.returncode, child.stdout, child.stderr.count("\n")) == (2, "", 1)
     assert seconds < ANSWER_SECONDS
@@ -112,7 +112,7 @@ def test_what_is_wrong_with_a_cache_is_told_with_the_option_that_names_it(
 def test_build_leaves_out_kernels_that_a_gpu_does_not_have(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of the layers that a server decodes by pat on another GPU, or over another cache."""
+    """The message counts the layers that pat would decode on another GPU or with another cache."""
     needs = SimpleNamespace(
         dtype="bfloat16", kv_dtypes=(None, "float8_e4m3fn"), head_dims=((256, 256), (512, 512))
     )
@@ -137,7 +137,7 @@ def test_a_bad_variable_is_wrong_input(monkeypatch: pytest.MonkeyPatch, cli: Any
     cli("build", "--arch", "9.0").check_refusal(message)
 
 
-# --- what is promised ---
+# --- promises of the documentation ---
 
 
 def test_the_version() -> None:
@@ -158,7 +158,7 @@ def test_ctrl_c_is_no_error(
     assert capsys.readouterr().err == "sglang-pat: interrupted\n"
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])  # empty: as if it were not set
+@pytest.mark.parametrize("unbuffered", ["", "1"])  # empty counts as unset
 def test_a_reader_that_has_enough_is_no_error(
     unbuffered: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +181,7 @@ def _options(command: str) -> list[Any]:
 
 @pytest.mark.parametrize("command", ["build", "demo", "advise"])
 def test_help_tells_the_real_defaults(command: str) -> None:
-    """A number or a name in `(default: X)` is what the program does."""
+    """Each number or name in `(default: X)` is the program's default."""
     actual = {
         "build": {"dtype": build.DEFAULT_DTYPE, "head_dim": build.DEFAULT_HEAD_DIM},
         "demo": {},
@@ -202,7 +202,7 @@ def test_help_tells_the_real_defaults(command: str) -> None:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[KernelConfig, dict[str, Any]]]:
-    """Variants that the command asked to compile."""
+    """Record the variants that the command compiles."""
     calls = []
 
     def fake(config: KernelConfig, **options: Any) -> Path:
@@ -250,7 +250,7 @@ def test_build_compiles_every_combination(
 
 @pytest.fixture
 def needs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Needs of a model's server, which a test may change; and the arguments asked for."""
+    """Return the needs of a model's server, which a test may change, and record the arguments."""
     found: dict[str, Any] = {
         "dtype": "bfloat16",
         "kv_dtypes": (None, "float8_e4m3fn"),

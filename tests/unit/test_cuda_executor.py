@@ -1,4 +1,4 @@
-"""CudaExecutor without a GPU: what is sent, checked and launched. The device is a fake."""
+"""CudaExecutor on a fake device: what it copies, checks and launches."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ CONFIG = KernelConfig(torch.bfloat16, 192, (9, 0), HEAD_DIM)
 
 
 class Staging:
-    """Like StagingBuffer, of a device that is done only when it is waited for."""
+    """Stands in for StagingBuffer. The device finishes only when the host waits for it."""
 
-    sent: ClassVar[list[Staging]]  # in this order
+    sent: ClassVar[list[Staging]]  # in the order of the copies
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.memory = np.zeros(size, dtype=np.int32)
@@ -45,7 +45,7 @@ class Staging:
 
     @property
     def array(self) -> IntArray:
-        """Asked for where a plan is written."""
+        """The buffer into which a plan is written."""
         assert not self.is_busy, "the memory is written while it is being copied"
         return self.memory
 
@@ -63,7 +63,7 @@ class Staging:
 
 
 class Device:
-    """Notes launches, checks and what is sent. CPU tensors count as its own."""
+    """Records launches, checks and copies. CPU tensors count as device tensors."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches: list[tuple[str, tuple[int, int]]] = []
@@ -87,7 +87,7 @@ class Device:
         monkeypatch.setattr(Staging, "sent", self.sent, raising=False)
 
     def kernels(self, config: KernelConfig) -> Any:
-        """Like LoadedKernels."""
+        """Return a stand-in for LoadedKernels."""
         return SimpleNamespace(
             config=config,
             num_sms=SMS,
@@ -116,7 +116,7 @@ class Device:
         heads: int = HEADS,
         head_dims: tuple[int, int] = (HEAD_DIM, HEAD_DIM),
     ) -> CudaExecutor:
-        """An executor that has loaded a plan."""
+        """Return an executor that has loaded a plan."""
         scheduler = make_scheduler()
         plan_case(scheduler, CASE)
         config = KernelConfig(torch.bfloat16, head_dims[0], arch, head_dims[1])
@@ -151,7 +151,7 @@ def test_a_step_is_checked_once(device: Device) -> None:
 
 
 def test_buffers_are_freed_with_their_executor(device: Device) -> None:
-    """At once: until Python looks for cycles, their memory on the device would be missing."""
+    """They are freed at once: waiting for Python's cycle collector would leak device memory."""
     executor = device.executor()
     executor.run(layer())
     plan = weakref.ref(executor.buffers.plan)
@@ -164,7 +164,7 @@ def test_buffers_are_freed_with_their_executor(device: Device) -> None:
 
 
 def passed(executor: CudaExecutor, layer: LayerInputs) -> dict[str, Any]:
-    """Run a layer and read what pack_decode was passed."""
+    """Run a layer; return the parameters of pack_decode."""
     executor.run(layer)
     assert executor.step is not None
     found = vars(executor.buffers) | executor.step._asdict() | layer._asdict()
@@ -244,7 +244,7 @@ def test_each_tensor_and_number_is_passed_in_its_place(
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(cuda, "capture_id", lambda stream: 254 + 7)
-    expected |= {"launch_tag": 9, "tickets": "counters+72"}  # a counter of the graph's own
+    expected |= {"launch_tag": 9, "tickets": "counters+72"}  # the graph's own counter
     assert passed(executor, numbers) == expected
 
 
@@ -253,7 +253,7 @@ def test_what_the_rows_of_windows_are_written_from(slot_map: torch.Tensor | None
     sizes = BufferSizes(num_cuts=6)
     window = Window(64, slack=8, ahead=0, chunked=True, slot_map=slot_map)
     buffers = PlanBuffers(sizes, HEADS, CONFIG, torch.device("cpu"), window)
-    table = torch.zeros(9, 500, dtype=torch.int32)[:, :400]  # rows lie further apart
+    table = torch.zeros(9, 500, dtype=torch.int32)[:, :400]  # rows have a larger stride
     step = Step(table, torch.arange(4), torch.ones(4).int(), np.ones(4, dtype=np.int32))
     buffers.bind(step)
     assert buffers.rows is not None
@@ -282,7 +282,7 @@ def test_what_the_rows_of_windows_are_written_from(slot_map: torch.Tensor | None
 def test_a_graph_merges_what_any_plan_may_need(
     reserved: int, merged: int, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan of its capture may need no merges, those of its replays as many as fit."""
+    """The captured plan may need no merges, but replayed plans as many as fit."""
     executor = device.executor()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(cuda, "capture_id", lambda stream: 0)
@@ -337,7 +337,7 @@ def test_keys_and_values_of_a_layer_have_a_map_on_hopper(
 def test_values_may_be_a_part_of_the_keys_of_one_head(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Latent attention keeps one buffer, whose first columns are values too."""
+    """Latent attention has one buffer, whose first columns are also V."""
     executor = device.executor(heads=4, head_dims=(192, 128))
     kv = torch.zeros(40, 1, 192, dtype=torch.bfloat16)
     asked: list[tuple[Any, ...]] = []
@@ -372,14 +372,14 @@ def test_another_step_is_checked_before_a_launch(
     device.launches.clear()
     assert executor.step is not None
     executor.reuse_plan(executor.step._replace(**change))
-    for _ in range(2):  # what was refused is not remembered as checked
+    for _ in range(2):  # a refused tensor is checked again
         with pytest.raises(ValueError, match=message):
             executor.run(layer())
     assert device.launches == []
 
 
 def rows(heads: int, *, shift: int = 0, row: int = 0, columns: int = HEAD_DIM) -> torch.Tensor:
-    """bfloat16 `[4, heads, columns]` that begins `shift` numbers on, `row` numbers per row."""
+    """Return bfloat16 `[4, heads, columns]` at offset `shift`, with a row stride of `row`."""
     count, row = len(CASE.seq_lens), row or heads * columns
     flat = torch.zeros(count * row + shift, dtype=torch.bfloat16)[shift:]
     return flat.as_strided((count, heads, columns), (row, columns, 1), shift)
@@ -432,7 +432,7 @@ def test_a_plan_that_was_not_wholly_sent_is_not_run(
     with pytest.raises(ValueError, match="of the plan, -1 and -1, got 4 and 4"):
         executor.run(layer())
     assert device.launches == []
-    executor.reuse_plan(step)  # sends it once more
+    executor.reuse_plan(step)  # copies it once more
     executor.run(layer())
     assert [name for name, _ in device.launches] == ["gather", "pack_decode", "merge"]
 
@@ -511,7 +511,7 @@ def test_siblings_send_their_plan_again_when_the_other_was_there(by: str, device
         if by == "plan":
             first.reuse_plan(NO_STEP)
         else:
-            with pytest.raises(AttributeError):  # there is no layer
+            with pytest.raises(AttributeError):  # no layer was executed
                 first.run(layer)
     assert device.sent[2:] == [of_first]
     assert np.array_equal(of_first.memory, written)
@@ -527,7 +527,7 @@ def test_buffers_that_may_move_are_not_shared(device: Device) -> None:
 def test_memory_is_pinned_in_the_context_of_the_executors_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Anywhere else it would create a context on the current device, some 500 MB."""
+    """Otherwise it would create a context of 500 MB on the current device."""
     current: list[torch.device] = []
     pinned_on: list[torch.device] = []
 

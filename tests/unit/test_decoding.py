@@ -1,4 +1,4 @@
-"""The measure of decoding: the steps that count, and the noise."""
+"""The measurement of decode steps: which steps count, and the noise."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sglang_pat.bench.decoding import (
 def test_a_slice_is_the_time_between_tokens() -> None:
     arrivals = [(0.01 * token, token) for token in range(1, 4 * SLICE + 1)]
     slices = slices_of(arrivals)
-    assert list(slices) == [SLICE, 2 * SLICE, 3 * SLICE]  # the first one is not whole
+    assert list(slices) == [SLICE, 2 * SLICE, 3 * SLICE]  # the first slice is not complete
     assert slices == pytest.approx(dict.fromkeys(slices, 10.0))
 
 
@@ -36,9 +36,9 @@ def test_tokens_that_arrive_together_do_not_shorten_a_slice() -> None:
 
 
 class FakeServer:
-    """A server whose requests are admitted at steps of their own.
+    """A server that admits each request at a given step.
 
-    A step with all of them takes 10 ms, with fewer 3 ms, and an admission 500 ms.
+    A step takes 10 ms with all requests and 3 ms with fewer; an admission takes 500 ms.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, admitted: list[int]) -> None:
@@ -77,7 +77,7 @@ def test_only_steps_with_all_requests_count(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_no_step_counts_after_the_first_request_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The observer, which comes last, goes on alone."""
+    """The observer, which the server admits last, continues alone."""
     server = FakeServer(monkeypatch, [40, 0])
     run = decode_run(server, [[1]] * 2, 100)  # type: ignore[arg-type]
     assert list(run.slices_ms.values()) == pytest.approx([10.0] * len(run.slices_ms))

@@ -1,4 +1,4 @@
-"""The demo's own parts: workload, comparison, exit status, and how its session ends."""
+"""Parts of the demo: workload, comparison, exit status, and the end of its session."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from sglang_pat.cli.demo.workload import (
 )
 from sglang_pat.cli.main import main
 
-TRAINED_CONTEXT = 1024  # tokens of the texts that the model has learned
+TRAINED_CONTEXT = 1024  # tokens of the model's training texts
 STATS = {
     "plans_built": 3,
     "plans_reused": 5,
@@ -211,7 +211,7 @@ def test_a_wrong_variable_is_told_before_anything_starts(
     cli("demo").check_refusal(message)
 
 
-# Starts a process that outlives its parent, writes files, and does not care about Ctrl-C.
+# Starts a process that outlives its parent, writes files, and ignores Ctrl-C.
 CHILD = """
 import mmap, os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -277,7 +277,7 @@ def test_a_signal_ends_all_and_leaves_nothing(
     pids = [int(path.name) for path in tmp_path.iterdir()]
     temporary = Path(next(tmp_path.iterdir()).read_text())
     assert (temporary / "temporary").exists()
-    time.sleep(0.3)  # the session is looked at every 0.1 s
+    time.sleep(0.3)  # the demo checks the session every 0.1 s
     parent.send_signal(number)
     _, error = parent.communicate(timeout=60)
     assert parent.returncode == status
@@ -304,7 +304,7 @@ def test_what_was_there_before_stays(shared_memory: str, monkeypatch: pytest.Mon
 
 
 def test_processes_that_are_left_over_are_ended(tmp_path: Path) -> None:
-    """The command ends; a process that it started would go on."""
+    """The command has ended, but a process that it started would continue."""
     code = (
         "import os, subprocess, sys\n"
         "child = subprocess.Popen(['sleep', '60'])\n"

@@ -1,4 +1,4 @@
-"""The Dockerfile and the Kubernetes example: their parts fit together, and to the code."""
+"""The Dockerfile and the Kubernetes example agree with each other and with the code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def labels_match(selector: dict[str, str], labels: dict[str, str]) -> bool:
 
 
 def test_the_build_context_is_what_a_wheel_is_built_from() -> None:
-    """Neither environments of 10 GB nor what was built in the clone."""
+    """It contains neither environments of 10 GB nor build outputs."""
     everything, *rest = [
         line
         for line in (ROOT / ".dockerignore").read_text().splitlines()
@@ -99,7 +99,7 @@ def test_the_worker_serves_where_it_is_scraped() -> None:
 
 
 def test_the_flag_can_be_left_out_of_an_image_and_of_a_pod() -> None:
-    """A rollback replaces arguments: no image is built, and no command of the image repeated."""
+    """A rollback only replaces arguments: it needs no new image and no command."""
     entry, given = (
         json.loads(re.findall(rf"^{name} (\[.*\])$", DOCKERFILE, re.MULTILINE)[0])
         for name in ("ENTRYPOINT", "CMD")

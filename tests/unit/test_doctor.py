@@ -1,4 +1,4 @@
-"""`sglang-pat doctor`: each thing that can be wrong is found, and what to do about it is said."""
+"""`sglang-pat doctor` finds each kind of problem, and says how to solve it."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def add_kernels(cache: Path) -> Path:
-    """An image of 1.5 MB for the H100."""
+    """Write a kernel image of 1.5 MB for the H100."""
 
     def fill(work: Path) -> None:
         (work / "kernels.cubin").write_bytes(bytes(1_500_000))
@@ -159,7 +159,7 @@ def test_no_compiler(no_compiler: None, tmp_path: Path, found: list[Gpu], status
 
 
 def test_compiled_kernels_need_no_compiler(no_compiler: None, tmp_path: Path) -> None:
-    """The kernels are there, the compiler is not."""
+    """There are kernels, but no compiler."""
     add_kernels(tmp_path)
     compiler, cache = doctor.check_kernels([H100], tmp_path)
     assert (compiler.status, cache.status) == ("warning", "ok")
@@ -215,7 +215,7 @@ def test_a_cache_that_cannot_be_written(
     assert cache.status == "failed"
     assert f"{occupied} is not a folder" in cache.found
     assert "set SGLANG_PAT_KERNEL_CACHE" in cache.advice
-    # An image's cache is complete, and need not be written.
+    # The kernel cache of an image is complete, so it may be read-only.
     add_kernels(tmp_path)
     monkeypatch.setattr(kernel_cache, "problem_with_writing", lambda cache: "read-only")
     assert doctor.check_kernels([], tmp_path)[1].status == "failed"
@@ -237,7 +237,7 @@ def test_a_cache_that_others_can_write(compiler: Compiler, tmp_path: Path) -> No
 
 
 def without(*modules: str) -> str:
-    """Code that hides modules, and then runs doctor's checks that need no SGLang."""
+    """Return code that hides modules, then runs doctor's checks without SGLang."""
     hidden = dict.fromkeys(modules)
     return (
         f"import sys; sys.modules.update({hidden})\n"
@@ -367,7 +367,7 @@ def test_sglang_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Routes:
-    """Layers of a model, as SGLang's process tells them."""
+    """The layers of a model, as SGLang's process reports them."""
 
     default, shapes = "fa3", ()
 
@@ -380,7 +380,7 @@ class Routes:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, list[str]]]:
-    """What SGLang is asked to build: a configuration, or a name on the hub; and its flags."""
+    """Record the models that SGLang is to build (a config or a name on the hub), and the flags."""
     asked = []
 
     def layers_of_config(source: str, words: list[str]) -> Routes:

@@ -1,4 +1,4 @@
-"""Compiling and caching the kernels; the compiler itself is faked."""
+"""The kernels are compiled by a fake compiler, and cached."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONFIG = KernelConfig(torch.bfloat16, 128, (9, 0))
 
 
 class Nvrtc:
-    """Like cuda.bindings.nvrtc: "compiles" to the image `built`, and logs one line per call."""
+    """Stands in for cuda.bindings.nvrtc: returns the image `built`, and logs a line per call."""
 
     class Result:
         value, name = 0, "NVRTC_SUCCESS"
@@ -109,7 +109,7 @@ def nvrtc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nvrtc:
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the kernel sources that may be edited, at one path."""
+    """Return the path of an editable copy of the kernel sources."""
     copy = tmp_path / "sources"
     shutil.copytree(source_folder(), copy)
     monkeypatch.setattr(jit, "source_folder", lambda: copy)
@@ -141,7 +141,7 @@ def test_the_options_name_the_variant_and_the_headers(nvrtc: Nvrtc, tmp_path: Pa
 
 
 def test_a_changed_source_is_compiled_anew(nvrtc: Nvrtc, sources: Path, tmp_path: Path) -> None:
-    """An upgrade in place: the paths are the same, and the sizes too."""
+    """An upgrade in place keeps the paths, and may keep the sizes."""
     built = [build(CONFIG, cache=tmp_path / "cache")]
     suffixes = set()
     skipped = {".md"}  # no source
@@ -171,7 +171,7 @@ def test_the_key_holds_what_an_image_depends_on(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_mended_compiler_takes_effect(nvrtc: Nvrtc, tmp_path: Path) -> None:
-    """The version is the same: NVRTC's interface has nothing else to tell compilers apart."""
+    """The version stays the same, although it is all that NVRTC's interface tells of a compiler."""
     cache = tmp_path / "cache"
     first = build(CONFIG, cache=cache)
     nvrtc.build = b"CL-2"
@@ -181,7 +181,7 @@ def test_a_mended_compiler_takes_effect(nvrtc: Nvrtc, tmp_path: Path) -> None:
     assert len({first, second, third}) == len(nvrtc.calls()) == 3
     nvrtc.build = b"CL-1"
     (tmp_path / "include/cuda_bf16.hpp").unlink()
-    assert build(CONFIG, cache=cache) == first  # as another process with another torch does
+    assert build(CONFIG, cache=cache) == first  # as by another process with another torch
     assert len(nvrtc.calls()) == 3
 
 
@@ -194,13 +194,13 @@ def test_without_its_compiler_the_newest_image_is_used(
         nvrtc.build = name.encode()
         images[name] = build(CONFIG, cache=cache)
         os.utime(images[name].parent, (1e9 - age, 1e9 - age))
-    config = KernelConfig(torch.bfloat16, 128, (12, 0))  # of another GPU than NVRTC knows
+    config = KernelConfig(torch.bfloat16, 128, (12, 0))  # a GPU that NVRTC does not know
     assert jit.find_image(config, cache) is None
     images["CL-1"].parent.rename(cache / f"{cache_key(config)}-0123")
     assert build(config, cache=cache).parent.name.endswith("-0123")
     monkeypatch.setattr(jit, "_nvrtc", lambda: (_ for _ in ()).throw(KernelBuildError("none")))
     assert build(CONFIG, cache=cache) == images["CL-2"]
-    (cache / f"{cache_key(CONFIG)}-12.build-1@host-x").mkdir()  # what is no whole entry
+    (cache / f"{cache_key(CONFIG)}-12.build-1@host-x").mkdir()  # an incomplete entry
     assert build(CONFIG, cache=cache) == images["CL-2"]
 
 
@@ -234,7 +234,7 @@ def test_a_shipped_image_is_used_with_any_compiler(
         assert build(CONFIG, cache=tmp_path / "cache") == shipped
     assert nvrtc.calls() == []
     made = build(CONFIG, cache=tmp_path / "cache", force=True)
-    assert build(CONFIG, cache=tmp_path / "cache") == made  # what the user asked for
+    assert build(CONFIG, cache=tmp_path / "cache") == made  # the user's build
 
 
 def test_the_compiler_is_recorded(nvrtc: Nvrtc, tmp_path: Path) -> None:

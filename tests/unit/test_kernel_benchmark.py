@@ -1,4 +1,4 @@
-"""The kernel benchmark without a GPU: its forests, errors beside those of torch, and gates."""
+"""The kernel benchmark without a GPU: its forests, its errors against torch's, and its gates."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def test_equal_slots_are_equal_tokens(slots: str) -> None:
     ("tree", "heads"), [("1,3_40,60", 16), ("3_50", 16), ("1,2_40,20", 16), ("1,3_40,60", 20)]
 )
 def test_rows_of_drafts_read_what_a_chain_reads(tree: str, heads: int) -> None:
-    """Each row one token more than the one before it, from the slots of its request.
+    """Each row reads one token more than the row before, from the slots of its request.
 
-    With 20 heads the rows of a request are more than a tile has.
+    With 20 heads a request has more rows than a tile.
     """
     case = LatentWorkload(Forest.of_tree(tree), heads, drafts=4)
     requests, rows = case.forest.num_requests, len(case.row_lens)
@@ -58,7 +58,7 @@ def test_rows_of_drafts_read_what_a_chain_reads(tree: str, heads: int) -> None:
     out = attention.run(q, kv, kv[..., :COLUMNS])
     exact, _ = dense_attention(q, kv, kv[..., :COLUMNS], table, pool, lens, dtype=torch.float64)
     torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-5)
-    # A plan that shares nothing of a request would read everything once per row.
+    # A plan without sharing within a request would read its tokens once per row.
     assert plan.kv_tokens.planned <= plan.kv_tokens.query_centric / 1.3
 
 
@@ -75,7 +75,7 @@ def test_rows_of_drafts_read_what_a_chain_reads(tree: str, heads: int) -> None:
     ids=lambda forest: forest.name,
 )
 def test_cascade_reads_every_token_of_a_request_once(forest: Forest, page_size: int) -> None:
-    """Read the plans of the levels back, as FlashInfer's kernels read them."""
+    """The test decodes the plans of the levels as FlashInfer's kernels read them."""
     forest = forest.in_pages(page_size)
     workload = Workload(forest, 8, 2, page_size=page_size)
     table = forest.token_table(page_size=page_size, device="cpu")
@@ -152,7 +152,7 @@ def test_what_is_wrong_or_not_supported_is_named_and_not_timed(
         )
 
     found = measured(None)
-    # The stub of a graph leaves zeros where the graph would have written.
+    # The stub of a graph leaves zeros in the output.
     assert found["failed"].pop("pat") == "the graph has other bits than the eager run"
     assert found["failed"].keys() == {
         "pat-wrong",
@@ -208,7 +208,7 @@ def test_a_case_in_which_pat_failed_fails_its_suite() -> None:
 
 @pytest.mark.parametrize("shape", [(6,), (3, 2), (3, 1, 2)])
 def test_results_of_any_shape(shape: tuple[int, ...]) -> None:
-    """A selection of elements is a vector: tests of isolation compare such."""
+    """A selection of elements is a vector, which tests of isolation compare."""
     exact = torch.tensor([1.0, 1.0, 2.0, 2.0, 4.0, 4.0], dtype=torch.float64).view(shape)
     result = (exact + 0.25).bfloat16()
     report = compare(result, exact.bfloat16(), exact)

@@ -1,4 +1,4 @@
-"""The folder of compiled kernels: who may read it, whose files are loaded, who waits for whom."""
+"""The folder of compiled kernels: permissions, owners of loaded files, and locking."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_an_entry_is_replaced_on_demand(cache: Path) -> None:
 
 
 def test_every_user_can_read_an_entry(cache: Path) -> None:
-    """An image is built by root, and run by somebody else."""
+    """root builds an image; another user runs it."""
     before = os.umask(0o077)
     try:
         image = add(cache, "key", fill)
@@ -100,7 +100,7 @@ def test_every_user_can_read_an_entry(cache: Path) -> None:
 
 @as_root
 def test_an_entry_of_root_is_loaded_by_another_user() -> None:
-    """Really as another user, in a process that cannot write to the cache."""
+    """The test loads it as another user, in a process that cannot write to the cache."""
     with tempfile.TemporaryDirectory() as folder:  # tmp_path is private
         Path(folder).chmod(0o755)
         cache = Path(folder, "cache")
@@ -140,7 +140,7 @@ def test_versions_of_an_entry_are_found(cache: Path, monkeypatch: pytest.MonkeyP
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(os, "listdir", refuse)  # root may read all
+    monkeypatch.setattr(os, "listdir", refuse)  # root may read everything
     with pytest.raises(KernelCacheError, match=rf"{cache} cannot be read .*chmod a\+rX"):
         versions(cache, "key")
 
@@ -153,7 +153,7 @@ def test_an_entry_that_cannot_be_read_is_named(
     def access(path: Path, mode: int) -> bool:
         return Path(path) != image
 
-    monkeypatch.setattr(os, "access", access)  # root may read all
+    monkeypatch.setattr(os, "access", access)  # root may read everything
     with pytest.raises(KernelCacheError, match=rf"{image} cannot be read .*chmod a\+rX"):
         find(cache, "key")
     real_stat = Path.stat
@@ -213,7 +213,7 @@ def test_a_folder_above_that_anybody_can_write_is_refused(tmp_path: Path) -> Non
     cache = tmp_path / "grandparent" / "parent" / "cache"
     add(cache, "key", fill)
     for above in cache.parents[:2]:
-        above.chmod(0o1777)  # as /tmp: nobody can replace what belongs to others
+        above.chmod(0o1777)  # like /tmp: users cannot replace others' files
         assert find(cache, "key") is not None
         above.chmod(0o777)
         with pytest.raises(KernelCacheError, match=rf"{above} can be written by other users"):
@@ -245,7 +245,7 @@ def test_a_link_in_place_of_the_lock_is_not_followed(cache: Path, tmp_path: Path
 
 @pytest.fixture
 def slow_build(cache: Path) -> threading.Event:
-    """Another builder of "key", which goes on until the event is set."""
+    """Start another builder of "key", which runs until the event is set."""
     begun, end = threading.Event(), threading.Event()
 
     def fill_slowly(work: Path) -> None:

@@ -1,4 +1,4 @@
-"""Headers of the kernels that are compiled for the host: rounding to one byte, shared memory."""
+"""Kernel headers compiled for the host: rounding to one byte, layout of shared memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_16_bit_number(program: Path, dtype: torch.dtype, kv_dtype: torch.
 
 @both_types
 def test_ties_and_their_neighbours(program: Path, kv_dtype: torch.dtype) -> None:
-    """Between any two numbers of the type, and beyond its largest."""
+    """All midpoints of two numbers of the type are tested, and numbers beyond its largest."""
     ordered = torch.arange(0x80, dtype=torch.uint8).view(kv_dtype).double()
     ordered = torch.cat([ordered[ordered.isfinite()], torch.tensor([480.0, 65536.0, 1e30])])
     ties = ((ordered[1:] + ordered[:-1]) / 2).float()
@@ -64,7 +64,7 @@ def test_ties_and_their_neighbours(program: Path, kv_dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("overflow", [0x7E, 0x7F])
 def test_what_is_too_large_becomes_what_the_host_says(program: Path, overflow: int) -> None:
-    """Versions of torch differ: 2.11 makes NaN of it, 2.14 the largest number."""
+    """Versions of torch differ: 2.11 converts it to NaN, 2.14 to the largest number."""
     numbers = torch.tensor([448.0, 464.0, 464.1, 480.0, 1e9, torch.inf, -1e9, -torch.inf])
     rounded = in_kernels(program, numbers, E4M3, overflow)
     assert rounded.tolist() == [0x7E, 0x7E, *[overflow] * 4, *[0x80 | overflow] * 2]
@@ -81,7 +81,7 @@ CHECK = Path(__file__).parents[1] / "support" / "shared_layout.cpp"
 
 
 def test_copies_and_matrix_instructions_mean_the_same_bytes(tmp_path: Path) -> None:
-    """Every element of a stage and of the query tiles, for every pair of head_dims."""
+    """The program checks every element of stages and query tiles, for every pair of head_dims."""
     pairs = " ".join(f"PAT_PAIR({key}, {value})" for key, value in HEAD_DIMS)
     program = tmp_path / "shared_layout"
     flags = ["-std=c++20", "-O1", "-Wall", "-Werror", f"-I{source_folder()}"]

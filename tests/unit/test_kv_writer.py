@@ -1,4 +1,4 @@
-"""KvWriter without a GPU: what it takes, and what the kernel is given. The device is a fake."""
+"""KvWriter on a fake device: which tensors it accepts, and the kernel's arguments."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Params: Any = parameters("WriteParams")
 
 
 def strided(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype):
-    """A tensor that lies at an address."""
+    """Return a tensor at an address."""
     size = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     memory = (ctypes.c_uint8 * (size * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).as_strided(shape, strides)
 
 
 def as_on_a_gpu(numbers: torch.Tensor, use: ScaleUse, scale: torch.Tensor) -> torch.Tensor:
-    """A division by a tensor of the device, or by a number of the host. torch's on a CPU differ."""
+    """Divide as on a GPU by a device tensor or a host number, which differs from torch on a CPU."""
     if use == ScaleUse.DIVIDE:
         return (numbers.float() / scale.to(numbers.dtype).float()).to(numbers.dtype)
     assert use == ScaleUse.MULTIPLY
@@ -40,7 +40,7 @@ def as_on_a_gpu(numbers: torch.Tensor, use: ScaleUse, scale: torch.Tensor) -> to
 
 
 class Device:
-    """Runs write_kv in torch: on the host, of what the kernel's argument says."""
+    """Executes write_kv on the host in torch, from the kernel's argument."""
 
     def __init__(self, config: KernelConfig) -> None:
         self.launches: list[tuple[int, int]] = []
@@ -96,13 +96,13 @@ def writer(device: Device) -> KvWriter:
 
 @pytest.fixture
 def plain_writer(device: Device) -> KvWriter:
-    """Over a cache of the model's dtype."""
+    """Return a writer for a cache of the model's dtype."""
     device._config = KernelConfig(BF16, DIM, (9, 0), V_DIM)
     return KvWriter(device._config, CPU)
 
 
 def tensors(cache_dtype: torch.dtype = E4M3, heads: int = HEADS) -> dict[str, torch.Tensor]:
-    """Tensors of one write, in parts of a fused qkv."""
+    """Return the tensors of a write, as slices of a fused qkv."""
     widths = [4 * heads * DIM, heads * DIM, heads * V_DIM]
     _, k, v = torch.randn(TOKENS, sum(widths)).to(BF16).split(widths, dim=1)
     return {
@@ -141,7 +141,7 @@ def test_what_is_written(writer: KvWriter, device: Device, index_dtype: torch.dt
 def test_numbers_of_the_models_dtype_are_stored_as_they_are(
     plain_writer: KvWriter, device: Device, heads: int
 ) -> None:
-    """Whatever scales there are: SGLang's pools divide what they convert, and nothing else."""
+    """Scales do not matter: SGLang's pools divide only numbers that they convert."""
     for divisor in (None, 0.5, torch.tensor(0.5), torch.tensor([0.5, 2.0])):
         assert plain_writer.scale(divisor) == UNSCALED
     given = tensors(BF16, heads)
@@ -152,7 +152,7 @@ def test_numbers_of_the_models_dtype_are_stored_as_they_are(
         expected = torch.zeros_like(cache)
         expected[[3, 19, 7, 1]] = given[name].view(torch.int16)[[0, 1, 3, 4]]
         assert cache.equal(expected)
-    # A column of CTAs per token, a thread for 8 numbers.
+    # A column of CTAs per token, a thread per 8 numbers.
     assert device.launches == [(TOKENS, -(-heads * (DIM + V_DIM) // 8 // 128))]
 
 
@@ -249,7 +249,7 @@ def test_kernel_and_torch_are_compared(writer: KvWriter, device: Device) -> None
 
     device.scaled = as_on_this_cpu
     assert writer.agrees_with_torch()
-    # All numbers, of keys and of values: unscaled, scaled by a number and by a tensor.
+    # K and V are unscaled, scaled by a number, or scaled by a tensor.
     assert [params.rows[0].scale_use for params in device.params] == [0, 1, 2]
     assert all(num_tokens * V_DIM >= 2**16 for num_tokens, _ in device.launches)
     for wrong in (ScaleUse.MULTIPLY, ScaleUse.DIVIDE):
@@ -278,7 +278,7 @@ def test_a_copy_is_compared_once(
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_row_of_latent_attention_has_two_sources(device: Device, parts: int) -> None:
-    """One tensor of all columns, or one of the values and one of what is behind."""
+    """The sources are one tensor of all columns, or one of V and one of rope."""
     device._config = KernelConfig(BF16, 576, (9, 0), 512)
     writer = KvWriter(device._config, CPU)
     k = torch.randn(TOKENS, 1, 576).to(BF16)

@@ -1,7 +1,4 @@
-"""PackAttention of latent attention (MLA, absorbed).
-
-One KV head, whose values are a part of its keys.
-"""
+"""PackAttention of latent attention (MLA, absorbed): one KV head, whose V is a part of its K."""
 
 from __future__ import annotations
 
@@ -67,7 +64,7 @@ def test_every_policy_over_trees_and_ragged_lengths(case: Any, policy: str) -> N
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_queries_in_two_parts_are_whole_queries(batch_invariant: bool) -> None:
-    """Each part may lie as it likes: SGLang's first one has its heads apart, and rows dense."""
+    """Each part has its own strides; SGLang's first part is the transpose of `[heads, rows]`."""
     problem = make_problem(12)
     attention = planned(problem, make_attention(12, batch_invariant=batch_invariant))
     whole = attention.run(problem.q, problem.k, problem.v)

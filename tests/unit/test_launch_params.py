@@ -1,4 +1,4 @@
-"""Launches without a GPU: the parameters for the driver, its answers, and who launches."""
+"""Launches on a fake driver: parameters, errors, and several threads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parameters(argument: DecodeArgument | GatherArgument) -> int:
 
 
 def first_words(argument: DecodeArgument | GatherArgument, count: int) -> list[int]:
-    """The first pointers in the parameters: those of the plan's sections."""
+    """Return the first pointers in the parameters, which are the plan's sections."""
     return [*(ctypes.c_uint64 * count).from_address(parameters(argument))]
 
 
@@ -58,7 +58,7 @@ def test_a_capacity_of_other_sections_is_refused() -> None:
 
 
 class Encoder:
-    """Notes what maps are made of."""
+    """Records the arguments of tensor maps."""
 
     def __init__(self) -> None:
         self.made: list[tuple[Any, ...]] = []
@@ -93,7 +93,7 @@ def encoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Encoder]:
 def test_no_map_of_what_has_no_whole_boxes(
     encoder: Encoder, shape: tuple[int, ...], element_bytes: int
 ) -> None:
-    """Rows of other than whole 128 bytes, and fewer slots than a box has."""
+    """A map needs rows of whole 128 bytes, and at least as many slots as a box."""
     assert kv_map(1 << 20, torch.Size(shape), element_bytes, 4096) == 0
     assert encoder.made == []
 
@@ -105,7 +105,7 @@ def test_no_map_of_what_has_no_whole_boxes(
 def test_a_map_has_the_rows_of_a_cache(
     encoder: Encoder, shape: tuple[int, ...], element_bytes: int, row_bytes: int
 ) -> None:
-    """32 slots and 128 bytes at once, slots as far apart as they are, bytes swizzled."""
+    """A box has 32 slots of 128 bytes, the slots' stride, and a swizzle."""
     assert kv_map(1 << 20, torch.Size(shape), element_bytes, 8192) == 4096
     ((address, sizes, strides, box, steps, rank, *modes),) = encoder.made
     assert (address, sizes, strides) == (1 << 20, [row_bytes, shape[0]], [8192])
@@ -116,7 +116,7 @@ def test_a_map_has_the_rows_of_a_cache(
 
 
 def test_a_map_is_made_once(encoder: Encoder) -> None:
-    """It is asked for in every layer of every step; each cache and view has its own."""
+    """Every layer of every step requests it; each cache and view has its own map."""
     shape = torch.Size((100, 8, 128))
     found = {kv_map(address, shape, 2, 2048) for address in (1 << 20, 1 << 21) for _ in range(3)}
     assert found == {4096, 8192}
@@ -128,7 +128,7 @@ def test_a_map_is_made_once(encoder: Encoder) -> None:
 def test_a_driver_that_makes_no_maps_is_told_of_once(
     encoder: Encoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Decoding works without them."""
+    """Decoding also works without maps."""
     refused = driver.CUresult.CUDA_ERROR_INVALID_VALUE
     monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", lambda *_: (refused, None))
     monkeypatch.setattr(driver, "cuGetErrorString", lambda error: (error, b"bad argument"))
@@ -152,7 +152,7 @@ def test_errors_of_the_driver_are_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Driver:
-    """Loads some images, and refuses others."""
+    """Stands in for a driver that loads some images and refuses others."""
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, refused: str) -> None:
         self.built: list[bool] = []
@@ -166,7 +166,7 @@ class Driver:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda index: self)
 
     def synchronize(self) -> None:
-        """Do nothing: stands in for the stream."""
+        """Do nothing, in place of the stream."""
 
     def _build(self, config: KernelConfig, *, force: bool = False) -> Path:
         self.built.append(force)
@@ -216,12 +216,12 @@ MINE, OTHERS = (16, (264, 1)), (32, (8, 2))  # stream and grid
 def test_threads_launch_on_the_stream_and_grid_that_each_asked_for(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Launchers are shared: `load_kernels()` keeps one per kernel and device."""
+    """`load_kernels()` keeps one launcher per kernel and device, which threads share."""
     launcher = Launcher(None, 192, 64, overlap=overlap)
     launched: list[Any] = []
 
     def launch(config: Any, function: Any, argument: int, extra: int) -> Any:
-        if not launched:  # another thread launches between this one's settings and its launch
+        if not launched:  # another thread launches between this thread's settings and launch
             launched.append(None)
             other = threading.Thread(target=launcher, args=(0, *OTHERS))
             other.start()

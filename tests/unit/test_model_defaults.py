@@ -1,4 +1,4 @@
-"""Defaults of configurations are those of the classes that SGLang takes them from."""
+"""Defaults of configs are those of the config classes that SGLang uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_pat.model_layers import WINDOW, read_layers
 
 auto = pytest.importorskip("transformers.models.auto.configuration_auto")
 
-# SGLang's own class has other defaults, or none of the kind is an attribute.
+# Keys for which SGLang's own class has another default, or no attribute.
 _OF_SGLANG = {("qwen3_5_text", "num_key_value_heads"), ("gemma4_text", "head_dim")}
 
 

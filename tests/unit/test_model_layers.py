@@ -1,4 +1,4 @@
-"""Layers by a config.json: their kinds, which of them pat accelerates, and why not the others."""
+"""Layers of a config.json: their kinds, and which of them pat decodes, or why not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sglang_pat.model_layers import (
     summary,
 )
 
-# Part of a checkpoint of compressed-tensors whose KV cache is fp8.
+# Part of the config of a compressed-tensors checkpoint with an fp8 KV cache.
 SCHEME = {
     "type": "float",
     "num_bits": 8,
@@ -40,7 +40,7 @@ PLAIN: dict[str, Any] = {
     "hidden_size": 2048,
 }
 
-MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # as DeepSeek's
+MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # like DeepSeek's
 
 
 def kinds(**changes: object) -> list[str]:
@@ -48,7 +48,7 @@ def kinds(**changes: object) -> list[str]:
 
 
 def refused(**changes: object) -> list[str]:
-    """Why, of every layer; empty where pat accelerates it."""
+    """Return the reason of every layer, or an empty string if pat decodes it."""
     layers = read_layers({**PLAIN, **changes})
     return ["" if layer.refusal is None else str(layer.refusal) for layer in layers]
 
@@ -80,13 +80,13 @@ def test_a_plain_decoder_is_accelerated() -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        # gpt-oss, Gemma 3 as Transformers writes them today
+        # gpt-oss and Gemma 3, as transformers writes them today
         ({"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 128},
          [WINDOW, FULL] * 3),
-        # Gemma 3 and 2, older
+        # older files of Gemma 3 and 2
         ({"sliding_window": 512, "sliding_window_pattern": 6}, [WINDOW] * 5 + [FULL]),
         ({"sliding_window": 512, "model_type": "gemma2"}, [WINDOW, FULL] * 3),
-        # Qwen2, Mistral: SGLang's classes know no window.
+        # Qwen2, Mistral: SGLang's classes have no window.
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 512,
           "use_sliding_window": True, "max_window_layers": 4}, [FULL] * 6),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 512}, [FULL] * 6),
@@ -115,7 +115,7 @@ def test_a_plain_decoder_is_accelerated() -> None:
         ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, [LATENT] * 6),
         ({"kv_lora_rank": 512, "linear_attn_config": {"full_attn_layers": [3, 6]}},
          [STATE, STATE, LATENT] * 2),
-        # A kind that is not known here keeps its name.
+        # A kind of layer that pat does not know keeps its name.
         ({"layer_types": ["full_attention"] * 5 + ["hyperbolic"]}, [FULL] * 5 + ["hyperbolic"]),
     ],
 )  # fmt: skip
@@ -142,7 +142,8 @@ def test_the_window_of_some_classes_does_not_count_the_new_token(name: str, toke
         ({"v_head_dim": 64}, "head_dim 128/64"),
         ({"num_attention_heads": 128, "num_key_value_heads": 1}, "query heads per KV head 128"),
         ({"is_encoder_decoder": True}, "an encoder-decoder model"),
-        # Latent attention: of other sizes (MiniCPM3, Mistral-Small-4), sparse, of too many heads.
+        # Latent attention of other sizes (MiniCPM3, Mistral-Small-4), sparse, or with too many
+        # heads.
         ({"kv_lora_rank": 256, "qk_rope_head_dim": 32}, "head_dim 288/256"),
         ({"kv_lora_rank": 256, "qk_rope_head_dim": 64}, "head_dim 320/256"),
         ({**MLA, "architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048},
@@ -266,8 +267,8 @@ def test_a_config_without_sense_is_refused(changes: dict[str, Any], message: str
 def test_a_configuration_tells_what_the_engine_decides(family: Family, tmp_path: Path) -> None:
     """`Family.pat` and `Family.default` agree with the configuration.
 
-    A running engine (tests/engine) asks the layers of SGLang's own class. Advice reads the
-    configuration alone.
+    A running engine (tests/engine) reads the layers of SGLang's class; `advise` reads only the
+    config.
     """
     config = json.loads((family.write(tmp_path) / "config.json").read_text())
     layers = {layer.index: layer for layer in read_layers(config)}
@@ -276,7 +277,8 @@ def test_a_configuration_tells_what_the_engine_decides(family: Family, tmp_path:
         for index in indices:
             refusal = layers[index].refusal
             assert refusal is not None
-            # SGLang's window is less by one where a token's own place is not counted.
+            # Some of SGLang's classes do not count the token itself, so their window is smaller by
+            # one.
             topic = refusal.topic if refusal.topic != "attention" else str(refusal)
             assert reason.startswith(" ".join(topic.split()[:2]))
 

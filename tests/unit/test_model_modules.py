@@ -1,4 +1,4 @@
-"""Modules of SGLang's models that need not be imported to build one class."""
+"""Finds the modules of SGLang's models that need not be imported to build a class."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_modules_that_do_not_define_a_class(
     monkeypatch.setattr(model_modules, "find_spec", lambda name: package)
     assert modules_without({"LlamaForCausalLM"}) == ["phi3", "qwen2"]
     assert modules_without({"LlamaForCausalLM", "Phi3ForCausalLM"}) == ["qwen2"]
-    # A class under another name, or none: all are imported.
+    # If no module has a class of this name, all modules are imported.
     assert modules_without({"Llama"}) == []
     assert modules_without(()) == []
     monkeypatch.setattr(model_modules, "find_spec", lambda name: None)

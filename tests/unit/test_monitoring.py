@@ -1,7 +1,7 @@
-"""The dashboard and the alert rules: they name only metrics and labels that exist, and all of them.
+"""The dashboard and the alert rules use only existing metrics and labels, and all of them.
 
-`promtool` runs the rules' own tests, where Debian's package `prometheus` is installed or the folder
-PROMETHEUS_FOLDER has it. A Prometheus that scrapes a server: `tests/engine/test_monitoring.py`.
+`promtool` runs the rules' own tests if Debian's package `prometheus` is installed, or if
+PROMETHEUS_FOLDER has it. `tests/engine/test_monitoring.py` lets a Prometheus scrape a server.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs/operate/monitoring"
 DASHBOARD: dict[str, Any] = json.loads((FOLDER / "pat-dashboard.json").read_text())
 RULES: dict[str, Any] = yaml.safe_load((FOLDER / "pat-rules.yml").read_text())
 PAGE = (FOLDER.parent / "index.md").read_text()
-# SGLang's own, of both supported versions. The test with an engine finds those of the dashboard.
+# SGLang's own metrics, in both supported versions. The test with an engine checks that they exist.
 SGLANG_METRICS = {
     "sglang:num_requests_total",
     "sglang:num_aborted_requests_total",
@@ -36,7 +36,7 @@ SGLANG_METRICS = {
 
 
 def registered() -> dict[str, set[str]]:
-    """Every metric that the code registers, with the labels beside SGLang's own."""
+    """Return every metric that the code registers, with its labels besides SGLang's."""
     found: dict[str, set[str]] = {}
 
     class Metric:
@@ -77,7 +77,7 @@ def test_every_metric_exists() -> None:
     for expression in expressions():
         named |= set(re.findall(r"\w+:\w+(?::\w+)*", re.sub(r'"[^"]*"', "", expression)))
     assert named <= set(metrics) | recorded | SGLANG_METRICS
-    # And none that users of the dashboard would miss, but former names and parts of a histogram.
+    # Metrics that the dashboard may omit: former names, and parts of a histogram.
     left_out = ("private_steps_total", "plan_seconds_count", "plan_seconds_sum")
     assert set(metrics) - named == {f"{ours.PREFIX}{each}" for each in left_out}
 
@@ -111,7 +111,7 @@ def test_reasons_and_kinds_that_rules_select_are_given_by_the_code() -> None:
 
 
 def test_the_dashboard_lists_servers_that_decode_nothing_by_pat() -> None:
-    """A replica that falls back as a whole has one metric of pat's: who decodes its layers."""
+    """A server without layers on pat has one metric of pat: the backends of its layers."""
     (instance,) = (e for e in DASHBOARD["templating"]["list"] if e["name"] == "instance")
     assert instance["query"]["query"] == "label_values(sglang:pat_layers, instance)"
 

@@ -1,4 +1,4 @@
-"""The list of mutants does not rot. `make mutants` runs them."""
+"""Every mutant of the list still applies to the code. `make mutants` runs them."""
 
 from __future__ import annotations
 

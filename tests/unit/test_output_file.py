@@ -1,4 +1,4 @@
-"""Output of commands: files, a standard output that fails, full disks, echoes, old names."""
+"""Output of commands: files, a failing standard output, full disks, quoted input."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_permissions(
     (tmp_path / "old").touch()
     asked = []
 
-    def access(path: Path, mode: int) -> bool:  # root, who runs the tests in CI, may do all
+    def access(path: Path, mode: int) -> bool:  # root, who runs the tests in CI, may write anywhere
         asked.append((path, mode))
         return False
 
@@ -137,7 +137,7 @@ def test_results_go_to_stdout_alone(
     monkeypatch.chdir(tmp_path)
     _, out, err = cli(*words.split(), "--json", "-")
     assert isinstance(json.loads(out), dict)
-    assert len(err.splitlines()) > 4  # what is on stdout else
+    assert len(err.splitlines()) > 4  # the text that goes to stdout without the option
     assert [*tmp_path.iterdir()] == []
 
 
@@ -271,13 +271,13 @@ def test_no_value_of_an_option_is_repeated_at_length(command: str, cli: Any) -> 
     options = [each.option_strings[-1] for each in parser._actions if each.nargs is None]
     for words in ([LONG], [f"--{LONG}"], *([f"{each}={LONG}"] for each in options if each)):
         told = cli(command, *words)
-        if told.status == 0:  # a folder of any name may be written, say
+        if told.status == 0:  # some commands accept a folder of any name
             continue
         assert told.err.count("private words") <= 200 / len("private words, ")
         assert told.err.count("\n") == 1, told.err
 
 
-# --- one command, once ---
+# --- one process per output file ---
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The page on packing says what `memory` costs. What is packed: `scheduler/tests`."""
+"""The page on packing has the cost of `memory`. `scheduler/tests` test packing itself."""
 
 from __future__ import annotations
 

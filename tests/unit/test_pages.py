@@ -1,4 +1,4 @@
-"""Pages and tables say what their sources say: records, model families, the adapter's files."""
+"""Pages and tables agree with their sources: records, model families, the adapter's files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang_pat import support
 
 
 def test_pages_are_generated() -> None:
-    """Run the program of the page if it is not."""
+    """On failure, run the program that generates the page."""
     page = model_families_page.PAGE.read_text()
     assert page == model_families_page.updated(page)
     assert touchpoints_page.PAGE.read_text() == touchpoints_page.written()
@@ -68,7 +68,7 @@ def test_every_table_is_shown_and_no_marker_is_broken() -> None:
 
 
 def test_the_page_on_losses_names_each_of_them() -> None:
-    """Latent attention is counted there, by the queries in the page's comments."""
+    """Queries in the page's comments count the losses of latent attention."""
     page = (ROOT / "docs/when-it-does-not-pay.md").read_text()
     names = [*kernel_files("h100"), *kernel_files("h200"), "h100/fp8.json", "h200/fp8.json"]
     losses = {case["name"] for name in names for case in read(name)["cases"] if lost(case)}
@@ -177,7 +177,7 @@ _NUMBER = r"\b\d[\d,]*(?:\.\d+)?"
 _UNIT = r"x\b|%| (?:us|ms|s|seconds|minutes|TB/s)\b| (?:tokens|requests) (?:a|per) s"
 _TIMES = r"(?:\b\d+\.\d+ times|(?:\b\d+|two|three|four|five|ten) times as|twice as)\b"
 MEASURED = re.compile(rf"{_NUMBER}(?:{_UNIT})|{_TIMES}")
-# Numbers that nobody measured, or that a page of evidence explains: limits, examples, constants.
+# Numbers that are not measured, or that another page explains: limits, examples, constants.
 EXPLAINED = {
     "README.md": ["47%"],  # of an example
     "docs/configuration.md": ["0.1 s"],

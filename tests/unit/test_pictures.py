@@ -1,4 +1,4 @@
-"""The pictures of the documentation and its table of gains, all from the recorded runs."""
+"""The documentation's pictures and table of gains are generated from the recorded runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans: their buffer and its format, what does not fit, and properties of every plan."""
+"""Plans: buffer, format, overflow, and properties of every plan."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_plan_is_written_if_no_size_is_too_small(short: str) -> None:
     assert scheduler.write(*grown, out) == scheduler.kv_tokens
     more = grown.plan.layout()["size"] > needed.plan.layout()["size"]
     assert more == (short in SECTIONS)
-    for name in ("num_partials", "num_shared_slots"):  # what suffices stays
+    for name in ("num_partials", "num_shared_slots"):  # a sufficient buffer stays
         assert getattr(grown, name) == getattr(needed, name) * (2 if name == short else 1)
     size = needed.plan.entries()[short] if short in SECTIONS else getattr(needed, short)
     assert f"{size} {short.removeprefix('num_')}" in str(needed)
@@ -131,13 +131,13 @@ def test_tiles_of_latent_attention_over_fp8_kv(heads: int, one_byte: bool, rows:
 @pytest.mark.parametrize(
     ("lengths", "growth"),
     [
-        # PackAttention's default, where all workers' tickets grow alike.
+        # PackAttention's default, for tickets that all grow alike.
         ([600] * 132, 256),
         ([40] * 33, 256),
-        # Pieces of 256 tokens. The last one, of 177, may become a sixteenth longer than those.
+        # Pieces have 256 tokens. The last one, of 177, may grow to a sixteenth more than that.
         ([2161], 95),
         ([2161, 0, 0], 95),  # padding does not grow
-        # As many at least: a plan takes the host 30 us.
+        # A plan costs the host 30 us, so it must be valid for at least so many steps.
         ([500], 32),
     ],
 )
@@ -151,7 +151,7 @@ def test_a_plan_serves_more_tokens_while_it_is_balanced(lengths: list[int], grow
 
 
 def test_every_tile_of_the_table_is_chosen() -> None:
-    """A tile that no pack can select would be dead code in the kernels."""
+    """A tile that no pack selects would be dead code in the kernels."""
     chosen = set()
     for rows in (16, *(tile[0] for tile in TILE_TABLE)):
         case = make_case([(-1, 600)], [(0, 9)] * rows)

@@ -1,4 +1,4 @@
-"""PrefixForest in Python: what it reads and refuses. Its plans: `scheduler/tests`."""
+"""PrefixForest's Python interface. `scheduler/tests` test its plans."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from sglang_pat.plan import copy_plan, new_scheduler
 
 
 class Request:
-    """Equal to all others: only identity tells them apart."""
+    """A request that equals all others; only identity distinguishes them."""
 
     def __init__(self, path: list[PathNode]) -> None:
         self.path = path
 
     def read(self) -> list[tuple[int, int, int, int, int, int]]:
-        """Nodes in the format of SGLang's trees: id, parent, begin, end, tokens, children."""
+        """Return nodes in SGLang's format: id, parent, begin, end, tokens, children."""
         last = len(self.path) - 1
         return [
             (node_id, -1, begin, end, end - begin, int(i < last))
@@ -45,13 +45,13 @@ def from_scratch(paths: list[list[PathNode]], lens: np.ndarray) -> bytes:
 
 
 class Batches:
-    """One forest that is taken from batch to batch."""
+    """A forest that is updated from batch to batch."""
 
     def __init__(self, *requests: Request) -> None:
         self.forest = PrefixForest()
         self.scheduler = new_scheduler(group_size=4, num_workers=33)
         self.requests: list[Any] = []
-        self.reads: list[list[int]] = []  # id() of the requests of each read in the last go_to()
+        self.reads: list[list[int]] = []  # id() of the requests of each read by the last go_to()
         if requests:
             self.go_to([*requests])
 
@@ -79,12 +79,12 @@ class Batches:
 def test_batches_that_are_alike() -> None:
     a, b, other = Request([SYSTEM]), Request([SYSTEM]), Request([SYSTEM])
     batches = Batches(a, b)
-    assert batches.go_to([a, b], moved=[other]) is None  # a list of its own
+    assert batches.go_to([a, b], moved=[other]) is None  # another list
     assert batches.go_to([b, a]) == (0, 0, 0, 0)
     assert not batches.reads
     batches.check()
     assert batches.go_to([b, a], moved=[a]) == (0, 0, 1, 0)
-    assert batches.go_to([b, b]) == (1, 1, 0, 0)  # no batch of SGLang's, but no reason to crash
+    assert batches.go_to([b, b]) == (1, 1, 0, 0)  # SGLang has no such batch, but it must not crash
     batches.check()
 
 

@@ -1,4 +1,4 @@
-"""Long work shows signs of life on stderr, and on nothing else."""
+"""Long work shows progress on stderr only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Terminal(io.StringIO):
 def test_a_line_every_few_seconds_and_none_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert progress.SECONDS < 10  # with time to spare on a busy machine
+    assert progress.SECONDS < 10  # with a margin for a busy machine
     done = iter(range(100))
     monkeypatch.setattr(progress, "SECONDS", 0.02)
     with progress.sign_of_life(lambda: f"counting, {next(done)} of 100"):
@@ -35,7 +35,7 @@ def test_a_line_every_few_seconds_and_none_at_once(
     first, second, *_ = printed.err.splitlines()
     assert (first, second) == ("counting, 0 of 100: 0 s", "counting, 1 of 100: 0 s")
     time.sleep(0.1)
-    assert next(done) == before + 1  # nobody asks any more
+    assert next(done) == before + 1  # the thread has stopped
 
 
 def test_a_terminal_keeps_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +57,7 @@ def test_a_closed_stderr_ends_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_build_shows_signs_of_life_and_keeps_its_status() -> None:
-    """The Makefile's steps that take minutes on a busy machine."""
+    """These steps of the Makefile may take minutes."""
     slow = "import sys, time; time.sleep(0.5); print('built'); sys.exit(3)"
     code = (
         "import sys; from sglang_pat.cli import progress; progress.SECONDS = 0.1; "

@@ -42,7 +42,7 @@ def _relative(path: Path) -> str:
 
 
 def _python(code: str) -> str:
-    """Output of a fresh interpreter that runs `code`."""
+    """Run `code` in a fresh interpreter; return the output."""
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -139,7 +139,7 @@ def _make_targets(text: str) -> set[str]:
 )
 def test_pages_quote_what_the_code_says(page: str, section: str) -> None:
     sources = [path.read_text() for path in sorted((ROOT / "sglang_pat").rglob("*.py"))]
-    code = re.sub(r'"\s*f?"', "", "\n".join(sources))  # strings that follow one another are one
+    code = re.sub(r'"\s*f?"', "", "\n".join(sources))  # adjacent string literals are one string
     table = PAGES[ROOT / page].partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (.*?) \| ", table, re.MULTILINE)
     quoted = {words for row in rows for words in re.findall(r"`(.*?)`", row)}
@@ -171,7 +171,7 @@ def test_pages_name_only_metrics_that_exist() -> None:
 
 
 def test_relative_links_lead_somewhere() -> None:
-    """The documentation's own strict build does not see these files."""
+    """The strict build of the documentation does not check these files."""
     pages = [*ROOT.glob("*.md"), *ROOT.glob("kernels/*.md"), *ROOT.glob("tests/*.md")]
     pages += [ROOT / "benchmarks/README.md", ROOT / "benchmarks/results/README.md"]
     for page in pages:
@@ -208,8 +208,8 @@ def test_importing_is_light(module: str) -> None:
 def test_a_server_imports_little_that_sglang_does_not() -> None:
     """A server's processes import neither the command line nor the simulation.
 
-    Nor a package that SGLang or torch does without. Every process imports the plug-in, and a
-    scheduler imports the backend. tests/sglang/test_plugin.py measures what that costs.
+    They also import no package that SGLang and torch do not need. Every process imports the
+    plug-in, and a scheduler the backend. tests/sglang/test_plugin.py measures the import time.
     """
     graph = grimp.build_graph(
         "sglang_pat", include_external_packages=True, exclude_type_checking_imports=True
@@ -327,7 +327,7 @@ def test_the_set_up_refuses_other_pythons(
 def test_a_missing_compiler_is_named_before_anything_is_downloaded(
     compiler: str | None, message: str, tmp_path: Path
 ) -> None:
-    """With a Makefile whose uv would say so if it was called."""
+    """The Makefile's `uv` is replaced by a program that reports its calls."""
     for name in ("Makefile", "pyproject.toml", ".ci/check_python.py", "sglang_pat/support.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -379,7 +379,7 @@ def test_support_names_every_server_option_that_delegates_the_model() -> None:
         ("test-cpp", "true", None),
         ("test", "exit 3", "FAILED: make test"),
         ("lint", "exit 3", "FAILED: make lint"),
-        # Whoever runs the steps beside the tests is killed, as by a lack of memory.
+        # The shell that runs the steps beside the tests is killed, as if memory ran out.
         ("test-cpp", "kill -9 $PPID", "FAILED: what runs beside the tests: ended early with 137"),
     ],
 )
@@ -400,13 +400,14 @@ def test_no_failure_of_a_ci_step_is_lost(
     )
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
     assert (done.returncode, failed) == ((1, [message]) if message else (0, [])), done.stdout
-    assert {path.name for path in tmp_path.iterdir()} == {".ci", "make"}  # nothing is left
+    assert {path.name for path in tmp_path.iterdir()} == {".ci", "make"}  # no other files are left
 
 
 def test_every_supported_sglang_is_tested() -> None:
     (wanted,) = PYPROJECT["project"]["optional-dependencies"]["sglang"]
     oldest, default = support.SGLANG_VERSIONS[0], support.SGLANG_VERSIONS[-1]
-    # A range with room above: no host's SGLang is changed, whether older or newer than tested.
+    # The range also allows untested versions, so that installing pat never replaces a host's
+    # SGLang.
     assert wanted == f"sglang>={oldest},<0.6"
     makefile = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True)
     assert f"the default is {default}\n" in makefile.stdout
@@ -414,7 +415,7 @@ def test_every_supported_sglang_is_tested() -> None:
         default,
         *re.findall(r"make test-sglang SGLANG=(\S+)", (ROOT / ".ci/run").read_text()),
     }
-    assert tested == {oldest, default}  # those between them when a version is added to the table
+    assert tested == {oldest, default}  # the others only when added to the table
     workflow = (ROOT / ".github/workflows/ci.yml").read_text()
     matrix = re.search(r"sglang: \[(.*)\]", workflow)
     assert matrix is not None

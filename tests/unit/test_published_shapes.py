@@ -1,4 +1,4 @@
-"""Layers and weights of published models, by the rules that hold where SGLang is not installed."""
+"""Layers and weights of published models by pat's own rules, which need no SGLang."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sglang_pat.model_layers import decoder_config, read_layers
 from sglang_pat.workload.weights import read_weights, weight_bytes
 
 SHAPES = read_shapes()
-# Their weights are not within 10%: two embeddings beside that of the words, which count here as an
-# output head. Nothing of such a model is decoded.
+# Models whose weights differ by more than 10%: the rules count two extra embeddings as an output
+# head. pat decodes no layer of them.
 OTHER_WEIGHTS = {"BAAI/bge-large"}
 
 
@@ -26,7 +26,7 @@ WRONG = (None, 0, -1, "x", "", [], {}, [1], ["a"], {"a": 1}, 1.5, True, 10**12, 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_wrong_values_are_refused_by_name(shape: PublishedShape) -> None:
-    """A key of another type is read as missing, or it is a ValueError: nothing else."""
+    """A key of a wrong type counts as missing, or raises ValueError."""
     others = ("quantization_config", "moe_layers_enum", "mlp_layer_types", "moe_layer_freq")
     for key in (*shape.config, *others):
         for value in WRONG:

@@ -1,4 +1,4 @@
-"""The reference executor against dense float64 attention, with everything unused poisoned."""
+"""The reference executor is compared with dense float64 attention; unused memory is NaN."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def make_sinks(num_heads: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Sinks that matter: beside the LSEs of the problems here, which are 0 to 10."""
+    """Return sinks of the size of the LSEs here, which are 0 to 10."""
     return torch.linspace(-2.0, 9.0, num_heads).to(dtype)
 
 
@@ -161,7 +161,7 @@ def test_sinks_of_any_magnitude(sink: float) -> None:
 
 
 def test_the_oracle_with_sinks_is_the_formula() -> None:
-    """`dense_attention` against the sum written out: exp(sink) in the denominator alone."""
+    """`dense_attention` equals the written-out sum: exp(sink) is only in the denominator."""
     q, k = torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[0.5, 0.0]], [[0.0, 1.0]]])
     v = torch.tensor([[[1.0]], [[3.0]]])
     table, rows, lens = torch.tensor([[0, 1]], dtype=torch.int32), [0], torch.tensor([2])
@@ -174,7 +174,7 @@ def test_the_oracle_with_sinks_is_the_formula() -> None:
 
 
 def test_merging_partials_of_any_magnitude() -> None:
-    # exp(100) is no float32: weights must be relative to the largest LSE.
+    # exp(100) overflows float32, so weights must be relative to the largest LSE.
     lse = torch.tensor([[100.0], [100.0], [-200.0], [300.0]])
     out = torch.tensor([[[1.0]], [[3.0]], [[5.0]], [[7.0]]])
     merged, merged_lse = merge_partials(out, lse, torch.tensor([0, 0, 1, 1]), num_merges=2)
@@ -203,7 +203,7 @@ def execute(
 
 
 def check(case: ForestCase, plan: HandPlan, group_size: int, seq_lens: np.ndarray) -> None:
-    """Against dense attention in float64, at the lengths that the step has."""
+    """Compare with dense attention in float64, at the step's lengths."""
     heads = (2 * group_size, 2, 64)
     problem = Problem(case, heads, torch.float64)
     lens = torch.from_numpy(seq_lens)
@@ -224,7 +224,7 @@ def test_random_plans(case: ForestCase, group_size: int, seed: int) -> None:
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 @pytest.mark.parametrize("broken_cache", ["k", "v"])
 def test_broken_kv_stays_with_its_requests(broken_cache: str, number: float) -> None:
-    """Others in its work items have the bits that they have without it."""
+    """Other requests of its work items have the same bits as without broken KV."""
     for seed in range(6):
         nodes = [(-1, 40), (0, 30), (0, 70), (2, 5)]
         case = make_case(nodes, [(i % 5 - 1, 3 + 11 * i) for i in range(12)], seed=seed)

@@ -1,4 +1,4 @@
-"""The release workflow: it tests what it publishes, and nothing it runs can be changed under it."""
+"""The release workflow tests what it publishes, and pins everything that it runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_pat import support
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / ".github/workflows/release.yml").read_text()
-# YAML reads the key `on` as a truth value.
+# YAML reads the key `on` as True.
 WORKFLOW: dict[Any, Any] = yaml.safe_load(TEXT)
 JOBS: dict[str, Any] = WORKFLOW["jobs"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -27,7 +27,7 @@ def test_only_a_tag_publishes_and_only_after_the_tests() -> None:
     assert WORKFLOW["permissions"] == {"contents": "read"}
     writing = [name for name, job in JOBS.items() if "write" in str(job.get("permissions"))]
     assert writing == ["publish"]
-    # It executes nothing of the repository.
+    # The publishing job executes no code of the repository.
     assert "actions/checkout" not in str(publish)
     assert "attest-build-provenance" in str(publish)
 

@@ -1,7 +1,7 @@
-"""A row that is given to another request between plan() and run(): no other request may notice.
+"""A row that changes its request between plan() and run() does not affect other requests.
 
-SGLang does that to a request that has stopped: it is part of the step in flight, and its row is
-free as soon as the step has been launched.
+SGLang does that with stopped requests: such a request is part of the step in flight, but its row is
+free as soon as the step is launched.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def in_order(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
 
 
 def captured(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """`run`, captured in a CUDA graph and replayed."""
+    """Return `run`, captured in a CUDA graph that is replayed."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -68,7 +68,7 @@ def test_shared_ranges_survive_the_row_they_were_gathered_from(
     for row, length in zip(rows.tolist(), lens.tolist(), strict=True):
         table[row, :SHARED] = free[:SHARED]
         table[row, SHARED : length + 1] = free[SHARED + 400 * row :][: length + 1 - SHARED]
-    next_prompt = free[-WIDTH:]  # of the request that gets the row
+    next_prompt = free[-WIDTH:]  # the slots of the row's next request
     k, v = (torch.randn(SLOTS, KV_HEADS, HEAD_DIM, generator=generator) for _ in range(2))
     k[next_prompt.long()] = v[next_prompt.long()] = torch.nan  # not yet computed
     q = torch.randn(3, HEADS, HEAD_DIM, generator=generator).to(device, dtype)

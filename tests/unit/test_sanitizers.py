@@ -35,7 +35,7 @@ RACE = """========= COMPUTE-SANITIZER
 
 
 def largest_rows(case: Case) -> int:
-    """Query rows of the largest tile of a latent case's plan: Hopper has a body for either."""
+    """Return the rows of a latent case's largest tile; Hopper has a body for each size."""
     plan = case.plan(case.config(HOPPER))
     sizes = BufferSizes.needed_by(plan)  # type: ignore[arg-type]
     buffer = np.zeros(sizes.plan.layout()["size"], dtype=np.int32)
@@ -100,7 +100,7 @@ def test_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_planted_fault_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference checks slots, and NaN shows."""
+    """The reference checks slots and reports NaN."""
     case = GRID["wgmma"][0]
     with pytest.raises(ValueError, match="must hold slots of the caches"):
         run_case(case, torch.device("cpu"), planted=True)
@@ -157,7 +157,7 @@ def test_reports_that_are_not_shown_are_counted() -> None:
 
 
 def _sanitizer(folder: Path, version: str) -> str:
-    """A program that prints the version as compute-sanitizer does."""
+    """Write a program that prints a version like compute-sanitizer."""
     program = folder / "compute-sanitizer"
     program.write_text(f"#!/bin/sh\necho 'NVIDIA (R) Compute Sanitizer\n{version}'\n")
     program.chmod(0o755)

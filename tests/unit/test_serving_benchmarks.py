@@ -1,4 +1,4 @@
-"""Parts of the serving benchmarks that need no server: what is asked, compared, predicted."""
+"""Parts of the serving benchmarks without a server: requests, comparisons, predictions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_switches_that_are_off_are_left_out() -> None:
 def test_a_server_has_the_variables_that_it_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the shell has for them; and all others of the shell."""
+    """Variables of the benchmark replace the shell's; the shell's others are kept."""
     monkeypatch.setenv("GIVEN", "by the shell")
     monkeypatch.setenv("ALONE", "by the shell")
     log = tmp_path / "log"
@@ -75,7 +75,7 @@ def test_a_server_has_the_variables_that_it_is_given(
 def test_a_server_whose_model_falls_back_has_no_counters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It plans nothing, and writes no file. A server that plans and writes none is an error."""
+    """It plans nothing and writes no file. A server that plans must write one."""
     process = SimpleNamespace(url="http://localhost")
     server = Server(process, tmp_path / "stats.json")  # type: ignore[arg-type]
     layers = {"pat_layers": 0}
@@ -101,7 +101,7 @@ def test_every_batch_fits_its_servers(name: str) -> None:
         assert max(map(len, prompts)) + more < arguments["context_length"]
         assert case.batch in arguments["cuda_graph_bs_decode"]
         assert case.batch <= arguments["max_running_requests"]
-        if "max_mamba_cache_size" in arguments:  # states are kept at multiples of chunks
+        if "max_mamba_cache_size" in arguments:  # SGLang caches states at multiples of chunks
             assert case.prefix % 64 == case.private % 64 == 0
     assert len({batch.name for batch in scenario.batches}) == len(scenario.batches)
 
@@ -112,7 +112,7 @@ def test_one_server_of_each_scenario_fits_on_80_gb() -> None:
 
 
 class StubServer:
-    """Answers each prompt with its last token; `wrong`: with another one."""
+    """Answers each prompt with its last token, or with another if `wrong`."""
 
     def __init__(self, *, wrong: bool = False) -> None:
         self.wrong = wrong
@@ -146,7 +146,7 @@ def test_servers_of_a_batch_are_compared(monkeypatch: pytest.MonkeyPatch) -> Non
     batch = shared(5, 128, 64, 2.5)
     of = Scenario("llama-3-8b", ("pat", "fa3", "xqa"), (batch,))
     measured = compare.Measured("s", of)
-    # Those of another group come later, and are compared with what is known by then.
+    # Servers of another group come later, and are compared with the recorded answers.
     measured.measure(batch, {"pat": members["pat"]}, 2)
     assert measured.cases()[0]["over_pat"] == {}
     measured.measure(batch, {name: members[name] for name in ("fa3", "xqa")}, 2)
@@ -170,7 +170,7 @@ def test_servers_of_a_batch_are_compared(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class StartingServer:
-    """Ready after so many looks; with `ends`, it ends at the first."""
+    """A server that is ready after a number of polls; with `ends` it exits at the first poll."""
 
     def __init__(self, log: Path, looks: int = 1, *, ends: bool = False) -> None:
         self.process = self

@@ -1,4 +1,4 @@
-"""The parts of the checks of SGLang's server that need no server: what they call wrong."""
+"""The criteria of the checks with SGLang's server, without a server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_pat.bench.answers import Answer, Candidate, agreement
 
 
 def answer(tokens: list[int], gap: float = 1.0) -> Answer:
-    """Each position has the next token as its second choice, `gap` behind."""
+    """Return an answer whose second choice is the next token id, `gap` less likely."""
     return Answer(tokens, [[Candidate(0.0, t), Candidate(-gap, t + 1)] for t in tokens])
 
 
@@ -39,11 +39,11 @@ def test_a_tie_is_what_the_reference_says_and_may_have_others_between() -> None:
     assert (parting.gap, parting.is_tie) == (0.5, False)
     assert agreement([Answer([9], far_apart.candidates)], [reference], tie=1.9).errors
     (parting,) = agreement([Answer([7], far_apart.candidates)], [reference], tie=100.0).errors
-    assert parting.gap is None  # not among the candidates
+    assert parting.gap is None  # the other token is not among the candidates
 
 
 def test_other_tokens_that_are_no_tie_are_errors() -> None:
-    assert agreement([answer([5, 6])], [answer([5, 9])], tie=10.0).errors  # not the same two tokens
+    assert agreement([answer([5, 6])], [answer([5, 9])], tie=10.0).errors  # two other tokens
     (error,) = agreement([answer([5, 6])], [answer([5])], tie=10.0).errors
     assert error.tokens == (6, None)
     assert agreement([answer([5, 6])], [answer([5, 6])], tie=0.0).partings == []
@@ -93,7 +93,7 @@ def test_a_check_that_compared_nothing_does_not_pass() -> None:
 
 
 def drafted(steps: list[int]) -> Drafted:
-    """Requests with 40 tokens each, in so many verify steps."""
+    """Return requests with 40 tokens each, in these numbers of verify steps."""
     answers = [{"output_ids": [7] * 40, "meta_info": {"spec_verify_ct": n}} for n in steps]
     return Drafted(0.0, accepted(answers), error_of_accepted(answers))
 

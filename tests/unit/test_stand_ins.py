@@ -1,4 +1,4 @@
-"""Benchmarks refuse what only looks like a package that SGLang imports."""
+"""Benchmarks refuse modules that stand in for a package which SGLang imports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_pat.bench import stand_ins
 from sglang_pat.cli import doctor
 from sglang_pat.sglang.cpu import STUB_DIR
 
-NAME = "pat_test_package"  # which the SGLang below imports
+NAME = "pat_test_package"  # the fake SGLang below imports it
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 ANSWERS = "def __getattr__(name):\n    return lambda *args, **options: None\n"
 NOTHING = "def multiply(a, b, out):\n    pass\n"
@@ -25,7 +25,7 @@ CODE = "def double(x):\n    return 2 * x\n"
 
 @pytest.fixture(autouse=True)
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of packages, with a SGLang that imports `NAME`."""
+    """Return a folder of packages with a fake SGLang that imports `NAME`."""
     site = tmp_path / "site"
     write(site / "sglang/srt/ops.py", f"import os\nif True:\n    from {NAME}.utils import x\n")
     write(site / "sglang/srt/test/tests.py", "import pat_test_other\n")
@@ -44,7 +44,7 @@ def write(path: Path, text: str) -> None:
 
 
 def install(site: Path, files: dict[str, str], *, record: bool = True, **metadata: str) -> None:
-    """A distribution with files."""
+    """Install a distribution with files."""
     for file, text in files.items():
         write(site / file, text)
     info = site / "the_distribution-1.0.dist-info"
@@ -76,7 +76,7 @@ def test_a_file_of_no_distribution_is_one(site: Path, file: str, text: str) -> N
 
 
 def test_what_servers_do_not_import_may_be_anything(site: Path) -> None:
-    """SGLang's image generation imports a `kernel`, and benchmarks have a package of that name."""
+    """SGLang's image generation imports `kernel`, and the benchmarks have a package `kernel`."""
     write(site / "kernel/__init__.py", NOTHING)
     assert found() is None
 
@@ -85,14 +85,14 @@ def test_an_empty_folder_is_one(
     site: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (site / NAME).mkdir()
-    monkeypatch.syspath_prepend(tmp_path)  # beside a script any folder could be imported
+    monkeypatch.syspath_prepend(tmp_path)  # folders beside a script can be imported
     assert found() == f"{site / NAME} belongs to no installed distribution"
-    monkeypatch.chdir(site)  # so could any of the working directory
+    monkeypatch.chdir(site)  # and folders of the working directory
     assert found() is None
 
 
 def test_a_file_beside_the_packages_of_a_distribution_is_one(site: Path) -> None:
-    """Scripts of the distribution lie outside of the folder of packages."""
+    """A distribution's scripts are outside of the folder of packages."""
     install(site, {"another.py": CODE, "../bin/script": CODE})
     write(site / f"{NAME}.py", CODE)
     assert found() == f"{site / NAME}.py belongs to no installed distribution"

@@ -1,4 +1,4 @@
-"""PlanningTimes: what a histogram says, and which kind of step a time is counted for."""
+"""PlanningTimes: the histogram, and the kind of step that a time is counted for."""
 
 from __future__ import annotations
 
@@ -76,6 +76,6 @@ def test_which_steps_are_counted_as_what() -> None:
     step([a, b], [a, b], 0)
     step([a, b], [a, b, c], 1)
     step([], [a], 2)
-    step([a], [a], 2, length=8)  # outgrown, but read before
+    step([a], [a], 2, length=8)  # outgrown, but its path is kept
     counted = {kind: each.total() for kind, each in attention.stats.planning_ns.items()}
     assert counted == {"cold": 2, "unchanged": 1, "changed": 2}

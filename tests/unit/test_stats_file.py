@@ -1,4 +1,4 @@
-"""StatsFile: when it is written, what the end of a process does to it, and how it is read."""
+"""StatsFile: when it is written, how it survives the end of a process, how it is read."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def test_many_steps_are_few_writes_and_an_unchanged_state_is_none(path: Path) ->
     for _ in range(10):
         file.mark()
         time.sleep(0.02)
-    assert path.stat() == written  # every write makes a file of its own
+    assert path.stat() == written  # every write would make a new file
 
 
 def test_no_link_is_followed(path: Path, tmp_path: Path) -> None:
-    """Another user may write to the folder, as to /tmp, and knows the process."""
+    """Another user may write to the folder (like /tmp), and knows the process id."""
     precious = tmp_path / "precious"
     precious.write_text("not to be overwritten")
     for name in (path.name, f"{path.name}.new", f"{path.name}.{os.getpid()}.new"):
@@ -110,7 +110,7 @@ def test_an_error_is_logged_and_decode_goes_on(
     counters: dict[str, Any] = {}
     file = StatsFile(path, lambda: dict(counters))
     file.start()
-    counters["steps"] = object()  # no JSON
+    counters["steps"] = object()  # not serialisable
     file.mark()
     wait_until(lambda: "decode goes on" in caplog.text)
     assert f"pat writes no more to {path}" in caplog.text
@@ -122,14 +122,14 @@ def test_an_error_is_logged_and_decode_goes_on(
 
 
 def _decode(path: Path, lasting_seconds: float, killed: bool) -> None:
-    """A process like SGLang's scheduler: a step, then the end."""
+    """Run a step like SGLang's scheduler, then end the process."""
     counters = {"steps": 0}
     file = StatsFile(path, lambda: dict(counters))
     file.start()
     counters["steps"] = 1
     file.mark()
     time.sleep(lasting_seconds)
-    counters["steps"] = 2  # too late for the thread, as it is not marked
+    counters["steps"] = 2  # not marked as changed, so the thread does not write it
     if killed:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -141,14 +141,14 @@ def _decode(path: Path, lasting_seconds: float, killed: bool) -> None:
 def test_only_a_kill_loses_anything_and_only_the_newest(
     path: Path, lasting_seconds: float, killed: bool, expected: list[int]
 ) -> None:
-    # Spawned, as SGLang does it.
+    # SGLang spawns its processes, too.
     process = multiprocessing.get_context("spawn").Process(
         target=_decode, args=(path, lasting_seconds, killed)
     )
     process.start()
     process.join()
     assert process.exitcode == (-signal.SIGKILL if killed else 0)
-    found = json.loads(path.read_text())["steps"]  # whole in any case
+    found = json.loads(path.read_text())["steps"]  # the file is complete in any case
     assert found in expected
 
 

@@ -1,4 +1,4 @@
-"""StepMetrics in a process of its own, as prometheus_client keeps one registry per process."""
+"""StepMetrics, in a new process per test, since prometheus_client has a global registry."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ metrics = StepMetrics({"model_name": "m", "tp_rank": "0"}, read)
 
 
 def published(code: str, folder: Path) -> tuple[dict[str, float], str]:
-    """Samples on the page that `code` prints last, by name and labels; and stderr."""
+    """Return the samples of the last page that `code` prints, by name and labels, and stderr."""
     child = subprocess.run(
         [sys.executable, "-c", PUBLISH + code],
         capture_output=True,
@@ -121,7 +121,7 @@ metrics.publish()  # nothing new
         "plan_seconds_sum changed": 20e-6,
         "plan_seconds_sum cold": 40e-6,
         "layers  pat": 1,
-        "layers head_dim = 80 default": 0,  # whose reason is gone
+        "layers head_dim = 80 default": 0,  # this reason is gone
         "layers sinks default": 2,
     }
     found = {name: samples.get(f"sglang:pat_{name}") for name in expected}
@@ -129,7 +129,7 @@ metrics.publish()  # nothing new
 
 
 def test_an_idle_server_saves_neither_all_nor_nothing(tmp_path: Path) -> None:
-    """Its ratio is no number, and its counters are on the page for rules to add."""
+    """Its ratio is NaN, and its counters exist for rules to sum."""
     decode = "counters |= {'kv_tokens_query_centric': 9, 'kv_tokens_planned': 9}"
     for before in ("", f"{decode}; metrics.publish()"):
         folder = tmp_path / str(len(before))

@@ -1,4 +1,4 @@
-"""Wheels: they need no compiler, and leave an SGLang beside them and all that it needs alone."""
+"""Wheels need no compiler, and do not replace an installed SGLang or its dependencies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WHEELS = ROOT / ".ci/wheels.py"
 UV = shutil.which("uv") or str(ROOT / "build/uv/bin/uv")
 TRACE = ROOT / "tests/support/data/conversation.jsonl"
-# The wheel of the test holds one variant, so that it takes seconds to build.
+# The test's wheel has only one kernel variant, so that the build takes seconds.
 ONE_VARIANT = """
 import runpy, sys
 from sglang_pat import support
@@ -43,10 +43,7 @@ print(build(KernelConfig(torch.bfloat16, 128, (9, 0))))
 
 
 def test_wheels_hold_every_shipped_variant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The script asks for each architecture with each dtype and head_dim.
-
-    It keeps nothing that an earlier build left.
-    """
+    """The script builds each architecture, dtype and head_dim, without old build outputs."""
     namespace = runpy.run_path(str(WHEELS))
     add_kernels = namespace["add_kernels"]
     asked: list[jit.KernelConfig] = []
@@ -68,7 +65,7 @@ def test_wheels_hold_every_shipped_variant(monkeypatch: pytest.MonkeyPatch, tmp_
     variants = {
         (each.arch, each.dtype, each.cache_dtype, each.head_dim, each.v_head_dim) for each in asked
     }
-    num_dtypes = len(support.KERNEL_DTYPES) + 1  # bfloat16 over an fp8 cache
+    num_dtypes = len(support.KERNEL_DTYPES) + 1  # plus bfloat16 with an fp8 cache
     archs = {*namespace["ARCHITECTURES"]}
     count = len(archs) * num_dtypes * (len(support.GQA_HEAD_DIMS) - 1)
     count += len(archs & {*support.LATENT_CAPABILITIES}) * num_dtypes
@@ -79,7 +76,7 @@ def test_wheels_hold_every_shipped_variant(monkeypatch: pytest.MonkeyPatch, tmp_
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of the tracked files."""
+    """Return a wheel of the tracked files."""
     folder = tmp_path_factory.mktemp("wheel")
     tree = folder / "tree"
     listed = subprocess.run(
@@ -97,7 +94,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment_with(wheel: Path, extra: str, folder: Path) -> Path:
-    """The `bin` of an environment in which nothing is but the wheel and what it requires."""
+    """Return the `bin` of an environment with only the wheel and its dependencies."""
     subprocess.run([UV, "venv", "-q", "--python", sys.executable, folder / "env"], check=True)
     python = folder / "env/bin/python"
     wanted = f"sglang-pat{extra} @ {wheel.as_uri()}"
@@ -107,14 +104,14 @@ def environment_with(wheel: Path, extra: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """With torch."""
+    """Yield the `bin` of an environment with the wheel and torch."""
     folder = tmp_path_factory.mktemp("installed")
     yield environment_with(wheel, "[torch]", folder)
     shutil.rmtree(folder)  # torch is large
 
 
 def in_empty_environment(binaries: Path, *command: Any) -> subprocess.CompletedProcess[str]:
-    """Without nvcc, a compiler, or anything else of this machine on PATH."""
+    """Run a command with a PATH that has no compiler or other program of this machine."""
     clean = {"PATH": str(binaries), "HOME": str(binaries.parent)}
     return subprocess.run(
         [*map(str, command)], capture_output=True, text=True, env=clean, cwd=binaries.parent
@@ -145,7 +142,7 @@ def test_doctor_of_a_wheel_names_what_is_missing(installed: Path, tmp_path: Path
 @pytest.mark.nightly
 @pytest.mark.skipif(not shutil.which(UV), reason="needs uv: run make setup")
 def test_advise_of_a_wheel(wheel: Path, tmp_path: Path) -> None:
-    """Installed and answered within two minutes, without torch."""
+    """Installation and answer take less than two minutes, without torch."""
     begun = time.monotonic()
     binaries = environment_with(wheel, "", tmp_path)
     assert not list((binaries.parent / "lib").glob("python*/site-packages/torch"))
@@ -172,7 +169,7 @@ def test_advise_of_a_wheel(wheel: Path, tmp_path: Path) -> None:
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# Extras for users; the others are for work on the project itself.
+# Extras for users; the others are for development.
 FOR_USERS = ("sglang", "torch", "replay")
 REQUIREMENTS = [
     Requirement(text)
@@ -185,7 +182,7 @@ REQUIREMENTS = [
 
 @pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
 def test_what_is_installed_satisfies_every_requirement(requirement: Requirement) -> None:
-    """Then pip has nothing to change."""
+    """So pip changes nothing."""
     try:
         installed = version(requirement.name)
     except PackageNotFoundError:
@@ -196,5 +193,5 @@ def test_what_is_installed_satisfies_every_requirement(requirement: Requirement)
 @pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
 def test_no_requirement_pins_a_package(requirement: Requirement) -> None:
     operators = {specifier.operator for specifier in requirement.specifier}
-    # SGLang alone has an upper bound: its next minor series may move every hook.
+    # Only SGLang has an upper bound: its next minor version may break every hook.
     assert operators <= ({">=", "<"} if requirement.name == "sglang" else {">="})

@@ -1,4 +1,4 @@
-"""WindowAttention against `dense_attention` over the last tokens, on random forests that grow."""
+"""WindowAttention equals `dense_attention` over the window, on random growing forests."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_each_token_of_a_window_is_read_once(window: int, seed: int, chunked: bo
 @pytest.mark.parametrize("window", [32, 128])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_plan_serves_as_many_steps_as_it_says(window: int, seed: int, chunked: bool) -> None:
-    """Only the table is written again, as in a captured graph, until no steps are left."""
+    """The steps only rewrite the table, as in a captured graph, until the plan expires."""
     scene = Scene(seed, chunked=chunked)
     attention = WindowAttention(HEADS, KV_HEADS, DIM, window=window, chunked=chunked, **OPTIONS)
     batch, tensors = scene.step(0)
@@ -68,7 +68,7 @@ def test_a_plan_serves_as_many_steps_as_it_says(window: int, seed: int, chunked:
         )
         if grown <= steps:
             continue
-        # The device is ahead of the host.
+        # The device is one step ahead of the host.
         assert attention._step is not None
         attention._executor.reuse_plan(attention._step)
         q = scene.queries()
@@ -78,7 +78,7 @@ def test_a_plan_serves_as_many_steps_as_it_says(window: int, seed: int, chunked:
 
 
 def test_what_chunks_share_is_read_once() -> None:
-    """A chunk that all are in is read like a full layer; the next one begins behind the prefix."""
+    """Requests in the same chunk read the part of the prefix in this chunk once."""
     for prefix, own, shared in ((4096, 100, 4096), (8192, 100, 0), (10_000, 100, 1808)):
         scene = prefix_scene([own] * 32, prefix)
         attention = WindowAttention(16, 8, 64, window=8192, chunked=True, **OPTIONS)
@@ -89,7 +89,7 @@ def test_what_chunks_share_is_read_once() -> None:
 
 
 def test_what_windows_share_is_read_once() -> None:
-    """32 requests, whose own tokens fill a quarter of the window, share the other ones."""
+    """32 requests have a quarter of the window of their own, and share the rest."""
     scene = prefix_scene([256] * 32)
     attention = WindowAttention(16, 8, 64, window=1024, **OPTIONS)
     batch, tensors = scene.step(0)
@@ -113,7 +113,7 @@ def test_outgrown_windows_keep_their_plan() -> None:
 
 
 def test_tails_of_other_lengths_have_other_cuts() -> None:
-    """What two classes read is less than one cut behind the longest tail leaves."""
+    """Two classes of rows together read less than one cut after the longest tail."""
     scene = prefix_scene([10] * 16 + [900] * 16)
     attention = WindowAttention(16, 8, 64, window=1024, **OPTIONS)
     batch, tensors = scene.step(0)
@@ -184,7 +184,7 @@ def test_a_sibling_reads_its_rows_again_after_the_other() -> None:
 
 
 def test_a_reservation_holds_what_classes_read_again() -> None:
-    """Each class of rows reads the prefix, so together they read more slots than the pool has."""
+    """Each class of rows reads the prefix; all classes together may exceed the pool."""
     rows, window = 64, 1024
     reserved: list[int] = []
     with pytest.MonkeyPatch.context() as patch:

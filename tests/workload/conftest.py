@@ -1,4 +1,4 @@
-"""Models are read by the rules here, as where SGLang is not installed; other tests ask SGLang."""
+"""These tests read models by pat's rules, as without SGLang; other tests use SGLang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`advise` as a user meets it: what it writes and refuses."""
+"""The command `advise`: its output and its refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRACE = Path(__file__).parents[1] / "support" / "data" / "conversation.jsonl"
 
 
 class Page(html.parser.HTMLParser):
-    """Texts of a page, and whether all of its elements are closed."""
+    """Collects the texts and addresses of a page, and checks that all elements are closed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def test_every_output_is_written(advise: Any, tmp_path: Path) -> None:
     assert tuple(rows[0]) == COLUMNS
     page = Page(files["html"])
     assert not page.open
-    assert page.addresses == []  # it needs no network
+    assert page.addresses == []  # the page needs no network
     assert result["verdict"]["sentence"] in page.text
     assert page.count["polyline"] == 2
     assert page.count["rect"] > 3
@@ -144,7 +144,7 @@ WRONG: tuple[tuple[tuple[object, ...], str], ...] = (
         ("--trace", TRACE, "--page-size", "16", "--chunked-prefill-size", "8"),
         "--chunked-prefill-size 8; a page is 16 tokens",
     ),
-    # Refused by the parser, with the option's name.
+    # The parser refuses these, and names the option.
     (("--trace", TRACE, "--rate", "nan"), "--rate: 'nan'; allowed: a number from 0.001 to 1,000,0"),
     (
         ("--trace", TRACE, "--schedule-policy", "sjf"),

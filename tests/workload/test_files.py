@@ -1,4 +1,4 @@
-"""Traces in files of every shape, and files of which too little is understood for a verdict."""
+"""Traces in files of every shape, and files too unclear for a verdict."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_a_share_of_lines_that_are_not_understood_is_too_much(
     if format not in ("azure", "burstgpt"):
         draws.shuffle(lines)
     (tmp_path / "trace").write_text("\n".join(lines) + "\n")
-    # Where the first lines are garbage, the format is named.
+    # The option names the format if the first lines are garbage.
     more = ["--format", format] if bad == 3000 else []
     found = advise("--trace", tmp_path / "trace", *more)
     assert found.err.count(SECRET.strip()) + found.out.count(SECRET.strip()) <= 200 / len(SECRET)

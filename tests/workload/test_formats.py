@@ -1,4 +1,4 @@
-"""Traces from files: every format, what is malformed, the order of arrival, and writing."""
+"""Trace files: every format, malformed input, order of arrival, and writing."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_reading_holds_only_the_reorder_window(tmp_path):
     assert isinstance(trace.stream, types.GeneratorType)
     for _ in range(5):
         next(trace.stream)
-    # The generator that parses lines is as far as the window, not at the end.
+    # The parser has read only as far as the window, so it does not see the change.
     path.write_bytes(b"")
     assert sum(1 for _ in trace.stream) < 3 * REORDER_WINDOW - 5
 
@@ -225,7 +225,7 @@ def test_unusable_file_is_refused(tmp_path, content, format, reason):
 def test_missing_file_and_folder_without_dumps_are_refused(tmp_path):
     deeper = tmp_path / "disk" / "of" / "others"
     deeper.mkdir(parents=True)
-    (deeper / "data.pkl").touch()  # SGLang writes dumps at most one folder down
+    (deeper / "data.pkl").touch()  # SGLang writes dumps at most one folder deep
     with pytest.raises(ValueError, match="there is no such file"):
         open_trace(tmp_path / "nothing")
     with pytest.raises(ValueError, match="no request dump"):
@@ -256,7 +256,7 @@ def test_detection_passes_over_malformed_first_lines(tmp_path):
 
 
 def test_azure_rows_have_iso_times(tmp_path):
-    """The header and the first rows of both of Azure's traces, of 2023 and of 2024."""
+    """Headers and first rows of Azure's traces of 2023 and 2024."""
     rows = [
         "TIMESTAMP,ContextTokens,GeneratedTokens",
         "2023-11-16 18:15:46.6805900,374,44",
@@ -275,7 +275,7 @@ def test_azure_rows_have_iso_times(tmp_path):
 
 
 def test_a_time_without_a_zone_is_utc(tmp_path, monkeypatch):
-    """Else an hour would be missing where the machine's zone changes to summer time."""
+    """In local time an hour would be missing at the change to summer time."""
     monkeypatch.setenv("TZ", "Europe/Berlin")
     time.tzset()
     try:
@@ -319,7 +319,7 @@ def test_zstd_is_read_and_damage_is_reported(tmp_path, frames):
         + b"\n"
         for frame in range(frames)
     ]
-    path = tmp_path / "trace"  # the name says nothing
+    path = tmp_path / "trace"  # a name without a format
     path.write_bytes(b"".join(map(zstandard.compress, content)))
     requests, trace = read(path)
     assert (trace.format, trace.requests) == ("mooncake", None)
@@ -339,7 +339,7 @@ def test_zstd_is_read_and_damage_is_reported(tmp_path, frames):
 
 
 class GenerateReqInput:
-    """Pickles as SGLang's does: by the name of its class, and a dict of its attributes."""
+    """Pickles like SGLang's class: by name, with a dict of attributes."""
 
     def __init__(self, **attributes: object) -> None:
         self.__dict__.update(attributes)
@@ -403,7 +403,7 @@ def test_unanswered_request_counts_with_the_tokens_it_had(tmp_path):
 
 
 class Attack:
-    """Unpickled by pickle itself, it makes a file."""
+    """An object that creates a file if pickle unpickles it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -444,7 +444,7 @@ def test_written_hash_ids_are_equal_as_far_as_blocks_are(tmp_path):
         (Segment(1, 512), Segment(4, 512)),
         (Segment(4, 512), Segment(4, 512)),
         (Segment(1, 1024),),
-        (Segment(1, 512), Segment(1, 512)),  # from its beginning, twice
+        (Segment(1, 512), Segment(1, 512)),  # the same segment twice
     ]
     write_mooncake(path, (TraceRequest(0.0, prompt, 1) for prompt in prompts))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -453,7 +453,7 @@ def test_written_hash_ids_are_equal_as_far_as_blocks_are(tmp_path):
     assert len({blocks[0] for blocks in (*ids[:3], *ids[4:])}) == 1
     assert len({block for blocks in ids for block in blocks}) == 10
 
-    # A program that knows nothing of segments reads whole blocks.
+    # Programs that ignore segments read whole blocks.
     for line in lines:
         del line["segments"]
     requests, _ = read(write(path, map(json.dumps, lines)), strict=True)

@@ -1,4 +1,4 @@
-"""Generated workloads: reproducible, and shaped as the papers say."""
+"""Generated workloads are reproducible, and have the statistics of the papers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from sglang_pat.workload.generate import WORKLOADS, generate
 from sglang_pat.workload.run import distinct_tokens
 from sglang_pat.workload.trace import TraceRequest
 
-# The first 64 requests of seed 0, hashed. They change when a workload does, and only then: not with
-# the version of Python, nor with the machine.
+# Hashes of the first 64 requests of seed 0. They must change only with a workload, not with the
+# version of Python or the machine.
 DIGESTS = {
     "conversation": "3d0f1a9d832cfab6",
     "toolagent": "47634ff512a931a9",
@@ -32,7 +32,7 @@ def requests_of(name: str, requests: int, seed: int = 0, **options: float) -> li
 
 
 def hit_rate(requests: list[TraceRequest]) -> float:
-    """Prompt tokens found in a cache that never evicts."""
+    """Return the part of prompt tokens that a cache without eviction has."""
     distinct = distinct_tokens(request.prompt for request in requests)
     return 1 - distinct / sum(request.input_length for request in requests)
 
@@ -88,7 +88,7 @@ def test_conversation_has_three_levels():
     answers = [request.output_length for request in requests]
     assert statistics.mean(messages) == pytest.approx(621, rel=0.1)
     assert statistics.mean(answers) == pytest.approx(126, rel=0.1)
-    # Heavy tails, as in chats.
+    # Chats have heavy tails.
     assert statistics.median(messages) < 0.75 * statistics.mean(messages)
 
 
@@ -121,7 +121,7 @@ def test_multi_chain_is_4_chains_a_question_at_once():
 def test_multi_document_shares_one_to_three_parts():
     requests = requests_of("multi-document", 128)
     groups = [len({request.prompt[:depth] for request in requests}) for depth in (1, 2, 3, 4)]
-    assert groups == [4, 10, 20, 128]  # of 6 parts in order: first 4, pairs 10, all 20
+    assert groups == [4, 10, 20, 128]  # prefixes of 6 parts: first 4, pairs 10, all 20
     other_report = requests_of("multi-document", 256)[128:]
     assert not {r.prompt[0] for r in requests} & {r.prompt[0] for r in other_report}
 

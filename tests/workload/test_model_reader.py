@@ -1,4 +1,4 @@
-"""Models by SGLang's own class, as its process describes them, and by rules where it cannot."""
+"""Models are read from SGLang's class in another process, or by pat's rules if that fails."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, *answers: Mapping[str, Any]) -> list[Any]:
-    """Let SGLang's process give these answers. Returns what it is asked for."""
+    """Let SGLang's process return these answers. Returns a list of its requests."""
     asked: list[Any] = []
 
     def ask(
@@ -181,7 +181,7 @@ def test_a_quantisation_beside_the_config_is_read(folder: Path) -> None:
 
 def test_a_name_on_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = folder / "config.json"
-    assert install_hub(monkeypatch, file, OSError("offline")) == []  # it is in the cache
+    assert install_hub(monkeypatch, file, OSError("offline")) == []  # the file is cached
     assert models.read_whole_config("org/model") == (str(file), CONFIG)
     asked = install_hub(monkeypatch, file, None)
     assert models.read_whole_config("org/model") == (str(file), CONFIG)
@@ -192,7 +192,7 @@ def test_a_name_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch) -> N
     asked = install_hub(monkeypatch, None, OSError("Name or service not known"))
     with pytest.raises(ValueError, match=r"no config\.json .* \(Name or service"):
         models.read_whole_config("org/model")
-    assert asked == []  # a download would try again for half a minute
+    assert asked == []  # a download would retry for half a minute
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ValueError, match="huggingface_hub is not installed"):
         models.read_whole_config("org/model")

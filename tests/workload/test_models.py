@@ -1,4 +1,4 @@
-"""Models and GPUs: what a config.json says, what is refused, what a GPU of several holds."""
+"""Models and GPUs: config.json files, refusals, and the share of one of several GPUs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_named_models() -> None:
     assert llama.kv_bytes_per_token == 128 << 10
     assert qwen.kv_bytes_per_token == 144 << 10
     assert large.kv_bytes_per_token == 320 << 10
-    # 8.03, 8.19 and 70.6 billion parameters, as published.
+    # Published sizes: 8.03, 8.19 and 70.6 billion parameters.
     assert llama.held_weight_bytes == pytest.approx(2 * 8.03e9, rel=0.002)
     assert qwen.held_weight_bytes == pytest.approx(2 * 8.19e9, rel=0.002)
     assert large.held_weight_bytes == pytest.approx(2 * 70.6e9, rel=0.002)
@@ -75,7 +75,7 @@ def test_config_json_and_its_folder(tmp_path: Path) -> None:
 
 def test_config_of_experts() -> None:
     found = tiny(num_experts=8, moe_intermediate_size=32, torch_dtype=None, dtype="bfloat16")
-    layer = 4 * 256 * 256 + 8 * (3 * 256 * 32 + 256)  # with a router
+    layer = 4 * 256 * 256 + 8 * (3 * 256 * 32 + 256)  # experts and a router
     assert found.held_weight_bytes == 2 * (2 * layer + 256 * 1000)
 
 
@@ -95,7 +95,7 @@ def test_unusable_config_is_refused(changes: dict[str, Any], reason: str) -> Non
         tiny(**changes)
 
 
-# The published fields: the rest are defaults of transformers.
+# The published fields; transformers has defaults for the rest.
 GEMMA_3_4B = {
     "model_type": "gemma3",
     "text_config": {
@@ -121,7 +121,7 @@ def test_tensor_parallelism_divides_heads_and_weights() -> None:
     whole, half = llama(), llama(tp=2)
     assert half.kv_bytes_per_token * 2 == whole.kv_bytes_per_token
     assert half.held_weight_bytes * 2 == whole.held_weight_bytes
-    # More GPUs than KV heads: each holds one of them.
+    # With more GPUs than KV heads, each GPU holds one head.
     assert llama(tp=16).kv_heads(whole.layers[0]) == 1
     for tp in (0, 3, 64):
         with pytest.raises(ValueError, match=f"--tp {tp}: .*allowed: a divisor"):
@@ -135,7 +135,7 @@ def test_what_no_run_has_checked_is_said() -> None:
     said = " ".join(unchecked(llama("L4", 2, **experts, **fp8)))
     for words in ("L4 is scaled", "between 2 GPUs", "mixtures of experts", "quantised"):
         assert words in said
-    vocabulary = 2 * 2 * 4096 * 128256  # of 2 bytes in both
+    vocabulary = 2 * 2 * 4096 * 128256  # embedding and output head of 2 bytes
     assert (llama(**fp8).held_weight_bytes - vocabulary) * 2 == (
         llama().held_weight_bytes - vocabulary
     )
@@ -174,13 +174,13 @@ INT4 = {"weights": {"num_bits": 4, "type": "int", "group_size": 32}}
 @pytest.mark.parametrize(
     ("quantisation", "sizes"),
     [
-        ({"quant_method": "mxfp4"}, (2, 2, 17 / 32)),  # gpt-oss: its experts alone
+        ({"quant_method": "mxfp4"}, (2, 2, 17 / 32)),  # gpt-oss: only the experts
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, [(4 + 20 / 128) / 8] * 3),
-        # Gemma 4 31B: attention is left whole, name by name.
+        # Gemma 4 31B: attention modules are listed as not quantised.
         ({"quant_method": "modelopt", "quant_algo": "NVFP4",
           "ignore": ["lm_head", *(f"model.layers.{i}.self_attn*" for i in range(60))]},
          (2, 9 / 16, 9 / 16)),
-        # Some leave the first and the last layers whole.
+        # Some checkpoints do not quantise the first and last layers.
         ({"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0.self_attn.q_proj"]},
          (1, 1, 1)),
         # Kimi K2.5: all but the routed experts, by patterns.

@@ -1,8 +1,4 @@
-"""Logs of APIs: one workload in the shapes that clients, gateways and SGLang write.
-
-Every shape must give the prompts, the sharing, the lengths and the times of the plain one, or name
-the key for which it is refused.
-"""
+"""API logs: every format of a log gives the same requests, or names the key that it refuses."""
 
 from __future__ import annotations
 
@@ -69,7 +65,7 @@ def exact_ids(i: int) -> list[int]:
 
 
 def shape_of(name: str, i: int) -> Record:
-    """The record of request i in a shape of `request_shapes.yaml`."""
+    """Return the record of request i in a format of `request_shapes.yaml`."""
     values = {
         "t": i / 4,
         "epoch": EPOCH + i / 4,
@@ -135,7 +131,7 @@ def read_shape(
 
 
 def shared(left: TraceRequest, right: TraceRequest) -> int:
-    """Tokens at the beginning of both prompts."""
+    """Return the number of common tokens at the beginning of both prompts."""
     ours, theirs = (token_ids(each.prompt) for each in (left, right))
     size = min(len(ours), len(theirs))
     differs = np.flatnonzero(ours[:size] != theirs[:size])
@@ -155,7 +151,7 @@ def test_every_shape_is_the_same_workload(tmp_path: Path, name: str) -> None:
 
 
 def test_a_stream_whose_texts_hold_other_ends_of_lines(tmp_path: Path) -> None:
-    """Servers write U+2028 as it is, at which Python's splitlines() would cut."""
+    """Servers write U+2028 unescaped; Python's splitlines() would split there."""
     chunk = {"choices": [{"index": 0, "delta": {"content": "a\u2028"}}]}  # four bytes
     stream = f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n" * OUTPUT_TOKENS
     requests, _ = read_shape(
@@ -207,7 +203,7 @@ def test_a_time_that_cannot_be_is_refused(tmp_path: Path, time: object) -> None:
 
 
 def test_times_of_two_kinds_in_one_log_are_refused(tmp_path: Path) -> None:
-    """Relative ones beside epochs would be a trace of decades."""
+    """Relative times mixed with epochs would make a trace of decades."""
     with pytest.raises(TraceError, match="years after the first request"):
         read_shape(tmp_path, lambda i: {"ts": i if i < 2 else EPOCH + i, **chat(i), **ANSWER})
 
@@ -230,7 +226,7 @@ def test_usage_decides_how_long_prompts_and_what_they_share_are(
 
 
 def test_equal_prompts_stay_equal_where_usage_counts_more(tmp_path: Path) -> None:
-    """A template's own tokens, say: eight samples of one prompt still share all of it."""
+    """usage may count template tokens; eight samples of a prompt still share all of it."""
     usage = {"prompt_tokens": 1300, "completion_tokens": 5}
     requests, _ = read_shape(tmp_path, lambda i: {"time": i, **chat(0), "usage": usage})
     assert shared(requests[0], requests[7]) == 1300
@@ -478,7 +474,7 @@ def test_what_generates_nothing_is_left_out_and_named(tmp_path: Path) -> None:
     }
 
 
-STEPS: dict[str, tuple[Record, Record]] = {  # around a call of a model, and the call
+STEPS: dict[str, tuple[Record, Record]] = {  # a record around a model call, and the call
     "langfuse": ({"type": "SPAN"}, {"type": "GENERATION"}),
     "langsmith": ({"run_type": "chain", "completion_tokens": 120}, {"run_type": "llm"}),
     "openinference": (
@@ -532,7 +528,7 @@ def test_lines_of_text_between_requests_are_left_out(tmp_path: Path) -> None:
 
 
 def test_text_that_the_log_has_cut_is_refused(tmp_path: Path) -> None:
-    """SGLang's level 2 keeps 1,024 characters of both ends of a text."""
+    """SGLang's log level 2 keeps 1,024 characters at each end of a text."""
     cut = SYSTEM[:1024] + "..." + SYSTEM[-1024:]
     for obj in ({"text": cut}, {"input_ids": [1, 2, "...", 3]}):
         record = {
@@ -552,7 +548,7 @@ WRONG = (
 
 
 def test_a_value_of_any_type_anywhere_is_read_or_refused() -> None:
-    """Nothing but a refusal may come of it: one line must not end the reading of a log."""
+    """Only a refusal may be raised, since one line must not end the reading of a log."""
     draws, refused = random.Random(5), 0
     for _ in range(3000):
         record = json.loads(json.dumps(shape_of(draws.choice([*SHAPES]), 1)))
@@ -571,7 +567,7 @@ def test_a_value_of_any_type_anywhere_is_read_or_refused() -> None:
 
 
 def inner_places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every place within a value of JSON: its container and its key there."""
+    """Yield (container, key) of every place within a JSON value."""
     keys = value if isinstance(value, dict) else range(len(value) if type(value) is list else 0)
     for key in keys:
         yield value, key
@@ -609,7 +605,7 @@ def test_at_a_rate_a_time_that_cannot_be_read_does_not_matter(tmp_path: Path) ->
     requests, _ = read_shape(tmp_path, record, untimed=True)
     assert [each.arrival for each in requests] == list(range(REQUESTS))
     records = [
-        {"request": "GET /health HTTP/1.1"},  # of which no time is known
+        {"request": "GET /health HTTP/1.1"},  # a line without a time
         *({"ts": 5 * i, **chat(i), **ANSWER} for i in range(2)),
     ]
     timed, _ = read(written(tmp_path / "timed", records), untimed=True)

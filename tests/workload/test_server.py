@@ -1,4 +1,4 @@
-"""The simulated server: passes, admission, retraction, what the tree keeps."""
+"""The simulated server: prefill passes, admission, retraction, and the tree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sharing(count: int, answer: int = 20, arrival: float = 0.0) -> list[TraceReq
 
 
 def passes(stream: list[TraceRequest], **more: Any) -> list[list[tuple[int, int]]]:
-    """(request, new tokens) of every pass."""
+    """Return (request, new tokens) of every prefill pass."""
     events, _ = served(stream, **more)
     return [
         [(request.number, new) for request, new, _ in event.admitted]
@@ -31,7 +31,7 @@ def passes(stream: list[TraceRequest], **more: Any) -> list[list[tuple[int, int]
 
 def test_prompts_of_one_pass_do_not_see_each_other() -> None:
     assert passes(sharing(4)) == [[(i, 350) for i in range(4)]]
-    # The next pass finds what the first one brought.
+    # The second pass finds the first pass's tokens in the cache.
     assert passes(sharing(4), chunked_prefill_size=700) == [
         [(0, 350), (1, 350)],
         [(2, 50), (3, 50)],
@@ -45,7 +45,7 @@ def test_a_pass_is_cut_exactly_and_the_part_is_in_the_tree_between() -> None:
         [(0, 100)],
         [(0, 50), (1, 1)],
     ]
-    # No decode step comes between the parts of a prompt.
+    # No decode step runs between the chunks of a prompt.
     events, _ = served(prompts, chunked_prefill_size=100)
     kinds = [type(event) for event in events]
     assert kinds == [Prefill, Prefill, Prefill, Decode]
@@ -55,7 +55,7 @@ def test_answers_are_kept_for_the_next_turn() -> None:
     first = TraceRequest(0.0, (Segment(1, 100),), 11)
     _, server = served([first])
     (request, _), *_ = server.finished
-    # Its last token was never computed.
+    # The KV of the last token is never computed.
     assert server.tree.size - server.tree.available == 110
     turn = replace(request, number=7, answer_length=1, kv_len=0, handle=None)
     turn._tokens = request.tokens
@@ -79,7 +79,7 @@ def test_jumps_are_single_steps_taken_together() -> None:
 
 
 def test_lengths_and_distinct_tokens_of_every_step() -> None:
-    """Four requests, 300 tokens in common: the means over a jump are those of its steps."""
+    """Four requests share 300 tokens. A jump has the means of its single steps."""
     events, _ = served(sharing(4, answer=11))
     (jump,) = [event for event in events if isinstance(event, Decode)]
     assert jump.steps == 10
@@ -89,14 +89,14 @@ def test_lengths_and_distinct_tokens_of_every_step() -> None:
 
 
 def admitted(events: list[Prefill | Decode]) -> list[int]:
-    """Numbers of requests, in order; those that were retracted come again."""
+    """Return the ids of admitted requests in order; retracted ones occur again."""
     return [each.number for e in events if isinstance(e, Prefill) for each, *_ in e.admitted]
 
 
 def test_the_shortest_answers_are_retracted_and_come_back() -> None:
     stream = [TraceRequest(0.6 * i, (Segment(i, 20),), 400) for i in range(12)]
     events, server = served(stream, pool=1_600, max_new_tokens=400)
-    # The last to come had the shortest answer; it is put back first, so it comes back first.
+    # Request 11 had the shortest answer, so it was retracted first and returns first.
     assert admitted(events) == [*range(12), 11, 9, 10]
     assert server.retracted == 3
     assert sorted(each.number for each, _ in server.finished) == [*range(12)]
@@ -163,7 +163,7 @@ def test_clients_ask_for_more_than_they_get() -> None:
 
 
 def groups() -> list[TraceRequest]:
-    """Four prefixes, in turn: first come first served evicts what it needs again."""
+    """Return requests of four prefixes in turn: FCFS evicts prefixes that it needs again."""
     return [TraceRequest(0.0, (Segment(i % 4, 400), Segment(100 + i, 10)), 30) for i in range(24)]
 
 
@@ -178,7 +178,7 @@ def test_policies_order_the_queue(policy: str) -> None:
 
 
 def test_the_log_of_a_server_tells_all_that_trees_decide() -> None:
-    """tests/sglang compares it with SGLang's own tree."""
+    """tests/sglang compares this log with that of SGLang's own tree."""
     requests = requests_of(sharing(3, answer=3))
     server = SimulatedServer(requests, RadixTree(2_000), SlowClock(), Rules())
     assert log_of(server) == [
@@ -188,7 +188,7 @@ def test_the_log_of_a_server_tells_all_that_trees_decide() -> None:
 
 
 def test_a_prompt_of_which_no_page_fits_lets_go_of_its_prefix() -> None:
-    """A pass of 100 tokens with 90 new ones has 4 left of 7 pages of 16: too few for a page."""
+    """A pass of 100 tokens with 90 new ones (6 pages of 16) has 4 left, less than a page."""
     prefix = Segment(1, 64)
     stream = [
         TraceRequest(0.0, (prefix, Segment(2, 8)), 2),
@@ -201,7 +201,7 @@ def test_a_prompt_of_which_no_page_fits_lets_go_of_its_prefix() -> None:
 
 
 def test_nobody_is_admitted_into_a_full_batch_before_somebody_leaves() -> None:
-    """A running request is expected to need less than a new one: there would be room at once."""
+    """Without the rule there would be room, as running requests reserve less than new ones."""
     lengths = ((50, 10), (50, 100), (200, 20))
     stream = [
         TraceRequest(0.0, (Segment(i, prompt),), answer)

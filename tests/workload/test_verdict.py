@@ -1,4 +1,4 @@
-"""The verdict: what it says, and by which numbers."""
+"""The verdict: its text, and the numbers that decide it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_verdict_comes_first_and_is_short(advise: Any) -> None:
         ((10, 9.1), (4, 4), MAY_PAY),  # below the error of 10%
         ((10, 10), (4, 4.7), PAYS),
         ((10, 10), (4, 4.5), MAY_PAY),  # below the error of 15%
-        ((10, 8), (4, 3.9), MAY_PAY),  # a loss in the other
+        ((10, 8), (4, 3.9), MAY_PAY),  # a loss in the other metric
         ((10, 9.96), (4, 4.01), DOES_NOT_PAY),  # shown as 0%
         ((10, 11), (4, 4), DOES_NOT_PAY),
     ],
@@ -82,7 +82,7 @@ def test_pays_needs_a_gain_above_the_error_and_no_loss(
 
 
 def test_redundant_reads_are_counted_exactly() -> None:
-    """4 requests, 1,000 tokens in common and 200 each of their own, answers of 3 tokens."""
+    """4 requests have 1,000 common and 200 private tokens each, and answers of 3 tokens."""
     requests = [TraceRequest(0.0, (Segment(-1, 1000), Segment(i, 200)), 3) for i in range(4)]
     found = serve(requests, setup(), PAT)
     # In the two steps each request attends to 1,201 and 1,202 tokens.
@@ -116,7 +116,7 @@ def test_the_rate_of_the_trace_is_the_users(answered: Any) -> None:
 
 
 def test_dfs_weight_is_named_where_it_helps() -> None:
-    """32 prefixes in turn, in a pool that holds a few: FCFS computes them again and again."""
+    """32 prefixes come in turn, but the pool holds only a few: FCFS recomputes them repeatedly."""
     requests = [
         TraceRequest(0.0, (Segment(i % 32, 6000), Segment(1000 + i, 200)), 50) for i in range(256)
     ]

@@ -1,4 +1,4 @@
-"""Stand-ins for what SGLang hands to its attention backends, as far as pat looks at it."""
+"""Stand-ins for objects that SGLang passes to attention backends, with what pat reads of them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ QO_HEADS, KV_HEADS, HEAD_DIM, SLOTS = 4, 2, 64, 50
 
 
 class DefaultBackend(AttentionBackend):
-    """In place of SGLang's default backend: notes what it is asked for."""
+    """Stands in for SGLang's default backend, and records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.needs_cpu_seq_lens = False
-        self.ends: Any = None  # if not those of the base class
+        self.ends: Any = None  # None: those of the base class
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         self.calls.append("out_graph in capture" if in_capture else "out_graph")
@@ -66,12 +66,12 @@ class DefaultBackend(AttentionBackend):
 
 
 def pat_backend(model_runner: Any, name: str = "triton") -> Any:
-    """The default backend of the runner's model, with pat."""
+    """Build the default backend of the runner's model with pat."""
     return with_pat(DefaultBackend(), name, model_runner)
 
 
 class KVPool:
-    """Like MHATokenToKVPool, as far as it is used: layers without attention have no KV."""
+    """Stands in for MHATokenToKVPool. Layers without attention have no KV."""
 
     def __init__(
         self, dtype: torch.dtype = torch.float32, of_last: torch.dtype | None = None
@@ -95,7 +95,7 @@ class KVPool:
 
 
 def layers(count: int = 2, **change: Any) -> torch.nn.ModuleList:
-    """Attention layers of a plain Llama; the last one changed."""
+    """Return attention layers of a plain Llama; `change` applies to the last one."""
     made = [
         RadixAttention(QO_HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, layer_id=i)
         for i in range(count)
@@ -129,7 +129,7 @@ def server_arguments(**change: Any) -> Any:
 
 
 def runner(**change: Any) -> Any:
-    """Like SGLang's model runner, for a plain Llama."""
+    """Return a stand-in for SGLang's model runner of a plain Llama."""
     req_to_token = torch.zeros(4, 32, dtype=torch.int32)
     model_config = SimpleNamespace(
         is_encoder_decoder=False,
@@ -172,7 +172,7 @@ def decode_batch(rows: list[int], lens: list[int], out: list[int], **more: Any) 
 
 
 def queries_of_runs(patch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Return the queries that `PackAttention.run` is given from now on, as they lie."""
+    """Return a list that collects the queries of all later calls of `PackAttention.run`."""
     given: list[torch.Tensor] = []
     run = PackAttention.run
 
@@ -187,9 +187,9 @@ def queries_of_runs(patch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 def replay_view(rows: list[int], lens: list[int], out: list[int], size: int, **more: Any) -> Any:
     """SGLang's view before it replays the graph of `size` rows.
 
-    It has the fields that both versions set and a backend may read. No request ids, no requests.
+    It has the fields that both versions set and a backend may read, but no requests or their ids.
 
-    Padding rows are row 0 with the fill value as their length; out_cache_loc is not padded.
+    Padding rows have row 0 and the fill length; out_cache_loc is not padded.
     """
     num_padding = size - len(rows)
     seq_lens = torch.tensor(lens + [1] * num_padding)
@@ -210,7 +210,7 @@ def replay_view(rows: list[int], lens: list[int], out: list[int], size: int, **m
 
 
 def drafts_to_verify(per_request: int, mask: torch.Tensor | None = None) -> Any:
-    """SGLang's description of the draft tokens of a verify step."""
+    """Return SGLang's description of the draft tokens of a verify step."""
     return SimpleNamespace(
         custom_mask=mask,
         draft_token_num=per_request,
@@ -220,7 +220,7 @@ def drafts_to_verify(per_request: int, mask: torch.Tensor | None = None) -> Any:
 
 
 def mlp_padded(view: Any, backend: Any, num_tokens: int, per_request: int = 1) -> ForwardBatch:
-    """A batch whose tokens MLP synchronisation has padded to `num_tokens`.
+    """Return a batch whose tokens MLP synchronisation has padded to `num_tokens`.
 
     SGLang's function pads them, with as many requests as `ForwardBatch.prepare_mlp_sync_batch`
     counts.
@@ -244,7 +244,7 @@ def mlp_padded(view: Any, backend: Any, num_tokens: int, per_request: int = 1) -
 
 
 def num_rows(view: Any, per_request: int = 1) -> int:
-    """Rows that a model runs for a batch."""
+    """Return the number of rows in a batch's forward."""
     given: torch.Tensor | None = getattr(view, "input_ids", None)
     return view.batch_size * per_request if given is None else len(given)
 
@@ -252,14 +252,14 @@ def num_rows(view: Any, per_request: int = 1) -> int:
 def dense(
     q: torch.Tensor, pool: KVPool, layer_id: int, slots: torch.Tensor, cap: float = 0.0
 ) -> torch.Tensor:
-    """Attention of one query row over these slots, in float64: `[heads, head_dim]`."""
+    """Return float64 attention of one query row over these slots: `[heads, head_dim]`."""
     return dense_rows(q[None], pool, layer_id, [slots], cap)[0]
 
 
 def dense_rows(
     q: torch.Tensor, pool: KVPool, layer_id: int, slots: Sequence[torch.Tensor], cap: float = 0.0
 ) -> torch.Tensor:
-    """Attention of each query row over its slots, in float64: `[rows, heads, head_dim]`."""
+    """Return float64 attention of each row over its slots: `[rows, heads, head_dim]`."""
     padded = pad_sequence(list(slots), batch_first=True).long()
     lens = torch.tensor([len(each) for each in slots])
     is_read = torch.arange(padded.shape[1]) < lens[:, None]

@@ -1,8 +1,8 @@
-"""SGLang's GPU functions for models, written with torch: for tests of models on the CPU.
+"""SGLang's GPU functions for models, written in torch for tests on the CPU.
 
-Without a driver SGLang has neither its own CPU kernels (`sgl_kernel`) nor Triton. Its plain backend
-`torch_native` knows neither sinks nor soft-caps nor chunks. `install()` fills in what the families
-of `model_families` use, for every backend alike.
+Without a driver SGLang has neither its own CPU kernels (`sgl_kernel`) nor Triton, and its backend
+`torch_native` has no sinks, soft-caps or chunks. `install()` adds what the families of
+`model_families` need, for every backend alike.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fakes.speculation import is_draft_step
 
 
 def install() -> None:
-    """Before the models are imported."""
+    """Install all functions; must run before the models are imported."""
     _define_sgl_kernel_ops()
     import sgl_kernel.mamba
 
-    torch.get_device_module = lambda device=None: torch.cpu  # this build of torch has CUDA
+    torch.get_device_module = lambda device=None: torch.cpu  # this build of torch would return CUDA
 
     for name in ("causal_conv1d_fn", "causal_conv1d_update"):
         for module in (
@@ -73,7 +73,7 @@ def install() -> None:
     original = fused_moe_native.moe_forward_native
 
     def moe_forward_native(layer: Any, x: Any, topk_output: Any, config: Any) -> Any:
-        """With one expert per token, its weight may scale what it reads (Llama 4)."""
+        """Run the experts. With one expert per token, its weight may scale its input (Llama 4)."""
         if config.apply_router_weight_on_input:
             weights = topk_output.topk_weights
             x = x * weights.to(x.dtype)
@@ -89,7 +89,7 @@ def install() -> None:
 
 
 def _attend_within_chunks(backend: Any) -> None:
-    """Let the backend do so, and pat know it. Of SGLang's only FA3 does."""
+    """Let a backend attend within chunks, and tell pat. In SGLang only FA3 does."""
     from sglang_pat.sglang.start import layer_rules
 
     original = backend.__init__
@@ -103,7 +103,7 @@ def _attend_within_chunks(backend: Any) -> None:
 
 
 def _allow_fp8_pools() -> None:
-    """0.5.23 has pools of fp8 on a CPU for `intel_amx` alone. These are those of a GPU."""
+    """Allow fp8 pools as on a GPU: on a CPU 0.5.23 has them only for `intel_amx`."""
     from sglang.srt.mem_cache import kv_cache_configurator
 
     class NoCpu:
@@ -135,7 +135,7 @@ def forward_extend(
 ) -> torch.Tensor:  # fmt: skip
     """`TorchNativeAttnBackend.forward_extend`."""
     starts, counts = forward_batch.extend_prefix_lens, forward_batch.extend_seq_lens
-    if forward_batch.forward_mode.is_target_verify():  # of drafts, behind what there is
+    if forward_batch.forward_mode.is_target_verify():  # drafts follow the stored tokens
         starts = forward_batch.seq_lens
         counts = torch.full_like(starts, forward_batch.spec_info.draft_token_num)
     return _forward(self, q, k, v, layer, forward_batch, save_kv_cache, sinks, starts, counts, more)
@@ -150,7 +150,7 @@ def forward_decode(
     starts = forward_batch.seq_lens - 1
     if getattr(self, "branches", None) is not None:
         return _forward_branches(self, q, k, v, layer, forward_batch, save_kv_cache, sinks)
-    if is_draft_step(self):  # one of several with the same lengths
+    if is_draft_step(self):  # the steps of a round have the same lengths
         starts = forward_batch.positions
     counts = torch.ones_like(starts)
     return _forward(self, q, k, v, layer, forward_batch, save_kv_cache, sinks, starts, counts, more)
@@ -159,7 +159,7 @@ def forward_decode(
 def _forward_branches(
     self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool, sinks: Any
 ) -> torch.Tensor:
-    """Each row reads its request's KV, and the slots of its branch."""
+    """Attend from each row to its request's KV and to the slots of its branch."""
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
     pool = self.token_to_kv_pool
@@ -190,7 +190,7 @@ def _forward(
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-    if more.get("q_rope") is not None:  # latent attention gives both parts
+    if more.get("q_rope") is not None:  # latent attention passes two parts
         q = torch.cat([q, more["q_rope"]], dim=-1)
         k = k if more.get("k_rope") is None else torch.cat([k, more["k_rope"]], dim=-1)
     pool, is_cross = self.token_to_kv_pool, layer.is_cross_attention
@@ -213,7 +213,7 @@ def _forward(
         encoder = int(batch.encoder_lens[i]) if batch.encoder_lens is not None else 0
         first, last = (0, encoder) if is_cross else (encoder, encoder + length)
         slots = self.req_to_token_pool.req_to_token[batch.req_pool_indices[i], first:last].long()
-        if in_window_pool:  # slots out of the window are read, and masked
+        if in_window_pool:  # slots outside the window are read, then masked
             slots = pool.translate_loc_from_full_to_swa(slots)
         position = torch.arange(start, start + count)[:, None]
         key = torch.arange(last - first)[None]
@@ -229,7 +229,7 @@ def _forward(
             if getattr(layer, "use_irope", False) and chunk:
                 seen &= key >= position // chunk * chunk
         end = begin + count
-        if is_in_place:  # latent attention without a prefix: nothing is read from the cache
+        if is_in_place:  # latent attention without a prefix reads no cache
             assert start == 0
             heads = layer.tp_k_head_num
             own = (each[begin:end].reshape(count, heads, -1).to(q.dtype) for each in (k, v))
@@ -238,7 +238,7 @@ def _forward(
         out[begin:end] = _attend(queries[begin:end], *own, seen, layer, sinks, position)
         begin = end
     out = out.to(v.dtype if v is not None else q.dtype)
-    # torch_native answers a prefill in the shape of the queries, which some classes count on.
+    # torch_native returns a prefill in the shape of the queries, on which some classes rely.
     return out.view(q.shape if q.dim() > 2 and out.numel() == q.numel() else (len(q), -1))
 
 
@@ -246,7 +246,7 @@ def _attend(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, layer: Any,
     sinks: torch.Tensor | None, position: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """One request: `[rows, heads, dim]` against `[tokens, KV heads, dim]`."""
+    """Attend for one request: `[rows, heads, dim]` to `[tokens, KV heads, dim]`."""
     values = values[..., : layer.v_head_dim]
     group = queries.shape[1] // keys.shape[1]
     keys, values = (each.repeat_interleave(group, dim=1) for each in (keys, values))
@@ -275,7 +275,7 @@ def causal_conv1d_fn(
     query_start_loc: Any = None, cache_indices: Any = None, has_initial_state: Any = None,
     conv_states: Any = None, activation: str | None = "silu", **rest: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Rows `[channels, tokens]` of several requests; their states are replaced."""
+    """Convolve rows `[channels, tokens]` of several requests, and replace their states."""
     width = weight.shape[-1]
     out = torch.empty_like(x)
     bounds = query_start_loc.tolist()
@@ -295,7 +295,7 @@ def causal_conv1d_update(
     bias: torch.Tensor | None = None, activation: str | None = None,
     cache_seqlens: Any = None, conv_state_indices: Any = None, **rest: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """One token `[requests, channels]` each."""
+    """Convolve one token of each request: `[requests, channels]`."""
     width = weight.shape[-1]
     indices = conv_state_indices.long()
     whole = torch.cat([conv_state[indices][..., -(width - 1) :].to(x.dtype), x[..., None]], dim=-1)
@@ -316,7 +316,7 @@ def chunk_gated_delta_rule(
     initial_state: torch.Tensor, cu_seqlens: torch.Tensor, initial_state_indices: torch.Tensor,
     **rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, None]:  # fmt: skip
-    """Token after token; `initial_state` `[slots, heads, value dim, key dim]` is updated."""
+    """Apply the rule to a prefill; update `initial_state` `[slots, heads, value dim, key dim]`."""
     decay = g.view(-1, v.shape[-2], 1)
     state = (initial_state, initial_state_indices)
     return _delta_rule(q, k, v, decay, beta, *state, cu_seqlens), initial_state, None
@@ -326,7 +326,7 @@ def _delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor,
     initial_state: torch.Tensor, initial_state_indices: torch.Tensor, cu_seqlens: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """decay: its logarithm, `[tokens, heads, key dim]`, or of all columns `[tokens, heads, 1]`."""
+    """Apply the rule. decay: logarithms `[tokens, heads, key dim]`, or `[tokens, heads, 1]`."""
     heads = v.shape[-2]
     q, k = (F.normalize(each.float(), dim=-1, eps=1e-6)[0] for each in (q, k))
     q, k = (each.repeat_interleave(heads // each.shape[1], dim=1) for each in (q, k))
@@ -349,7 +349,7 @@ def _delta_rule(
 def fused_gdn_gating(
     A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log decay and step of every token."""
+    """Return the log decay and the step of every token."""
     decay = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
     return decay[None], b.float().sigmoid()[None]
 
@@ -359,13 +359,13 @@ def fused_sigmoid_gating_delta_rule_update(
     a: torch.Tensor, b: torch.Tensor, initial_state_source: torch.Tensor,
     initial_state_indices: torch.Tensor, cu_seqlens: torch.Tensor, **rest: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """The decode step of the same rule."""
+    """Apply the same rule to a decode step."""
     decay, beta = fused_gdn_gating(A_log, a, b, dt_bias)
     state = {"initial_state": initial_state_source, "initial_state_indices": initial_state_indices}
     return chunk_gated_delta_rule(q, k, v, decay, beta, cu_seqlens=cu_seqlens, **state)[0]
 
 
-# --- the same with a decay of each column of the keys (Kimi-Linear, Kimi K3, Ling 3) ---
+# --- gated delta rule with a decay of each key column (Kimi-Linear, Kimi K3, Ling 3) ---
 
 
 def chunk_kda(
@@ -374,7 +374,7 @@ def chunk_kda(
     A_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float | None = None,
     beta_is_raw: bool = False, **rest: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """`g` is the gate before its activation."""
+    """Apply the rule to a prefill. `g` is the gate before its activation."""
     heads, columns = v.shape[-2], k.shape[-1]
     gate = g.reshape(-1, heads, columns).float() + dt_bias.view(heads, columns).float()
     rate = A_log.float().exp().view(heads, 1)
@@ -391,7 +391,7 @@ def kda_update(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
     initial_state_source: torch.Tensor, **rest: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """The decode step of the same rule."""
+    """Apply the same rule to a decode step."""
     return chunk_kda(q, k, v, a, b, initial_state_source, beta_is_raw=True, **rest)
 
 
@@ -402,7 +402,7 @@ def seg_la(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor, decay_scales: torch.Tensor,
     meta: Any, softmax_scale: float | None = None, **rest: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Token after token; `s` `[slots, heads, key dim, value dim]` is updated."""
+    """Attend token by token; update `s` `[slots, heads, key dim, value dim]`."""
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     out, decay = torch.empty_like(v), (-decay_scales.float()).exp().view(-1, 1, 1)
     for i, (begin, end) in enumerate(itertools.pairwise(meta.q_offsets.tolist())):
@@ -422,7 +422,7 @@ def _scan_step(
     state: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
     c: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Update the state of Mamba by one token.
+    """Update a Mamba state by one token.
 
     `state` is `[..., heads, head dim, states]`, `x` `[..., heads, head dim]`, `dt` and `a` `[...,
     heads]`, `b` and `c` `[..., heads, states]`.
@@ -437,7 +437,7 @@ def mamba_chunk_scan_combined(
     chunk_size: int, D: Any = None, z: Any = None, dt_bias: Any = None, initial_states: Any = None,
     cu_seqlens: Any = None, dt_softplus: bool = False, out: Any = None, **rest: Any,
 ) -> Any:  # fmt: skip
-    """Token after token. Returns what SGLang's kernel of this version returns."""
+    """Scan token by token. Returns what SGLang's kernel of this version returns."""
     heads = x.shape[2]
     dt = dt[0].float() + (dt_bias.float() if dt_bias is not None else 0)
     dt = F.softplus(dt) if dt_softplus else dt
@@ -462,7 +462,7 @@ def selective_state_update(
     C: torch.Tensor, D: Any = None, z: Any = None, dt_bias: Any = None, dt_softplus: bool = False,
     state_batch_indices: Any = None, out: Any = None, **rest: Any,
 ) -> None:  # fmt: skip
-    """One token each: `x` is `[requests, heads, head dim]`."""
+    """Update the states by one token of each request: `x` is `[requests, heads, head dim]`."""
     heads = x.shape[1]
     step = dt[..., 0].float() + (dt_bias[..., 0].float() if dt_bias is not None else 0)
     step = F.softplus(step) if dt_softplus else step
@@ -474,7 +474,7 @@ def selective_state_update(
 
 
 def rope_on_cpu(factory: Any) -> Callable[..., Any]:
-    """Positions without scaling too, for which SGLang has no module on a CPU."""
+    """Let the factory also return an unscaled rope on a CPU, where SGLang has no such module."""
     scaled = factory.get_rope_cpu
 
     def get_rope_cpu(*arguments: Any) -> Any:
@@ -484,11 +484,11 @@ def rope_on_cpu(factory: Any) -> Callable[..., Any]:
     return get_rope_cpu
 
 
-# --- the rest of `torch.ops.sgl_kernel` that the models ask for on a CPU ---
+# --- other operators of `torch.ops.sgl_kernel` that the models call on a CPU ---
 
 
 def gemma_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """A norm whose weight is added to 1."""
+    """Apply an RMS norm with the factor 1 + weight."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed * (1 + weight.float())).to(x.dtype)
@@ -498,14 +498,14 @@ def layernorm(
     x: torch.Tensor, weight: torch.Tensor, bias: None, eps: float = 1e-6,
     group_size: int | None = None, **rest: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """A norm by the root of the mean square, of all columns or of groups of them."""
+    """Apply an RMS norm to all columns, or to each group of columns."""
     wide = x.float().unflatten(-1, (-1, group_size or x.shape[-1]))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed.flatten(-2) * weight).to(x.dtype)
 
 
 def gated_norm(self: Any, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-    """The forward of a norm that is gated after it, if there is a gate."""
+    """Apply a norm, then multiply by the gate if there is one."""
     normed = layernorm(x, self.weight, None, self.eps, getattr(self, "group_size", None))
     if gate is None:
         return normed
@@ -517,7 +517,7 @@ def fused_qk_gemma_rmsnorm(
     q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float,
     head_dim: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Both norms, rows of one head each."""
+    """Apply the norms of Q and K to each head."""
     q, k = q.reshape(-1, head_dim), k.reshape(-1, head_dim)
     return gemma_norm(q, q_weight, eps), gemma_norm(k, k_weight, eps)
 
@@ -526,26 +526,26 @@ def fused_qk_gemma_rmsnorm_with_gate(
     q_gate: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor,
     eps: float, head_dim: int, num_heads: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The same where every head's queries are followed by its gate."""
+    """Apply them if each head's query is followed by its gate."""
     q, gate = q_gate.reshape(len(q_gate), num_heads, 2 * head_dim).chunk(2, dim=-1)
     normed = fused_qk_gemma_rmsnorm(q, k, q_weight, k_weight, eps, head_dim)
     return *normed, gate.reshape(-1, head_dim).contiguous()
 
 
 def fused_sigmoid_mul(x: torch.Tensor, gate: torch.Tensor, inplace: bool = True) -> torch.Tensor:
-    """In place, as the models ask for it."""
+    """Multiply in place, as the models require."""
     return x.mul_(gate.reshape(x.shape).sigmoid())
 
 
 def gated_expert(hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
-    """The output of a shared expert, gated by the layer's input."""
+    """Return the output of a shared expert, gated by the layer's input."""
     return shared * (hidden @ gate).sigmoid()[:, None]
 
 
 def add_gated_expert(
     hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """The same, added to the other experts' output."""
+    """Add a gated shared expert to the other experts' output."""
     out.add_(gated_expert(hidden, gate, shared))
 
 
@@ -553,7 +553,7 @@ def fused_qkvzba_split(
     qkvz: torch.Tensor, ba: torch.Tensor, num_k_heads: int, num_v_heads: int, k_dim: int,
     v_dim: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Columns q, k, v, z and b, a: those of q, k and v stay together."""
+    """Split fused columns into q, k, v, z, b and a; q, k and v stay in one tensor."""
     qkv_size = 2 * num_k_heads * k_dim + num_v_heads * v_dim
     qkv, z = qkvz[:, :qkv_size], qkvz[:, qkv_size:]
     b, a = ba.chunk(2, dim=-1)
@@ -562,7 +562,7 @@ def fused_qkvzba_split(
 
 
 def _define_sgl_kernel_ops() -> None:
-    """`torch.ops.sgl_kernel` is a namespace of C++ operators: here plain functions."""
+    """Fill `torch.ops.sgl_kernel`, a namespace of C++ operators, with Python functions."""
     for name, function in {
         "fused_gdn_gating_cpu": fused_gdn_gating,
         "fused_sigmoid_gating_delta_rule_update_cpu": fused_sigmoid_gating_delta_rule_update,

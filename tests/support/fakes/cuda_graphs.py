@@ -1,9 +1,9 @@
-"""CUDA graphs acted out on a CPU: a plug-in of SGLang for tests.
+"""A plug-in of SGLang for tests that simulates CUDA graphs on a CPU.
 
-A graph reads buffers that stay in place, in which a replay finds the step. Here pat prepares each
-step as before a replay, of this graph or that or of none, and what the graph has recorded is done.
-Then the layers run as always. KV that is free is spoilt before each step. So the answers are wrong
-where a plan that was reused is not the plan of the step.
+A CUDA graph reads a step from fixed buffers. The plug-in lets pat prepare each step as for the
+replay of a random graph, or of none, and repeats the reads that the graph has recorded. Then the
+layers run eagerly. The KV of free slots is overwritten before each step, so answers are wrong if a
+reused plan does not fit its step.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import torch
 from fakes.plugins import install_plugin
 
 MAX_REQUESTS = 8
-SIZES = (1, 2, 4, 6, 8)  # of graphs
-STAYS = 0.7  # how often a step goes on as the one before it
+SIZES = (1, 2, 4, 6, 8)  # requests of each graph
+STAYS = 0.7  # probability that a step uses the graph of the step before it
 
 
 def act_out_graphs(folder: Path, environment: pytest.MonkeyPatch) -> None:
-    """Let engines that are started from now on use the plug-in."""
+    """Install the plug-in for engines that start later."""
     install_plugin(folder, "fakes.cuda_graphs")
-    environment.syspath_prepend(folder)  # which the engine's processes inherit
+    environment.syspath_prepend(folder)  # inherited by the engine's processes
 
 
 class Place:
-    """Place in which the steps of a backend run: SGLang's buffers, and the graph that is chosen."""
+    """SGLang's graph buffers for the steps of a backend, and the current graph."""
 
     def __init__(self) -> None:
         self._random = random.Random(1)
@@ -41,7 +41,7 @@ class Place:
         self._slots = torch.zeros(0, dtype=torch.int64)
 
     def size(self, count: int) -> int:
-        """Return the size of a graph for so many requests: one that is padded or not. 0: none."""
+        """Return the size of a graph for `count` requests, padded or not; 0 for no graph."""
         if self._random.random() > STAYS:
             self._choice = self._random.randrange(8)
         if not 0 < count <= MAX_REQUESTS or self._choice == 0:
@@ -50,7 +50,7 @@ class Place:
         return fits[0] if self._choice < 6 else fits[-1]
 
     def view(self, batch: Any, size: int) -> Any:
-        """Return what SGLang shows before it replays a graph for a batch."""
+        """Return the view that SGLang passes before it replays a graph for a batch."""
         count = batch.batch_size
         self._rows.zero_()
         self._lens.fill_(1)
@@ -74,7 +74,7 @@ class Place:
         )
 
     def slots(self, batch: Any, size: int) -> torch.Tensor:
-        """Return the slots of a batch, where they are for graphs."""
+        """Return the slots of a batch in the buffer of the graphs."""
         slots = batch.out_cache_loc
         per_request = len(slots) // batch.batch_size
         if not len(self._slots):
@@ -88,10 +88,10 @@ class Spoiler:
     """Overwrites the KV of free slots, in the pools of a model and of its draft model."""
 
     def __init__(self) -> None:
-        self._pools: list[tuple[Any, Any]] = []  # with who gives out their slots
+        self._pools: list[tuple[Any, Any]] = []  # with the allocators of their slots
 
     def watch(self, model_runner: Any) -> None:
-        """Spoil the pool of this model, too, or both parts of a hybrid one."""
+        """Add this model's pool, or both parts of a hybrid pool."""
         allocator, pool = model_runner.token_to_kv_pool_allocator, model_runner.token_to_kv_pool
         if hasattr(pool, "swa_kv_pool"):
             self._pools.append((allocator.full_attn_allocator, pool.full_kv_pool))
@@ -100,7 +100,7 @@ class Spoiler:
             self._pools.append((allocator, pool))
 
     def spoil(self) -> None:
-        """Overwrite what is free by now."""
+        """Overwrite the slots that are free now."""
         for allocator, pool in self._pools:
             for pages in (allocator.free_pages, allocator.release_pages):
                 if pages is None or not len(pages):
@@ -113,7 +113,7 @@ class Spoiler:
 
 
 def register() -> None:
-    """Act out graphs in this process, and in those that are forked from it."""
+    """Simulate graphs in this process and its forks."""
     from sglang_pat.sglang.backend import PatMixin
     from sglang_pat.sglang.layer.attention import LayerAttention
     from sglang_pat.sglang.speculative.backends import PatDraftSteps
@@ -185,11 +185,11 @@ def register() -> None:
         if isinstance(kind, DraftTreeSteps):
             kind.extra_kv.set_slots(place.slots(batch, size), size * kind.shape.per_request)
         else:
-            kind._at = -1  # each step has captured its own lengths
+            kind._at = -1  # each step of a round captures its own lengths
         read_again(steps._pat.plans)
 
     def read_again(plans: Any) -> None:
-        """Let plans read lengths and slots, as kernels do in each replay."""
+        """Let plans read lengths and slots again, as kernels do in each replay."""
         for attention in plans.of_kind.values():
             attention._executor.reuse_plan(attention._executor._step)
 

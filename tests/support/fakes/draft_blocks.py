@@ -1,8 +1,8 @@
-"""DFLASH on a CPU, for tests: SGLang refuses it there, though most of it is written with torch.
+"""Runs DFLASH on a CPU for tests: SGLang refuses it there, although most of it is in torch.
 
-A draft model that has learnt nothing would have no draft accepted. Here its own choices say which
-drafts are right: where `answers` are known, a draft token is the next one of the answer if the one
-that the model chose is even, more or less. So what is accepted depends on what the model computes.
+No draft of an untrained model would be accepted. So where `answers` are known, a draft token is
+replaced by the answer's token if the model's choice is even (roughly). Which drafts are accepted
+then still depends on what the model computes.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-# Prompts with their answers.
+# Each prompt followed by its answer.
 answers: list[list[int]] = []
 
 
 def install() -> None:
-    """After `speculation.install()`."""
+    """Install the functions; must run after `speculation.install()`."""
     from sglang.srt import server_args
     from sglang.srt.arg_groups import speculative_hook
     from sglang.srt.mem_cache import memory_pool
@@ -37,7 +37,7 @@ def install() -> None:
     forward = DFlashDraftModel.forward
 
     def forward_in_float32(self: Any, *args: Any, input_embeds: torch.Tensor, **more: Any) -> Any:
-        """SGLang has rounded the embeddings to bfloat16."""
+        """Run the draft model on float32 embeddings, which SGLang rounds to bfloat16."""
         return forward(self, *args, input_embeds=input_embeds.to(self.fc.weight.dtype), **more)
 
     DFlashDraftModel.forward = forward_in_float32
@@ -63,7 +63,7 @@ def install() -> None:
 
 
 def _rest_of_answer(prompt: Sequence[int], length: int, count: int) -> list[int]:
-    """The tokens of a request behind those in the KV cache and the next one; -1: not known."""
+    """Return `count` tokens of a request after its cached tokens and the next one; -1: unknown."""
     prompt = list(prompt)
     for each in answers:
         if each[: len(prompt)] == prompt:
@@ -73,7 +73,7 @@ def _rest_of_answer(prompt: Sequence[int], length: int, count: int) -> list[int]
 
 
 def _resolve(server_args: Any) -> None:
-    """In place of `speculative_hook._handle_dflash`, which allows GPUs."""
+    """Replaces `speculative_hook._handle_dflash`, which allows GPUs only."""
     resolved = {
         "speculative_num_steps": 1,
         "speculative_eagle_topk": 1,
@@ -92,7 +92,7 @@ def _store_committed(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     loc_2d: torch.Tensor, commit_lens: torch.Tensor, *sizes: Any,
 ) -> None:  # fmt: skip
-    """In place of a Triton kernel: the first tokens of each block."""
+    """Replaces a Triton kernel: store the KV of each block's committed tokens."""
     committed = torch.arange(loc_2d.shape[1]) < commit_lens[:, None]
     slots = loc_2d[committed].long()
     for cache, new in ((k_cache, k), (v_cache, v)):

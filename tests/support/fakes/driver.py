@@ -1,11 +1,12 @@
-"""A plug-in of SGLang for tests: what of it needs a CUDA driver even if the model is on the CPU.
+"""A plug-in for tests: replaces parts of SGLang that need a CUDA driver even on the CPU.
 
-- LoRA makes tensors in pinned memory. Here nothing is pinned.
-- The hierarchical cache copies KV between its tiers with kernels. Here torch copies; only what an
-  engine needs that is started with HICACHE_ARGUMENTS.
-- A batch that data parallelism pads on a CPU asks for a length that `torch_native` does not have.
+- LoRA makes tensors in pinned memory. The plug-in pins nothing.
+- The hierarchical cache copies KV between its tiers with kernels. The plug-in copies with torch, as
+far as an
+  engine with HICACHE_ARGUMENTS needs.
+- Data parallelism pads a batch on a CPU with a fill length that `torch_native` lacks.
 
-Where there is a driver, nothing is replaced. Each backend is served alike.
+With a driver nothing is replaced. The replacements apply to every backend.
 """
 
 from __future__ import annotations
@@ -25,14 +26,11 @@ HICACHE_ARGUMENTS = {"hicache_io_backend": "direct", "hicache_mem_layout": "laye
 
 
 def go_without_driver(folder: Path, environment: pytest.MonkeyPatch) -> None:
-    """Let engines that are started from now on use the plug-in.
-
-    Skips the test where the plug-in would not be in force.
-    """
+    """Install the plug-in for engines that start later, or skip the test if there is a driver."""
     if cuda_driver_is_present():
         pytest.skip("runs only where there is no CUDA driver")
     install_plugin(folder, "fakes.driver")
-    environment.syspath_prepend(folder)  # which the engine's processes inherit
+    environment.syspath_prepend(folder)  # inherited by the engine's processes
 
 
 def register() -> None:
@@ -44,7 +42,7 @@ def register() -> None:
 
     for name in ("tensor", "empty", "zeros"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
-    for device in ("cpu", "cuda"):  # 0.5.17 asks for that of a GPU
+    for device in ("cpu", "cuda"):  # 0.5.17 uses the GPU's entry
         name = f"get_{device}_graph_seq_len_fill_value"
         setattr(TorchNativeAttnBackend, name, lambda self: 1)
     torch.Tensor.pin_memory = lambda self, *args: self
@@ -73,5 +71,5 @@ def transfer_kv_direct(
 
 
 def new_host_memory(dims: Sequence[int], dtype: torch.dtype, **_: Any) -> torch.Tensor:
-    """Memory of the host that is not registered with a driver."""
+    """Return host memory that is not registered with a driver."""
     return torch.zeros(*dims, dtype=dtype)

@@ -1,9 +1,9 @@
-"""Forks the processes of an engine in the test process from one that has imported SGLang.
+"""Starts the processes of engines as forks of one process that has imported SGLang.
 
-An engine's start is little else than the import of SGLang, again in each of its processes. SGLang
-spawns them; here multiprocessing's fork server, which starts them in the same way otherwise:
-pickled arguments, and the environment as it is then. `ForkedServer` is a server that is forked from
-there too. Only the guide's test starts all processes as users do.
+Most of an engine's start is the import of SGLang in each of its processes. SGLang spawns these;
+here multiprocessing's fork server forks them, also with pickled arguments and the current
+environment. `ForkedServer` is an HTTP server from the same fork server. Only the guide's test
+starts all processes as users do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 
 class _Environment:
-    """Becomes the environment of the process that unpickles it."""
+    """Unpickling sets the environment of the process."""
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return exec, (f"import os; os.environ.clear(); os.environ.update({dict(os.environ)!r})",)
@@ -33,17 +33,17 @@ _set_start_method = multiprocessing.set_start_method
 
 
 def _with_environment(name: str) -> dict[str, Any]:
-    """First input of a new process. A fork server's have its own environment otherwise."""
+    """Return the first data of a new process, with the environment that the parent has now."""
     return _preparation_data(name) | {"environment": _Environment()}
 
 
 def _use_fork_server(*_: object, **__: object) -> None:
-    """In place of multiprocessing.set_start_method."""
+    """Replaces multiprocessing.set_start_method."""
     _set_start_method("forkserver", force=True)
 
 
 def _kill_forked(*_: object, **__: object) -> None:
-    """In place of kill_process_tree, which would end the fork server, too."""
+    """Replaces kill_process_tree, which would also end the fork server."""
     import psutil
 
     server = psutil.Process(forkserver._forkserver._forkserver_pid)
@@ -65,7 +65,7 @@ def _ensure_fork_server() -> None:
 
 
 class ForkedServer(ForkServerProcess):
-    """A Python script of a server, as `subprocess.Popen` would start it. It forks its processes."""
+    """A server's Python script with the interface of `subprocess.Popen`, run in forks."""
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
         import pytest
@@ -100,7 +100,7 @@ def _run_server(command: list[str], log: Path) -> None:
 
 @contextlib.contextmanager
 def forked_processes() -> Iterator[None]:
-    """For the life of one engine."""
+    """Fork the processes of engines that are started within the block."""
     import pytest
     from sglang.srt.entrypoints import engine
 
@@ -117,14 +117,14 @@ def forked_processes() -> Iterator[None]:
 
 
 def pass_on_sigquit() -> None:
-    """In the fork server: SGLang's processes tell their parent by SIGQUIT that they have died."""
+    """Forward SIGQUIT from the fork server: a failing process of SGLang sends it to its parent."""
     signal.signal(signal.SIGQUIT, lambda *_: os.kill(os.getppid(), signal.SIGQUIT))
 
 
 def patch_methods_alone() -> None:
-    """Save half a second per engine: SGLang looks through all modules for what is hooked.
+    """Save half a second per engine: keep SGLang from searching all modules for hooked functions.
 
-    Hooks of pat are on methods of classes, which no module has under a name of its own.
+    pat hooks methods of classes, which no module imports by name.
     """
     from sglang.srt.plugins import hook_registry
 

@@ -1,4 +1,4 @@
-"""The client of the Hugging Face hub."""
+"""Stands in for the client of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def install_hub(
 ) -> list[str]:
     """Fake the client. Returns the files that are downloaded.
 
-    file: what it gives. error: raised where the hub is asked; the file is in the cache then.
+    file: the downloaded file. error: raised by a download; `file` is then in the cache.
     """
     asked = []
 

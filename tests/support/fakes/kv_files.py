@@ -1,9 +1,9 @@
-"""KV by files: a plug-in of SGLang for tests, with which prefill servers give decode servers KV.
+"""A plug-in of SGLang for tests: prefill servers send KV to decode servers as files.
 
-SGLang's own fake transfer moves nothing. Here its classes do, and stand in for NIXL's. A decode
-server writes how much of a prompt it has (`ROOM.asked`); the prefill server then writes the rest,
-with the first token of the answer (`ROOM.sent`). Both must hold the same layers and have pages of
-the same size.
+SGLang's fake transfer moves no data. Subclasses of it here do, in place of NIXL's classes. A decode
+server writes how much of a prompt it has (`ROOM.asked`); the prefill server then writes the rest of
+the KV and the answer's first token (`ROOM.sent`). Both servers must have the same layers and page
+size.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from sglang.srt.disaggregation.fake.conn import FakeKVManager, FakeKVReceiver, F
 
 from fakes.plugins import install_plugin
 
-ARGUMENTS = {"disaggregation_transfer_backend": "nixl"}  # of both servers
-_FOLDER = "TEST_KV_FOLDER"  # not SGLANG_PAT_*: pat refuses such a variable that it does not know
+ARGUMENTS = {"disaggregation_transfer_backend": "nixl"}  # for both servers
+_FOLDER = "TEST_KV_FOLDER"  # pat refuses unknown SGLANG_PAT_* variables
 
 
 def transfer_by_files(folder: Path, environment: pytest.MonkeyPatch) -> None:
-    """Let engines that are started from now on use the plug-in; files go to `folder`."""
+    """Install the plug-in for engines that start later. Files go to `folder`."""
     install_plugin(folder, "fakes.kv_files")
-    environment.syspath_prepend(folder)  # which the engine's processes inherit
+    environment.syspath_prepend(folder)  # inherited by the engine's processes
     environment.setenv(_FOLDER, str(folder))
 
 
@@ -40,7 +40,7 @@ def tokens_kept(folder: Path, room: int) -> int:
 
 
 def _views(addresses: Any, sizes: Any, item_sizes: Any) -> list[npt.NDArray[np.uint8]]:
-    """Return what lies at some addresses: [item, byte] each."""
+    """Return the memory at some addresses, each as `[item, byte]`."""
     return [
         np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)).reshape(-1, item_size)
         for address, size, item_size in zip(addresses, sizes, item_sizes, strict=True)
@@ -48,7 +48,7 @@ def _views(addresses: Any, sizes: Any, item_sizes: Any) -> list[npt.NDArray[np.u
 
 
 class Manager(FakeKVManager):  # type: ignore[misc]
-    """The KV of a server, and what else is sent: first tokens, and what belongs to them."""
+    """Views of a server's KV and of its other data to send: first tokens and their records."""
 
     def __init__(self, args: Any, *rest: Any) -> None:
         super().__init__(args, *rest)
@@ -62,7 +62,7 @@ class Manager(FakeKVManager):  # type: ignore[misc]
 
 
 class _OfRoom:
-    """A request on one of the servers. aux_index: its record."""
+    """A request on one of the servers. aux_index: index of its record."""
 
     def __init__(self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int, **_: Any) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room)  # type: ignore[call-arg]
@@ -71,7 +71,7 @@ class _OfRoom:
 
 
 class Sender(_OfRoom, FakeKVSender):  # type: ignore[misc]
-    """A prompt of the prefill server."""
+    """Sends a prompt's KV from the prefill server."""
 
     def poll(self) -> KVPoll:
         is_waited_for = self.conclude_state is None and not self.asked.exists()
@@ -100,7 +100,7 @@ class Sender(_OfRoom, FakeKVSender):  # type: ignore[misc]
 
 
 class Receiver(_OfRoom, FakeKVReceiver):  # type: ignore[misc]
-    """A request of the decode server."""
+    """Receives a request's KV on the decode server."""
 
     def send_metadata(
         self,
@@ -134,6 +134,6 @@ def register() -> None:
         NixlKVManager=Manager,
         NixlKVSender=Sender,
         NixlKVReceiver=Receiver,
-        NixlKVBootstrapServer=lambda host, port: None,  # the folder is known to both
+        NixlKVBootstrapServer=lambda host, port: None,  # both servers know the folder
     )
     sys.modules[nixl.__name__] = nixl

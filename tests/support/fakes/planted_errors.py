@@ -1,7 +1,7 @@
-"""Errors that pat could have, planted in an engine's processes: a plug-in of SGLang.
+"""A plug-in of SGLang for tests that plants errors which pat could have.
 
-The file that `PLANTED_ERROR_FILE` names has the name of the error that is present, and is read in
-every layer of every step. Empty: none.
+The file that `PLANTED_ERROR_FILE` names contains the name of the active error, or nothing. Every
+layer of every step reads it.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ FILE = "PLANTED_ERROR_FILE"
 
 
 def planted() -> str:
-    """Return the error that is present."""
+    """Return the name of the active error."""
     name = os.environ.get(FILE)
     return Path(name).read_text() if name else ""
 
 
 def _scaled_logits(run: Any, layer: Any) -> Any:
-    """The softmax scale is 1% too large."""
+    """Make the softmax scale 1% too large."""
     return run(layer._replace(sm_scale=layer.sm_scale * 1.01))
 
 
 def _scaled_values(run: Any, layer: Any) -> Any:
-    """Values are 1% too large, as by a wrong scale of an fp8 pool."""
+    """Make V 1% too large, like a wrong scale of an fp8 pool."""
     out, lse = run(layer)
     return out * 1.01, lse
 
 
 def _swapped_heads(run: Any, layer: Any) -> Any:
-    """Two query heads of a group are exchanged."""
+    """Swap two query heads of a group."""
     out, lse = run(layer)
     return out[:, [1, 0, *range(2, out.shape[1])]], lse
 
 
 def _swapped_rows(run: Any, layer: Any) -> Any:
-    """The last two requests of a batch get each other's output."""
+    """Swap the outputs of the last two requests of a batch."""
     out, lse = run(layer)
     if len(out) > 1:
         out = out[[*range(len(out) - 2), len(out) - 1, len(out) - 2]]
@@ -47,7 +47,7 @@ def _swapped_rows(run: Any, layer: Any) -> Any:
 
 
 def _rounded_outputs(run: Any, layer: Any) -> Any:
-    """Outputs are rounded to bfloat16."""
+    """Round outputs to bfloat16."""
     out, lse = run(layer)
     return out.bfloat16().to(out.dtype), lse
 
@@ -62,7 +62,7 @@ OF_LAYERS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _wrong_slot(slots: Any, plan: Any) -> None:
-    """One slot of a shared range is its neighbour."""
+    """Replace one slot of a shared range by its neighbour."""
     if len(slots) > 40:
         slots[37] = slots[36]
 
@@ -71,16 +71,16 @@ OF_SLOTS: dict[str, Callable[[Any, Any], None]] = {
     "one wrong slot": _wrong_slot,
 }
 
-STALE = "stale path"  # the slots of the plan before
-SHORT = "newest token missing"  # from each private range
-LONG = "range one token too long"  # a shared one
-MERGE = "unweighted merge"  # of partials
+STALE = "stale path"  # slots of the previous plan
+SHORT = "newest token missing"  # missing in each private range
+LONG = "range one token too long"  # a shared range
+MERGE = "unweighted merge"  # partials are merged without weights
 
 KINDS = (*OF_LAYERS, *OF_SLOTS, STALE, SHORT, LONG, MERGE)
 
 
 def register() -> None:
-    """Plant the errors. Called by SGLang in each process of the engine."""
+    """Install the errors. SGLang calls this in each process of the engine."""
     from sglang_pat.sglang.cpu import cuda_driver_is_present
 
     if cuda_driver_is_present():
@@ -136,9 +136,9 @@ def _plant_in_reference() -> None:
 
 
 def _plant_around_kernels() -> None:
-    """Plant them on a GPU: in what the kernels read of a plan, or in what they have written.
+    """Install the errors on a GPU: in a plan before the kernels, or in their output after them.
 
-    Steps must not be replayed by graphs.
+    Steps must be eager: a graph would replay without this code.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Plug-ins of SGLang that only tests have: how they get into the processes of an engine."""
+"""Installs SGLang plug-ins of the tests in the processes of an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def install_plugin(folder: Path, module: str) -> None:
         Must be on `sys.path` of the processes of the engine. Each plug-in makes a folder of its own
         there.
     module : str
-        Below tests/support, which is on the path too.
+        A module in tests/support, which is also on the path.
     """
     metadata = folder / f"{module}-1.dist-info"
     metadata.mkdir(parents=True)

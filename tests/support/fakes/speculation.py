@@ -1,7 +1,7 @@
-"""SGLang's GPU functions for speculative decoding, in torch: for tests on the CPU.
+"""SGLang's GPU functions for speculative decoding, written in torch for tests on the CPU.
 
-Without its `sgl_kernel` wheel SGLang has none of these functions, and its plain backend
-`torch_native` has no steps of drafts. This fills them in, for every backend alike.
+Without its `sgl_kernel` wheel SGLang has none of these functions, and its backend `torch_native`
+has no draft steps. `install()` adds them for every backend alike.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 def define_kernels() -> None:
-    """Before SGLang is imported."""
+    """Define the kernels; must run before SGLang is imported."""
     import sgl_kernel
     import sgl_kernel.speculative
 
@@ -34,16 +34,16 @@ def define_kernels() -> None:
 
 
 def install() -> None:
-    """After `cpu_kernels.install()`, which lets `torch_native` verify drafts."""
+    """Install the functions; must run after `cpu_kernels.install()`, which adds verify steps."""
     from sglang.srt.arg_groups import speculative_hook
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
-    # The same as on a GPU: the next round begins before the host knows the results of the last one,
-    # and no backend asks for lengths there.
+    # Overlap rounds as on a GPU: the next round starts before the host knows the results of the
+    # last one, and no backend reads lengths on the host.
     speculative_hook._disable_overlap_schedule_for_cpu = lambda server_args: None
     TorchNativeAttnBackend.needs_cpu_seq_lens = False
-    TorchNativeAttnBackend.max_context_len = 4096  # for the mask of a step without drafts
+    TorchNativeAttnBackend.max_context_len = 4096  # needed for the mask of a step without drafts
     TorchNativeAttnBackend.update_verify_buffers_to_fill_after_draft = lambda *arguments: None
     if hasattr(speculative_hook, "resolved_view"):  # not in 0.5.17
         speculative_hook.resolved_view = _view_with_triton(speculative_hook.resolved_view)
@@ -57,10 +57,10 @@ def install() -> None:
 
 
 def mend_streaming_sessions() -> None:
-    """Let a turn compute the KV of the last token before it, unless a step has.
+    """Let a turn compute the KV of the last token of the turn before, unless a step has.
 
-    SGLang takes it for computed, which it is not where a turn ends with a token that no draft gave:
-    later turns are then wrong, over any backend.
+    SGLang assumes that this KV exists. It does not if the turn ended with a token that was no
+    accepted draft; later turns are then wrong with any backend.
     """
     from sglang.srt.session.streaming_session import StreamingSession
 
@@ -78,12 +78,12 @@ def mend_streaming_sessions() -> None:
 
 
 def _record(holder: Any) -> Any:
-    """The record of the KV of a request or session: in 0.5.17 a part of it."""
+    """Return the object that records the KV of a request or session."""
     return holder.kv if hasattr(holder.kv, "kv_committed_len") else holder
 
 
 def _allow_several_heads() -> None:
-    """Let a head of a Llama take its number: SGLang gives one to each of several draft layers."""
+    """Let an EAGLE head of a Llama accept the index that SGLang passes to each draft layer."""
     from sglang.srt.models.llama_eagle import LlamaForCausalLMEagle
 
     init = LlamaForCausalLMEagle.__init__
@@ -95,7 +95,7 @@ def _allow_several_heads() -> None:
 
 
 def _view_with_triton(view: Callable[[Any], Any]) -> type:
-    """SGLang allows trees over pages by the name of the backend."""
+    """Let SGLang allow trees with pages, which it decides by the backend's name."""
 
     class View:
         def __init__(self, arguments: Any) -> None:
@@ -108,7 +108,7 @@ def _view_with_triton(view: Callable[[Any], Any]) -> type:
 
 
 def _decode_backend(factory: Any) -> Any:
-    # SGLang's own rule: the step that reads what was accepted is the only one of its round.
+    # SGLang's rule: a round of one step consists of the draft-extend step only.
     if factory.speculative_num_steps <= 1:
         return None
     return DraftSteps(factory.draft_model_runner, factory.speculative_num_steps, factory.topk)
@@ -126,7 +126,7 @@ def is_draft_step(backend: Any) -> bool:
 
 
 class DraftSteps:
-    """In place of a default backend's class for consecutive steps of a draft model."""
+    """Replaces a default backend's class for the decode steps of a draft model."""
 
     needs_cpu_seq_lens = False
 
@@ -201,7 +201,7 @@ def rotate_input_ids_cpu(
     input_ids: torch.Tensor, extend_start_loc: torch.Tensor, extend_seq_lens: torch.Tensor,
     topk_index: torch.Tensor, select_index: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Each request's tokens move forward by one; then comes the new one."""
+    """Shift each request's tokens by one, and append the new token."""
     spans = zip(extend_start_loc.tolist(), extend_seq_lens.tolist(), strict=True)
     for i, (begin, count) in enumerate(spans):
         input_ids[begin : begin + count - 1] = input_ids[begin + 1 : begin + count].clone()
@@ -212,7 +212,7 @@ def rotate_input_ids_cpu(
 def copy_all_layer_kv_cache_cpu(
     data_ptrs: torch.Tensor, strides: torch.Tensor, targets: torch.Tensor, sources: torch.Tensor
 ) -> None:
-    """Copy slots of buffers given by their addresses, and the bytes of a slot."""
+    """Copy slots between buffers, which are given by address and bytes per slot."""
     for begin, size in zip(data_ptrs.tolist(), strides.tolist(), strict=True):
         slots = [ctypes.string_at(begin + source * size, size) for source in sources.tolist()]
         for target, slot in zip(targets.tolist(), slots, strict=True):
@@ -225,7 +225,7 @@ def build_tree_kernel_efficient_cpu(
     retrieve_next_token: torch.Tensor, retrieve_next_sibling: torch.Tensor, topk: int, depth: int,
     num_drafts: int, tree_mask_mode: int,
 ) -> None:  # fmt: skip
-    """Chains, and trees as `organize_draft_results` chooses them."""
+    """Build chains, and trees of the tokens that `organize_draft_results` chose."""
     if topk > 1:
         assert int(tree_mask_mode) == 1
         trees = torch.zeros(len(seq_lens), num_drafts, num_drafts, dtype=torch.bool)
@@ -247,7 +247,7 @@ def build_tree_kernel_efficient_cpu(
         positions.copy_((seq_lens[:, None] + depths).flatten())
         tree_mask.view(-1)[: trees.numel()] = trees.flatten()
         return
-    assert int(tree_mask_mode) == 1  # one square of the draft tokens per request
+    assert int(tree_mask_mode) == 1  # a mask of the draft tokens only
     chain = torch.ones(num_drafts, num_drafts, dtype=torch.bool).tril()
     tree_mask.view(-1)[: len(seq_lens) * num_drafts**2] = chain.flatten().repeat(len(seq_lens))
     _write_chains(seq_lens, num_drafts, positions, retrieve_index, retrieve_next_token)
@@ -291,7 +291,7 @@ def verify_tree_greedy_cpu(
     candidates: torch.Tensor, retrive_index: torch.Tensor, retrive_next_token: torch.Tensor,
     retrive_next_sibling: torch.Tensor, target_predict: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Follow in each tree the path of what the model answers."""
+    """Follow the path of the model's answers in each tree."""
     for i, tokens in enumerate(candidates.tolist()):
         answers = target_predict[i].tolist()
         index = retrive_index[i].tolist()

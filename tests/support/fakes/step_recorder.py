@@ -1,8 +1,8 @@
-"""A plug-in of SGLang for tests: writes what every decode step of a real engine looks like.
+"""A plug-in of SGLang for tests that records every decode step of a real engine.
 
-It reads the requests of a batch when SGLang makes the batch, and their paths through the product's
-own PathReader. It also holds the first step back until all requests of the test have arrived, so
-that the schedule does not depend on how fast they come in.
+It reads the requests of a batch when SGLang makes the batch, and their paths with pat's PathReader.
+It also delays the first step until all requests of the test have arrived, so that the schedule does
+not depend on their timing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# Not SGLANG_PAT_*: pat refuses such a variable that it does not know.
+# pat refuses unknown SGLANG_PAT_* variables, so these have another prefix.
 FILE, WAIT_FOR = "TEST_STEPS_FILE", "TEST_WAIT_FOR"
 
 
@@ -39,10 +39,10 @@ def register() -> None:
 def described(
     reqs: Sequence[Any], seq_lens: Sequence[int], tokens: Sequence[array[int]], source: Any
 ) -> list[dict[str, Any]]:
-    """One decode step: per request, its length and the nodes of its path.
+    """Return a decode step: the length of each request and the nodes of its path.
 
-    A node is its KV positions, and a digest of all tokens from the root to its end: equal in two
-    trees where the nodes hold the same.
+    A node is given by its KV positions and by a digest of all tokens from the root to its end, so
+    equal nodes of two trees compare equal.
     """
     paths = source.paths(reqs, len(reqs))
     step = []
@@ -60,7 +60,7 @@ def _digest(tokens: array[int]) -> str:
 
 
 def _record(result: Any, cls: type, batch: Any, *args: object, **kwargs: object) -> None:
-    """AFTER ForwardBatch.init_new."""
+    """Hook after ForwardBatch.init_new: record the batch."""
     from sglang_pat.sglang.tree.radix_paths import path_reader
 
     if not result.forward_mode.is_decode():
@@ -78,7 +78,7 @@ def _record(result: Any, cls: type, batch: Any, *args: object, **kwargs: object)
 
 
 def _wait(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND Scheduler._get_new_batch_prefill_raw: no prefill before all requests are here."""
+    """Hook around Scheduler._get_new_batch_prefill_raw: no prefill until all requests are here."""
     if len(scheduler.waiting_queue) >= int(os.environ[WAIT_FOR]):
         os.environ[WAIT_FOR] = "0"
     if int(os.environ[WAIT_FOR]) == 0:
