@@ -1,5 +1,5 @@
-// Python module sglang_pat._launch_params: builds the parameter structs that the host passes to the kernels. It takes
-// addresses as integers, which Python has checked, and needs neither CUDA nor torch.
+// Python module sglang_pat._launch_params: builds the parameter structs that the host passes to the kernels. Addresses
+// are integers that Python has already checked. The module needs neither CUDA nor torch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -101,7 +101,8 @@ void set_step(DecodeArgument& self, uintptr_t req_to_token, int64_t req_to_token
   params.seq_lens = {pointer<const void>(seq_lens), lengths_are_int64};
 }
 
-// counters: a TicketCounter array, whose first entry stores partials_owner. counter: index of this launch's own entry.
+// counters: address of a TicketCounter array. Its first entry holds partials_owner instead of counts. counter: index of
+// the entry that counts this launch's tickets.
 void set_launch(DecodeArgument& self, uintptr_t counters, int32_t counter, int32_t max_merges) {
   pat::DecodeParams& params = self.params;
   auto* const tickets = pointer<pat::TicketCounter>(counters);
@@ -141,7 +142,7 @@ void set_layer(DecodeArgument& self, int32_t num_requests, int32_t num_q_heads,
   params.sinks = {pointer<const void>(sinks), sink_type};
 }
 
-// keys, values: address of a CUtensorMap each, or 0 for no tensor map.
+// keys, values: addresses of the CUtensorMaps of keys and values, or 0 for no tensor map.
 void set_maps(DecodeArgument& self, uintptr_t keys, uintptr_t values) {
   pat::DecodeParams& params = self.params;
   params.has_kv_maps = keys != 0 && values != 0;

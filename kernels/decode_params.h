@@ -1,6 +1,6 @@
 // Parameters of each kernel: addresses, strides and scalars that stay the same between graph replays. Everything that
-// changes from step to step lies in the buffers. In the comments, D is the head_dim of keys and queries, Dv the
-// head_dim of values, and Hq = num_kv_heads * group_size.
+// changes from step to step lies in the buffers that they point to. In the comments, D is the head_dim of keys and
+// queries, Dv the head_dim of values, and Hq = num_kv_heads * group_size.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +9,13 @@
 
 namespace pat {
 
-// One-dimensional index tensor that may be int32 or int64: SGLang gives int64, other users int32.
+// A one-dimensional tensor of int32 or int64 indices. SGLang passes int64, other users pass int32.
 struct IndexArray {
   const void* data;
   bool is_int64;
 };
 
-// Element type of the attention sinks, which are stored as the model has them.
+// Element type of the attention sinks. The kernels read the model's own tensor, whatever its type.
 enum class SinkType : int32_t { kFloat32, kBfloat16, kFloat16 };
 struct SinkArray {
   const void* data;  // [Hq], or nullptr for no sinks
@@ -25,21 +25,21 @@ struct SinkArray {
 // Finds the request and the query head of a work item's query row, without a division.
 struct QueryRows {
   int32_t group_size;
-  int32_t reciprocal;  // 2^16 / group_size, rounded up: exact for rows < 64 and groups <= 64
+  int32_t reciprocal;  // 2^16 / group_size, rounded up: exact for row < 64, group_size <= 64
 
   static constexpr QueryRows of(int32_t group_size) {
     return {group_size, (65536 + group_size - 1) / group_size};
   }
 };
 
-// Queries, or some of their columns, each row aligned to 16 bytes.
+// The queries, or a range of their columns. Each row is aligned to 16 bytes.
 struct QueryArray {
   const void* data;
-  uint32_t row_chunks;   // 16-byte chunks between requests
-  uint32_t head_chunks;  // 16-byte chunks between heads
+  uint32_t row_chunks;   // 16-byte chunks from one request to the next
+  uint32_t head_chunks;  // 16-byte chunks from one head to the next
 };
 
-// Turns a score s = q.k into a base-2 logit: s * outer, or tanh(s * inner) * outer with a soft-cap.
+// Turns a score s = q.k into a base-2 logit: s * outer or, with a soft-cap, tanh(s * inner) * outer.
 struct LogitScale {
   float inner;
   float outer;
@@ -61,12 +61,12 @@ struct GatherParams {
 };
 
 struct FillParams {
-  const int32_t* cuts;          // [num_requests], position where a row begins if in the window
+  const int32_t* cuts;          // [num_requests], position that a row lists first, if in the window
   const int32_t* req_to_token;  // [num_rows, req_to_token_stride]
   int64_t req_to_token_stride;  // in elements
   IndexArray req_pool_indices;  // [num_requests]
   IndexArray seq_lens;          // [num_requests]
-  IndexArray slot_map;          // slot of req_to_token -> slot of the layers; nullptr: equal
+  IndexArray slot_map;          // maps req_to_token's slots to the layers' slots; nullptr: the same
   int32_t num_requests;
   int32_t window;     // largest number of tokens in a row
   bool chunked;       // the window begins at a multiple of `window` and does not slide
@@ -74,25 +74,25 @@ struct FillParams {
   int32_t* row_lens;  // [num_requests], output
 };
 
-// How write_kv scales keys or values before it rounds them to one byte. It does what torch does, in the type of the
-// values: torch divides by a host number through a multiplication with its inverse, and by a device tensor through a
-// real division.
+// How write_kv scales keys or values before it rounds them to one byte. It scales as torch does, in the type of the
+// unrounded numbers: to divide by a host number, torch multiplies by the number's inverse; to divide by a device
+// tensor, torch really divides.
 enum class ScaleUse : int32_t { kNone, kMultiply, kDivide };
 
-// Keys or values of new tokens, and the cache that they go to. D: their head_dim. In latent attention, one NewRows has
-// the first Dv columns of each row, and the other has the remaining columns. The `cache` of the other points to the
-// first of the remaining columns.
+// Keys or values of new tokens, and the cache that they go to. D: their head_dim. In latent attention, the first
+// NewRows has the first Dv columns of each row. The second NewRows has the remaining columns, and its `cache` points to
+// the first of these.
 struct NewRows {
   const void* source;    // [num_tokens, num_kv_heads, D]
   int64_t token_stride;  // in elements
   int64_t head_stride;
   void* cache;         // [num_slots, num_kv_heads, D]
-  int64_t slot_bytes;  // bytes between slots
+  int64_t slot_bytes;  // bytes from one slot to the next
   const float* scale;  // nullptr if scale_use is kNone
   ScaleUse scale_use;  // kNone if the cache and the source have the same type
 };
 
-// The slot that SGLang gives to padding tokens. write_kv never writes it.
+// The slot that SGLang gives to padding tokens. write_kv never writes to it.
 inline constexpr int64_t kPaddingSlot = 0;
 
 // Parameters of write_kv. The width of its grid is num_tokens.
@@ -104,10 +104,11 @@ struct WriteParams {
   uint32_t overflow;  // the byte for numbers that are too large (fp8_rounding.h)
 };
 
-// Counts the draws of tickets. Each captured graph has one counter. All launches outside of graphs share another, which
-// is safe because they run one after the other. pack_decode expects its counter to be zero and resets it to zero.
+// Counts the tickets that CTAs draw. Each captured graph has its own counter. All launches outside of graphs share one
+// counter, which is safe because they run one after the other. pack_decode expects the counter to be zero, and resets
+// it to zero at its end.
 struct TicketCounter {
-  int32_t num_draws;   // tickets drawn beyond the first of each CTA
+  int32_t num_draws;   // tickets drawn so far, without the first ticket of each CTA
   uint32_t num_ended;  // CTAs that have made their last draw
 };
 
@@ -119,12 +120,14 @@ struct alignas(64) TensorMap {
 // Parameters of pack_decode and merge_partials, the two kernels of a decode step.
 struct DecodeParams {
   PlanView plan;
-  QueryArray q;  // [num_requests, Hq, D], heads dense; in latent attention, the first Dv columns
+  // [num_requests, Hq, D], where a request's heads follow one another without a gap. In latent attention, only the
+  // first Dv columns, and the heads may have any distance.
+  QueryArray q;
   QueryArray q_rope;      // the remaining D - Dv columns in latent attention
   int32_t num_requests;   // must equal num_requests of the plan
   const void* k_cache;    // [num_slots, num_kv_heads, D]
   const void* v_cache;    // [num_slots, num_kv_heads, Dv]
-  uint32_t k_slot_bytes;  // bytes between slots
+  uint32_t k_slot_bytes;  // bytes from one slot to the next
   uint32_t v_slot_bytes;
   const int32_t* shared_slots;  // [num_shared_slots]
   const int32_t* req_to_token;  // [num_rows, table_width]
@@ -138,7 +141,7 @@ struct DecodeParams {
   void* partial_out;            // [num_partials, Hq, Dv], normalised, in ComputeType
   float* partial_lse;           // [num_partials, Hq], natural log
   TicketCounter* tickets;
-  int32_t* partials_owner;  // launch_tag of the launch that wrote the partials last
+  int32_t* partials_owner;  // launch_tag of the launch that last wrote the partials
   int32_t max_tickets;      // tickets for which the plan buffer has room
   // Upper bound on the merges of any plan that this launch may find. It sets the grid of merge_partials.
   int32_t max_merges;
@@ -150,8 +153,8 @@ struct DecodeParams {
   SinkArray sinks;
   bool has_kv_maps;
   TensorMap kv_maps[2];  // keys, values
-  // Scales of one-byte keys and values in device memory, where a weight update may change them under a captured graph.
-  // A nullptr means that the host knows the scale.
+  // Scales of one-byte keys and values in device memory, where a weight update may change them after a graph has been
+  // captured. nullptr: the host knows the scale.
   const float* k_scale_on_device;
   const float* v_scale_on_device;
 };

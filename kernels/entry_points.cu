@@ -1,5 +1,5 @@
-// Translation unit of one kernel variant. Defines its kernels under unmangled names, and the facts that the host needs
-// to launch them.
+// Translation unit of one kernel variant. Defines the variant's kernels under unmangled names, and the facts that the
+// host needs to launch them.
 //
 // PAT_ELEMENT (__half or __nv_bfloat16), PAT_KV_TYPE (element type of the cache: kAsQueries, kE4m3 or kE5m2),
 // PAT_HEAD_DIM, PAT_V_HEAD_DIM and PAT_TARGET_ARCH (compute capability, e.g. 90) choose the variant. NVRTC compiles
@@ -28,8 +28,8 @@ using Element = PAT_ELEMENT;
 using Dims = HeadDims<PAT_HEAD_DIM, PAT_V_HEAD_DIM, KvType::PAT_KV_TYPE,
                       kLatentTokens<KvType::PAT_KV_TYPE>, kQueryTerms<Element>>;
 using Partial = ComputeType<Element, Dims>;
-// Latent attention has two bodies where wgmma is used. Plans that use only the smallest tile, as most plans without
-// sharing do, run the body on mma.sync.
+// Where latent attention uses wgmma, it also has a body on mma.sync. A plan that uses only the smallest tile runs on
+// mma.sync, as do most plans without shared KV.
 constexpr bool kHasTwoBodies = kHasLatentWgmma<Dims>;
 using FewRows = HeadDims<PAT_HEAD_DIM, PAT_V_HEAD_DIM, KvType::PAT_KV_TYPE, kStageTokens>;
 constexpr int kSharedBytes =

@@ -1,6 +1,6 @@
-// fill_rows: writes the slot rows for layers with a sliding window. A row lists the slots of a request's last tokens:
-// first the tokens from the cut on, then those before the cut (scheduler/window_cut.h). Windows move with every token,
-// so the kernel runs before the layers of each step.
+// fill_rows: writes the slot rows for layers with a sliding window. A row lists the slots of the tokens in a request's
+// window: first the tokens from the cut on, then those before the cut (scheduler/window_cut.h). A window moves with
+// every token, so the kernel runs once per step, before the layers.
 #pragma once
 
 #include "decode_params.h"
@@ -10,8 +10,8 @@ namespace pat {
 
 inline constexpr int kFillThreads = 256;
 
-// Runs with kFillThreads threads. The grid has requests along x and chunks of a row along y. Both are grid-stride
-// loops, so any grid size is correct.
+// Runs with kFillThreads threads. The grid has requests along x and chunks of a row along y. The loops over requests
+// and over columns are grid-stride loops, so any grid size is correct.
 __device__ __forceinline__ void fill_rows(const FillParams& params) {
   const bool has_map = params.slot_map.data != nullptr;
   for (int i = blockIdx.x; i < params.num_requests; i += gridDim.x) {

@@ -1,5 +1,5 @@
-// Rounds to one-byte floating-point numbers as torch does. Uses plain arithmetic only, so that host tests can run it
-// too.
+// Rounds numbers to one-byte floating-point types as torch does. Uses plain arithmetic only, so that host tests can run
+// it too.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,14 @@ namespace pat {
 
 // Rounds to nearest, ties to even. NaN stays NaN, with its sign. `overflow`: the byte for infinity and for numbers that
 // are too large. For e4m3 it depends on torch's version: NaN (0x7f) or the largest number (0x7e). The GPU's conversion
-// instructions are no help: they always give the largest number, and lose the sign of NaN.
+// instructions cannot be used here: they turn every number that is too large into the largest number, and lose the sign
+// of NaN.
 template <KvType kType>
 PAT_HOST_DEVICE constexpr uint32_t to_byte(float number, uint32_t overflow) {
   static_assert(kType == KvType::kE4m3 || kType == KvType::kE5m2);
   constexpr bool kIsE4m3 = kType == KvType::kE4m3;
   constexpr uint32_t kMantissa = kIsE4m3 ? 3 : 2, kDropped = 23 - kMantissa;  // mantissa bits
-  constexpr uint32_t kBias = 127 - (kIsE4m3 ? 7 : 15);  // difference of biases
+  constexpr uint32_t kBias = 127 - (kIsE4m3 ? 7 : 15);  // fp32's exponent bias minus the type's
   constexpr uint32_t kLeastNormal = (kBias + 1) << 23;
   constexpr uint32_t kTooLarge = kIsE4m3 ? 0x7f : 0x7c;
 

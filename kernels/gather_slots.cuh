@@ -1,5 +1,5 @@
-// gather_slots: copies the slots of the shared KV ranges from req_to_token into the plan's slot buffer. It runs once
-// per plan, because the rows of req_to_token may be rewritten while steps with this plan are in flight.
+// gather_slots: copies the slots of the shared KV ranges from req_to_token into the plan's slot buffer. It runs only
+// once per plan: later steps with the plan read the copy, because rows of req_to_token may have been rewritten by then.
 #pragma once
 
 #include "decode_params.h"
@@ -9,8 +9,8 @@ namespace pat {
 
 inline constexpr int kGatherThreads = 256;
 
-// Runs with kGatherThreads threads. The grid has spans along x and chunks of a span along y. Both are grid-stride
-// loops, so any grid size is correct.
+// Runs with kGatherThreads threads. The grid has spans along x and chunks of a span along y. The loops over spans and
+// over tokens are grid-stride loops, so any grid size is correct.
 __device__ __forceinline__ void gather_slots(const GatherParams& params) {
   const int num_spans = params.plan.header->num_gather_spans;
   for (int i = blockIdx.x; i < num_spans; i += gridDim.x) {

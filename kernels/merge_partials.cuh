@@ -1,10 +1,10 @@
-// merge_partials: the second kernel of a decode step. The output of a request that several work items have read is the
-// LSE-weighted sum of their partials.
+// merge_partials: the second kernel of a decode step. If several work items have read a request's KV, the request's
+// output is the LSE-weighted sum of their partials.
 //
-// A row is a (request, query head) pair, or for long outputs a slice of the columns of such a pair. CTA r % gridDim.x
-// sums row r. One warp sums a row with few partials. All warps of a CTA share a row with many partials: each warp sums
-// a contiguous part of them, and one warp combines the parts in shared memory. The parts and their order depend on the
-// number of partials alone, so the result does not depend on the grid.
+// A row is the output of a (request, query head) pair or, if that output has more than 256 columns, a slice of it. CTA
+// r % gridDim.x sums row r. One warp sums a row with few partials. All warps of a CTA share a row with many partials:
+// each warp sums a contiguous part of them, and one warp combines the parts in shared memory. The parts and their order
+// depend on the number of partials alone, so the result does not depend on the grid.
 #pragma once
 
 #include <algorithm>
@@ -20,27 +20,27 @@ namespace pat {
 
 inline constexpr int kMergeWarps = 16;
 inline constexpr int kMergeCtasPerSm = 2;
-// Up to this many partials of a row, one warp sums the row. With more, all warps of the CTA share it.
+// If a row has at most this many partials, one warp sums it. If it has more, all warps of the CTA share it.
 template <int kColumns>
 inline constexpr int kWarpPartials = kColumns > 256 ? 48 : 12;
 // A warp's part of a shared row has at most this many partials, unless all warps already take part.
 inline constexpr int kPartPartials = 6;
 
-// A tag that passes a constant to a lambda of merge_partials(): a row with up to kFew partials has few.
+// A tag that passes the constant kFew to a lambda of merge_partials(). Rows with up to kFew partials are summed
+// together.
 template <int kFew>
 struct Few {};
 
 // Waits for pack_decode, and lets the next kernel start. Returns false if the CTA has no row.
 //
-// In a graph, the grid is that of the largest possible plan. CTAs without rows exit at once, to make room for the next
-// kernel. CTA 0 waits for pack_decode in any case: the next kernel waits only for the end of this one, and pack_decode
-// must have ended by then.
+// In a CUDA graph, the grid is large enough for the largest possible plan. CTAs without rows exit at once, to make room
+// for the next kernel. CTA 0 waits for pack_decode in any case: the next kernel waits only for the end of this one, and
+// pack_decode must have ended by then.
 __device__ __forceinline__ bool wait_for_partials(int num_rows) {
   const bool has_rows = static_cast<int>(blockIdx.x) < num_rows;
   if (!has_rows && blockIdx.x > 0) return false;
   if (num_rows == 0) ptx::launch_dependents();
-  // The wait comes only here: the plan was complete before pack_decode began, and only partials are written by
-  // pack_decode.
+  // The CTA need not wait any earlier: so far it has read only the plan, which was complete before pack_decode began.
   ptx::wait_for_dependencies();
   if (!has_rows) return false;
   ptx::launch_dependents();
@@ -48,14 +48,14 @@ __device__ __forceinline__ bool wait_for_partials(int num_rows) {
 }
 
 // Runs with kMergeWarps warps. T, Partial: element types of outputs and of partials. kScales: the partials must still
-// be multiplied with the scale of the values. kSinks: the layer has attention sinks.
+// be multiplied by the scale of the values. kSinks: the layer has attention sinks.
 template <typename T, typename Partial, int kColumns, bool kScales, bool kSinks>
 __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
   using Sum = PartialSum<Partial, kMergeColumns<kColumns>, kColumns, kSinks>;
   using MergeRow = MergeRow<kColumns>;
   __shared__ float4 part_columns[kMergeWarps][Sum::kVectors][32];
   __shared__ float2 part_states[kMergeWarps];    // maximum and weight of each part
-  __shared__ MergeRow shared_rows[kMergeWarps];  // per warp: its row if shared, else empty
+  __shared__ MergeRow shared_rows[kMergeWarps];  // [w]: warp w's row if all share it, else empty
 
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
@@ -71,8 +71,8 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
   if (blockIdx.x == 0 && threadIdx.x == 0 && __ldcg(params.partials_owner) != params.launch_tag) {
     __trap();  // a graph on another stream has overwritten the partials of this launch
   }
-  // If all rows of the CTA's next rounds have few partials, each warp sums several rows at once, because one row has
-  // too few loads in flight.
+  // A warp that sums a single row with few partials has too few loads in flight. So if all rows of the CTA's next
+  // rounds have few partials, each warp sums several rows at once.
   int first_own = blockIdx.x;
   const auto merge_few = [&]<int kFew>(Few<kFew>) {
     constexpr int kMost = kMergeSlices<kColumns> > 1 ? 2 : 4;  // rows at once, limited by registers
@@ -133,8 +133,8 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
       place = (own + row_step) % num_places;
     }
 
-    // In turn -1, each warp sums its own row if it is short. In each further turn, all warps share one long row of the
-    // round. One loop does both, so that there is one copy of the code.
+    // In turn -1, each warp sums its own row, unless the row is long. In each further turn, all warps share one long
+    // row of the round. One loop does both, so that there is one copy of the code.
     int num_turns = 0;
     if (__syncthreads_or(is_long)) {
       if (lane == 0) shared_rows[warp] = is_long ? row : MergeRow{};

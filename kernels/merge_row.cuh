@@ -8,7 +8,7 @@
 
 namespace pat {
 
-// Columns of one row of merge_partials, and rows into which an output of kColumns columns is cut.
+// merge_partials cuts an output of kColumns columns into kMergeSlices rows of kMergeColumns columns.
 template <int kColumns>
 inline constexpr int kMergeColumns = kColumns > 256 ? 128 : kColumns;
 template <int kColumns>
@@ -20,7 +20,7 @@ struct MergeRow {
   static constexpr int kSlices = kMergeSlices<kColumns>;
 
   int request;
-  int place;  // query head of the request and slice of its columns
+  int place;  // query head * kSlices + slice of the head's columns
   int first_partial;
   int num_partials;
 
@@ -41,8 +41,8 @@ struct MergeRow {
   }
 };
 
-// Stores a row's output and LSE. They are 0 and -inf if all partials are empty, and NaN if a weight is NaN. T: element
-// type of the output.
+// Stores a row's output and LSE. If the row has neither KV nor a sink, the output is 0 and the LSE is -inf. If a weight
+// is NaN, both are NaN. T: element type of the output.
 template <typename T, bool kScales, int kColumns, typename Sum>
 __device__ __forceinline__ void store_sum(const DecodeParams& params, const Sum& sum,
                                           const MergeRow<kColumns>& row, float v_scale, int lane) {

@@ -8,28 +8,28 @@
 
 namespace pat {
 
-// Address of a row's first partial, and the distance between its partials.
+// Where the partials of a row lie: the addresses of the first, and the distance from one to the next.
 template <typename T>
 struct PartialRow {
   const T* partial_out;
   const float* partial_lse;
-  int num_heads;  // distance between two partials, in rows
+  int num_heads;  // the distance, in rows of partial_out and partial_lse
 };
 
-// The LSE-weighted sum of some partials of a row, spread over a warp. kStride: elements between two partial outputs.
-// kLanes lanes hold a row, with kVectors times 4 columns each. If kLanes is 16, each half of the warp sums every other
-// partial. For other sizes, lanes beyond kLanes repeat the work of the first lanes.
+// The LSE-weighted sum of some partials of a row, spread over a warp. kStride: elements of a row of partial_out. kLanes
+// lanes hold a row, with kVectors times 4 columns each. If kLanes is 16, each half of the warp sums every other
+// partial. If kLanes is between 16 and 32, the lanes beyond kLanes repeat the work of the first lanes.
 template <typename T, int kColumns, int kStride, bool kSinks>
 struct PartialSum {
   static constexpr int kVectors = (kColumns + 127) / 128;
   static constexpr int kLanes = kColumns / 4 / kVectors;
   static constexpr int kRowsAtOnce = 32 / kLanes;
   static_assert(kLanes * kVectors * 4 == kColumns && kLanes >= 16 && kLanes <= 32);
-  // Partials that are loaded before the first is used: as many as fit into registers.
+  // Number of partials that a lane loads before it uses the first of them: as many as fit into registers.
   static constexpr int kInFlight = (32 % kLanes == 0 && !kSinks ? 8 : 6) / kVectors;
   static constexpr float kLog2E = 1.4426950408889634f;
 
-  float maximum = -INFINITY;   // largest LSE, NaN left out; `weight` includes NaN
+  float maximum = -INFINITY;   // largest LSE; ignores NaN, which goes into `weight`
   float weight = 0.f;          // sum of exp(LSE - maximum)
   float4 columns[kVectors]{};  // not yet divided by `weight`; vectors are kLanes * 4 columns apart
 
@@ -121,7 +121,7 @@ struct PartialSum {
     return sum;
   }
 
-  // Adds one more partial, whose value is 0.
+  // Adds the sink like one more partial: its LSE is `sink`, and its output is 0.
   __device__ __forceinline__ void add_sink(float sink) {
     raise(sink);
     weight += ptx::exp2((sink - shift()) * kLog2E);

@@ -1,12 +1,13 @@
-// Scales of the KV cache. Scales of one-byte KV may be in device memory, where a weight update can change them under
-// captured graphs. Each thread loads them when it starts, long before it needs them.
+// Scales of the KV cache. Scales of one-byte KV may be in device memory, because a weight update can change them after
+// graphs have been captured. Threads load them early, long before they need them.
 #pragma once
 
 #include "decode_params.h"
 
 namespace pat {
 
-// KV of the queries' type: the host knows the scales, and they take no registers.
+// For KV of the queries' type. The host knows the scales, so the kernel reads them from `params`, and they take no
+// registers.
 template <bool kIsFp8>
 struct KvScales {
   __device__ __forceinline__ static KvScales load(const DecodeParams&) { return {}; }
@@ -23,7 +24,7 @@ struct KvScales {
 
 template <>
 struct KvScales<true> {
-  float key;  // multiplied on top of logit_scale
+  float key;  // a factor in addition to params.logit_scale
   float values;
 
   // Call it after wait_for_dependencies(), because a preceding kernel may write the scales.

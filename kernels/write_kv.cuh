@@ -1,6 +1,7 @@
-// write_kv: writes the keys and values of a step's new tokens into the KV cache, unchanged or scaled and rounded to one
-// byte. In latent attention, the "keys" are the first columns of a row, and the "values" are the others. It writes the
-// same bytes as SGLang's pool, which launches a store kernel after up to four torch kernels that scale and round.
+// write_kv: writes the keys and values of a step's new tokens into the KV cache, either unchanged, or scaled and
+// rounded to one byte. In latent attention, the "keys" are the first columns of a row, and the "values" are the others.
+// It writes the same bytes as SGLang's pool, which launches a store kernel after up to four torch kernels that scale
+// and round.
 //
 // Such a small kernel spends most of its time on starting. So the common path is short: keys and values share its code
 // if they have equally many columns, and a branch leads to the rare cases (numbers too large, NaN).
@@ -17,7 +18,7 @@
 namespace pat {
 
 inline constexpr int kWriteThreads = 128;
-inline constexpr int kWriteColumns = 8;  // per thread, which reads 16 bytes and writes 16 or 8
+inline constexpr int kWriteColumns = 8;  // of a thread, which reads 16 bytes and writes 16 or 8
 
 // Scales numbers and rounds them to T, because torch scales in type T.
 template <typename T>
@@ -66,7 +67,7 @@ __device__ __forceinline__ uint2 to_bytes(const float (&numbers)[kWriteColumns],
   return make_uint2(words[0], words[1]);
 }
 
-// Converts eight numbers, given as four pairs of T, to eight bytes.
+// Scales eight numbers, given as four pairs of T, and rounds them to bytes.
 template <typename T, KvType kType>
 __device__ __forceinline__ uint2 scaled_bytes(const uint4& columns, ScaleUse use, float scale,
                                               uint32_t overflow) {
@@ -82,7 +83,8 @@ __device__ __forceinline__ uint2 scaled_bytes(const uint4& columns, ScaleUse use
   return to_bytes<kType>(numbers, overflow);
 }
 
-// Writes chunk `chunk` of a token's row, which has all heads, into the token's slot.
+// Writes eight columns of a token's keys or values into the token's slot. chunk: which eight columns, counted over all
+// heads.
 template <typename T, KvType kType, int kColumns>
 __device__ __forceinline__ void write_chunk(const WriteParams& params, const NewRows& rows,
                                             uint32_t token, uint32_t chunk) {
@@ -111,8 +113,8 @@ __device__ __forceinline__ void write_chunk(const WriteParams& params, const New
 // index is the token, so a thread finds its token without a division.
 template <typename T, typename Dims>
 __device__ __forceinline__ void write_kv(const WriteParams& params) {
-  // Waits for the preceding kernels before it lets pack_decode start: pack_decode reads the plan, which they may write,
-  // before it waits for this kernel.
+  // Lets pack_decode start only after the preceding kernels have ended: they may write the plan, and pack_decode reads
+  // the plan without waiting for this kernel.
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
   const uint32_t token = blockIdx.x, index = blockIdx.y * kWriteThreads + threadIdx.x;

@@ -7,9 +7,9 @@ namespace pat {
 
 namespace {
 
-// Finds the places of requests in a batch, each place once. Batches lose requests anywhere and gain them at the end, so
-// the next request is nearly always near the last one found. For the others there is a hash table, built at its first
-// use.
+// Finds the places of requests in a batch. Never returns a place twice. Batches lose requests anywhere and gain them at
+// the end, so the next request is nearly always near the last one found. For the others there is a hash table, built at
+// its first use.
 class Places {
  public:
   explicit Places(std::span<const Request> batch) : batch_(batch), taken_(batch.size(), 0) {}
@@ -56,7 +56,7 @@ class Places {
 
   Bucket& bucket_of(Request request) {
     const size_t mask = buckets_.size() - 1;
-    // Fibonacci hashing, because the low and the high bits of addresses are all alike.
+    // Fibonacci hashing, because the lowest and highest bits of all addresses are equal.
     const uint64_t hash = reinterpret_cast<uintptr_t>(request) * 0x9e3779b97f4a7c15ULL;
     size_t i = (hash >> 32) & mask;
     while (buckets_[i].owner >= 0 && batch_[buckets_[i].owner] != request) i = (i + 1) & mask;

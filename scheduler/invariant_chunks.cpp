@@ -59,9 +59,9 @@ void InvariantChunks::list_requests(const PrefixForest& forest) {
 
 bool InvariantChunks::enter_chunk(const PrefixForest& forest, std::span<const int32_t> seq_lens,
                                   int32_t begin) {
-  // The deepest node that this request shares with the last kept request. A holder's `node` is what it shares with the
-  // holder before it. So the node shared with the last kept request is the uppermost of the `node`s since then, which
-  // has the smallest index, because all of them are on one path.
+  // The deepest node that this request shares with the last kept request. A holder's `node` is the deepest node that it
+  // shares with the holder before it. So the node shared with the last kept request is the uppermost of the `node`s
+  // since then, which has the smallest index, because all of them are on one path.
   int32_t common = std::numeric_limits<int32_t>::max();
   size_t num_kept = 0;
   for (Holder holder : holders_) {

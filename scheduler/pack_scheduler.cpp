@@ -12,7 +12,8 @@ namespace pat {
 
 namespace {
 
-// Narrow tiles are tried only if they might save 1 / kNarrowGain of the time. Most trials for less would save nothing.
+// Narrow tiles are tried only if they might save 1 / kNarrowGain of the time. Most trials for a smaller gain save
+// nothing.
 constexpr int64_t kNarrowGain = 10;
 constexpr int64_t kMaxLength = std::numeric_limits<int32_t>::max();
 

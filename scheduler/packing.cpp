@@ -193,9 +193,8 @@ void Packer::emit(const PrefixForest& forest, std::span<const int32_t> seq_lens,
   }
 }
 
-// In tree order, a node's holders follow one another: the holders of each child in turn, then the requests that end at
-// the node. The node's pack has all of them but the holders of merged children and requests whose private range was
-// merged.
+// In tree order, a node's holders are adjacent: the holders of each child in turn, then the requests that end at the
+// node. The node's pack has all holders, except those of merged children and requests whose private range was merged.
 void Packer::emit_requests(const PrefixForest& forest, Packing& out) {
   const std::vector<int32_t>& order = forest.requests_in_tree_order();
   const auto copy_up_to = [&](NodeState& state, const ForestNode& node, int32_t position) {
@@ -214,7 +213,8 @@ void Packer::emit_requests(const PrefixForest& forest, Packing& out) {
     copy_up_to(parent, forest.nodes()[node.parent], node.holder_begin);
     parent.passed += node.num_holders;
   }
-  // Adds what is left of each node's holders: those of children that were not merged, and those that end at the node.
+  // Adds the remaining holders of each node: holders of children that were not merged, and requests that end at the
+  // node.
   for (size_t n = 0; n < state_.size(); ++n) {
     NodeState& state = state_[n];
     if (state.remaining == 0) continue;

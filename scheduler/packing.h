@@ -52,8 +52,8 @@ class Packer {
   // requests.
   //
   // In very deep trees the packs may exceed kMaxPacksPerRequest. pack() then repeats with a doubled price of partials
-  // until they do not. A higher price makes more children merge. Those merge first that save the most partials for each
-  // token that is then read again.
+  // until they do not. A higher price makes more children merge. The children that save the most partials per repeated
+  // token merge first.
   //
   // Throws std::length_error if int32 cannot count the requests of all packs, or their shared slots.
   void pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out);
@@ -75,7 +75,7 @@ class Packer {
     int32_t parent_requests;  // of the parent's pack, including the child's
     int32_t child_tokens;
     int32_t child_requests;
-    bool leaves_single_partial;  // merged, the child's requests have no other partial
+    bool leaves_single_partial;  // if merged, the child's requests have no other partial
   };
 
   // Decides for each edge whether to merge. Returns the sum of the requests of all packs.
@@ -91,8 +91,8 @@ class Packer {
   PackingCosts cost_;
   TileSelection tiles_;
   SubtreeTiler tiler_;
-  int64_t raised_price_ =
-      0;  // price of a partial row, in 1 / kCostUnit tokens; 0: only the policy decides
+  // Price of a partial row, in 1 / kCostUnit tokens. 0: only the policy decides about merges.
+  int64_t raised_price_ = 0;
   std::vector<NodeState> state_;
   std::vector<int32_t> private_begin_;  // per request: begin of its private pack
 };

@@ -102,7 +102,7 @@ class SubtreeTiler {
   std::vector<int64_t> best_;    // per place: cost of the cheapest cuts before it
   std::vector<int32_t> run_begin_;  // per place: begin of the run that ends before it
   std::vector<int32_t>
-      candidates_;  // places where that run may begin, best first; later the ends of all runs
+      candidates_;  // places where the current run may begin, best first; later the ends of all runs
   // Per node: first node of the segment that ends with this node, if the same requests of a pack hold both.
   std::vector<int32_t> segment_top_;
   std::vector<int32_t>

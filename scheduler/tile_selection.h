@@ -32,7 +32,7 @@ class TileSelection {
   int32_t group_size() const { return group_size_; }
   // The most requests of a tile. All query rows of a request are in the same tile.
   int32_t requests_per_tile() const { return (*table_)[largest_].block_q / group_size_; }
-  // Number of tiles that `num_requests` requests need. Each of them reads the whole KV range.
+  // Number of tiles that `num_requests` requests need. Each tile reads the whole KV range.
   int32_t num_tiles(int32_t num_requests) const {
     return (num_requests + requests_per_tile() - 1) / requests_per_tile();
   }

@@ -20,7 +20,7 @@ namespace pat {
 struct WindowRule {
   int32_t window = 0;  // tokens that a request attends to, including its new one; 0: all
   int32_t slack = 0;   // tokens by which requests may grow before the next cut
-  int32_t ahead = 0;   // tokens by which a request may be longer on the device
+  int32_t ahead = 0;   // tokens by which a request may be longer on the device than on the host
   bool chunked = false;
 
   // Number of tokens that a request of this length attends to.

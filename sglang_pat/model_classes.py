@@ -98,9 +98,9 @@ SPARSE_WITH_INDEX = _names(
     MistralLarge3ForCausalLM PixtralForConditionalGeneration
     """
 )
-# Those of SPARSE_WITH_INDEX that have `index_topk` by default.
+# Classes of SPARSE_WITH_INDEX that have `index_topk` by default.
 _INDEX_BY_DEFAULT = frozenset({"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"})
-# Classes that add a bias to the scores, which depends on query and distance.
+# Classes that add to the scores a bias that depends on query and distance.
 WITH_BIAS = frozenset({"InklingForConditionalGeneration"})
 ENCODER_DECODER = _names(
     """

@@ -585,7 +585,7 @@ def quantisation_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def has_float8_cache(config: Mapping[str, Any]) -> bool:
-    """Return True if the checkpoint asks for fp8 KV.
+    """Return True if the checkpoint requires fp8 KV.
 
     With `--kv-cache-dtype auto`, the newest SGLang then stores fp8 KV. Older versions ignore this
     for compressed-tensors checkpoints.

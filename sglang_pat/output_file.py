@@ -142,17 +142,17 @@ class CheckedStdout:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write as the stream does."""
+        """Write to the stream."""
         with _told():
             return self._stream.write(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write as the stream does."""
+        """Write to the stream."""
         with _told():
             self._stream.writelines(lines)
 
     def flush(self) -> None:
-        """Flush as the stream does."""
+        """Flush the stream."""
         with _told():
             self._stream.flush()
 

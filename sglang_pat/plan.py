@@ -223,7 +223,7 @@ class DecodePlan:
 
     @cached_property
     def header(self) -> PlanHeader:
-        """The header, as it was when it was first accessed."""
+        """A copy of the header from the first access."""
         begin = self.capacity.layout()["header"]
         return PlanHeader(*self.buffer[begin : begin + len(PlanHeader._fields)].tolist())
 

@@ -188,8 +188,8 @@ def of_answers(
 ) -> dict[str, Any]:
     """Send some requests alone and in batches, and compare their bits.
 
-    sampled: at temperature 1, with their own seeds. Of the result, different: number of requests
-    with other bits than alone, by batch; different_first: those whose first token differs.
+    sampled: at temperature 1, with their own seeds. In the result, `different` counts the requests
+    with other bits than alone, by batch, and `different_first` those whose first token differs.
     """
     own = [{"temperature": 1.0, "sampling_seed": i} if sampled else {} for i in range(len(asked))]
     sampling = [sampling_of(ANSWER) | each for each in own]

@@ -104,7 +104,7 @@ Logits = np.ndarray[tuple[int, int, int], np.dtype[np.float64]]
 
 
 class Run(NamedTuple):
-    """Both passes over all requests. logits: forced pass, `[requests, tokens, probes]`."""
+    """The two passes over all requests. logits: forced pass, `[requests, tokens, probes]`."""
 
     logits: Logits
     greedy: list[Answer]
@@ -122,7 +122,7 @@ def prompts(setup: Setup) -> list[list[int]]:
 
 
 def answer_all(server: Server, setup: Setup, *, flush: bool = True) -> Run:
-    """Run both passes. flush: each from an empty radix cache."""
+    """Run both passes. flush: empty the radix cache before each pass."""
     usable = range(NUM_SPECIAL_TOKENS, setup.model.vocab_size)
     chosen = random.Random(6).sample(usable, REQUESTS + PROBES)
     forced, probes = chosen[:REQUESTS], chosen[REQUESTS:]

@@ -154,7 +154,7 @@ def judge(runs: dict[str, tuple[Run, Run]], plans: Plans, layout: str) -> dict[s
     moved = {name: largest_and_mean(one.logits, many.logits) for name, (one, many) in runs.items()}
     others = [errors for name, errors in moved.items() if name != "pat"]
     max_limit, mean_limit = (2 * max(column) for column in zip(*others, strict=True))
-    if not cuda_driver_is_present():  # on a CPU, another backend may not move at all
+    if not cuda_driver_is_present():  # on a CPU, other backends may have no difference
         max_limit, mean_limit = max(max_limit, FLOAT32_LIMIT), max(mean_limit, FLOAT32_LIMIT)
     one, many = runs["pat"]
     greedy = agreement(many.greedy, one.greedy, max_limit)

@@ -267,7 +267,7 @@ class _Inputs:
         return keys[..., : LATENT_HEAD_DIMS[1]]
 
     def plant(self, *, uninitialized: bool) -> None:
-        """Make the error that `planted` of `run_case` asks for."""
+        """Plant the error `planted` of `run_case`."""
         self.table[self.rows[0], self.lens[0] - 1] = 0 if uninitialized else len(self.k)
 
     def exact(self, logit_cap: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -143,7 +143,7 @@ class Request:
 
 
 class Workload:
-    """Generates requests without end from a seed."""
+    """Generates an endless sequence of requests from a seed."""
 
     def __init__(self, seed: int, system_tokens: int = SYSTEM_TOKENS) -> None:
         self._random = random.Random(seed)

@@ -147,7 +147,7 @@ def runs(check: Check, kinds: Sequence[str], number: int) -> Iterator[tuple[str,
     # The first run also uses FA3, whose cache is emptied before each further run.
     yield "without an error", "planted server", verdict(check.kind, "")
     with ThreadPoolExecutor(2) as pool:
-        # One thread for each pat server, because several would empty each other's cache.
+        # One thread for each pat server, because two threads would empty each other's cache.
         found: Queue[tuple[str, str, Any]] = Queue()
 
         def work(where: str, of: Any, whats: Mapping[str, Any]) -> None:

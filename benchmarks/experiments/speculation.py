@@ -218,7 +218,7 @@ def in_turn(
 def nothing_shared(
     drafts: str, members: Mapping[str, Member], case: Case, vocab: int, rounds: int
 ) -> dict[str, Any]:
-    """Compare the time of a step if nothing is shared. One request runs twice the rounds."""
+    """Compare the time of a step if nothing is shared. A single request gets twice the rounds."""
     prompts = case.prompts(vocab)
     for member in members.values():
         member.server.flush()

@@ -360,7 +360,7 @@ def triton_layer(
 
 
 def triton_decode() -> Callable[..., None]:
-    """Return the kernel, whose module depends on SGLang's version."""
+    """Return SGLang's Triton decode kernel, whose module depends on the version."""
     try:
         module = import_module("sglang.kernels.ops.attention.decode_attention")
     except ImportError:

@@ -144,7 +144,7 @@ def workloads(*, quick: bool = False) -> list[LatentWorkload]:
     return [case for case in cases if case.quick] if quick else cases
 
 
-# (query heads, draft tokens): the recommended MTP, none, GLM-4.7-Flash with MTP, blocks of 8.
+# (query heads, draft tokens): recommended MTP, no MTP, GLM-4.7-Flash with MTP, blocks of 8.
 MANY = ((16, 4), (64, 1), (20, 4), (8, 8))
 
 

@@ -56,7 +56,7 @@ def measure(
     failed, unsupported = {}, {}
     for name, contender in contenders.items():
         try:
-            # Kept until all are timed, because a graph does not own the memory that it uses.
+            # Layers are kept until all are timed, because a graph does not own its memory.
             layer = layers[name] = contender(workload, tensors)
             report = compare(layer(*caches[0])[rows].to(workload.dtype), in_torch, exact)
             errors[name], mean_errors[name] = report.max_error, report.mean_error
@@ -86,7 +86,7 @@ def measure(
 def _timed(
     graphs: Mapping[str, Callable[[], object]], layers: int, rounds: int, *, dirty: bool
 ) -> dict[str, dict[str, float]]:
-    """Time all in a few rounds, then those that are not far behind in all rounds."""
+    """Time all layers in a few rounds, then those close to the fastest in all rounds."""
     times = timing.layer_us(graphs, layers, FEW_ROUNDS, warmup=1, dirty=dirty)
     fastest = min(times["us"].values(), default=0.0)
     near = {name: run for name, run in graphs.items() if times["us"][name] < FAR_BEHIND * fastest}

@@ -12,7 +12,7 @@ from kernel.request_forests import Forest, lognormal_lengths, random_forest
 
 HEAD_DIM = 128
 E4M3 = torch.float8_e4m3fn
-LAYERS = 8  # per graph, which share the launch as in an engine
+LAYERS = 8  # layers per graph, which share one launch as in an engine
 # Best rate of dense attention kernels on an H100, for the floor of compute-bound cases.
 REFERENCE_FLOPS = 600e12
 LONG_TOKENS = 8000  # least context of a long case

@@ -1,4 +1,5 @@
-// What the host must know to launch the kernels of a compiled module. Python reads it from a constant of the module.
+// What the host must know to launch the kernels of a compiled module. Python reads these facts from a constant in the
+// module.
 #pragma once
 
 #include <cstdint>

@@ -3,11 +3,12 @@
 // A plan is one flat int32 buffer. Its sections lie at offsets that depend only on the capacities (PlanLayout), so a
 // CUDA graph that captured the addresses stays valid when a new plan is written into the same buffer. A plan does not
 // depend on the number of KV heads: every KV head executes the same work items. A ticket is a run of work items. CTAs
-// draw tickets: draw d is ticket d / num_kv_heads for KV head d % num_kv_heads. Heads are innermost, so that CTAs read
-// all heads of a token range at about the same time. The result does not depend on which CTA draws what.
+// draw tickets: draw d is ticket d / num_kv_heads for KV head d % num_kv_heads. So a ticket's KV heads are drawn one
+// after the other, and CTAs read all heads of a token range at about the same time. The result does not depend on which
+// CTA draws which ticket.
 //
 //   header         PlanHeader
-//   ticket_begin   TicketBegin[num_tickets + 1]   ticket t has the items from entry t to entry t + 1, at least one
+//   ticket_begin   TicketBegin[num_tickets + 1]   ticket t has the items from ticket_begin[t] up to ticket_begin[t + 1]
 //   work_items     WorkItem[num_work_items]
 //   kv_segments    KvSegment[num_kv_segments]       the KV of each work item, in the order of the items
 //   item_requests  ItemRequest[num_item_requests]   the requests of each work item
@@ -15,12 +16,12 @@
 //   merges         MergeEntry[num_merges]           requests whose output is made of partials
 //
 // Terms. request: index into the batch of this step. position: index of a KV token in its request. slot: index into the
-// KV pool. query row: one (request, query head within the group) pair; row r of a work item is request r / group_size,
-// head r % group_size of the KV head's group. segment: a KV range that a contiguous interval of a work item's requests
-// attends to. A work item is a tile of query rows and the segments that the tile reads in order, with one online
-// softmax per row. So one item can read several levels of a prefix tree and then the private tails, without partials
-// between them. partial: normalised output, rounded to the output's type, and natural-log fp32 LSE of one query head
-// over the KV of one work item.
+// KV pool. query row: a pair of a request and a query head of the KV head's group; row r of a work item belongs to the
+// item's request r / group_size and the group's head r % group_size. segment: a KV range that a contiguous interval of
+// a work item's requests attends to. A work item is a tile of query rows and the segments that the tile reads in order,
+// with one online softmax per row. So one item can read several levels of a prefix tree and then the private tails,
+// without partials between them. partial: a query head's result over the KV of one work item: the normalised output,
+// rounded to 16 bits, and the natural-log LSE in fp32.
 #pragma once
 
 #include <cstdint>
@@ -35,16 +36,16 @@ inline constexpr int32_t kPlanVersion = 5;
 inline constexpr int32_t kOpenEnd = -1;
 // KvSegment::kv_request of a shared range: kv_begin/kv_end index the plan's slot buffer, not a request.
 inline constexpr int32_t kSharedKv = -1;
-// ItemRequest::partial_slot of a request that only one work item has. The CTA then stores the request's result directly
-// to the output.
+// ItemRequest::partial_slot of a request that is in only one work item. The CTA then stores the request's result
+// directly to the output.
 inline constexpr int32_t kDirectStore = -1;
 
 // The sections after the header, in their order. Everything that depends on the list of sections is generated from it:
 // the header's counts, capacities, layout, views, the scheduler's sections, and what Python knows about sections.
-// SECTION(name, Entry, count, extra): section `name` has `count` (a field of the header) entries of type Entry, and
-// `extra` more.
+// SECTION(name, Entry, count, extra): section `name` has entries of type Entry; their number is the header's field
+// `count` plus `extra`.
 //
-//   ticket_begin   ticket t has the items from entry t to entry t + 1, at least one
+//   ticket_begin   ticket t has the items from ticket_begin[t] up to ticket_begin[t + 1], at least one
 //   work_items     what the CTAs execute
 //   kv_segments    the KV of each work item, in the order of the items
 //   item_requests  the requests of each work item
@@ -72,7 +73,7 @@ struct PlanHeader {
 #undef PAT_PLAN_COUNT
   int32_t num_partials;      // partial slots in use: [0, num_partials)
   int32_t num_shared_slots;  // entries of the slot buffer in use
-  int32_t num_kv_tokens;     // KV tokens that all work items read when planned, at most INT32_MAX
+  int32_t num_kv_tokens;     // KV tokens of all work items when planned; at most INT32_MAX
   int32_t largest_tile;      // index of the largest tile that a work item has
   int32_t reserved[2];
 };
@@ -87,7 +88,7 @@ struct TicketBegin {
 // A CTA's unit of work: the query rows of `num_requests` requests against the item's segments. Requests that share much
 // KV are neighbours. The segments of all items follow one another without a gap, in the order of the items.
 struct WorkItem {
-  int32_t tile;  // index into the layer's TileTable; its block_q holds all query rows
+  int32_t tile;  // index into the layer's TileTable; the tile holds all query rows
   int32_t num_requests;
   int32_t request_begin;  // index into item_requests
   int32_t segment_begin;  // index into kv_segments
@@ -96,16 +97,16 @@ struct WorkItem {
 };
 
 // A KV range of a work item. The item's requests [first, end), counted from its first request, attend to the range.
-// Every (request, position) of the batch lies in one segment. Within an item, the segments of one request are in
-// ascending or in descending order of position.
+// Every (request, position) of the batch lies in exactly one segment. Within an item, the segments of one request are
+// in ascending or in descending order of position.
 struct KvSegment {
   int32_t kv_request;  // request whose row of req_to_token the kernel reads, or kSharedKv
   int32_t kv_begin;    // position in kv_request, or index into the slot buffer
   int32_t kv_end;      // exclusive, or kOpenEnd; <= kv_begin if the segment is empty
   int32_t requests;    // first | end << 16 | kReadOnce
 
-  // Set if no other work item reads any of the segment's KV, so that it need not stay in the L2. Results do not depend
-  // on this hint.
+  // Set if no other work item reads any of the segment's KV, so that this KV need not stay in the L2. Results do not
+  // depend on this hint.
   static constexpr int32_t kReadOnce = 1 << 15;
 
   static constexpr int32_t interval(int32_t first, int32_t end) { return first | end << 16; }
@@ -116,11 +117,11 @@ struct KvSegment {
 
 struct ItemRequest {
   int32_t request;
-  int32_t partial_slot;  // first of the request's partials in this item, or kDirectStore
+  int32_t partial_slot;  // index of the request's partials of this item, or kDirectStore
 };
 
-// slots[slot_begin + i] = req_to_token[row of request][kv_begin + i] for i in [0, num_tokens). Copied once, when the
-// plan is made: the row of a finished request may be rewritten while steps with this plan run.
+// slots[slot_begin + i] = req_to_token[row of request][kv_begin + i] for i in [0, num_tokens). gather_slots makes this
+// copy once per plan: the row of a finished request may be rewritten while steps with this plan run.
 struct GatherSpan {
   int32_t request;
   int32_t kv_begin;
@@ -159,7 +160,7 @@ struct PlanCapacity {
 #undef PAT_PLAN_COUNT
     return capacity;
   }
-  // entries: [kNumPlanSections], in the order of the sections. Each must fit into int32.
+  // entries: [kNumPlanSections], in the order of the sections. Each entry must fit into int32.
   template <typename Int>
   static constexpr PlanCapacity from_entries(const Int* entries) {
     PlanCapacity capacity;

@@ -14,7 +14,7 @@ struct TileConfig {
   int32_t num_warps;  // consumer warps
 };
 
-// Ascending in block_q, so that "the first that fits" is the smallest that fits.
+// Ascending in block_q, so that the first tile that fits is the smallest that fits.
 inline constexpr TileConfig kTileTable[] = {
     {.block_q = 16, .block_kv = 64, .num_warps = 4},  // private tails; memory-bound
     {.block_q = 32, .block_kv = 64, .num_warps = 4},  // small packs
@@ -22,7 +22,7 @@ inline constexpr TileConfig kTileTable[] = {
 };
 inline constexpr int32_t kNumTiles = sizeof(kTileTable) / sizeof(kTileTable[0]);
 
-// A request's query rows never straddle two tiles, so the group must fit into the smallest one.
+// The query rows of a request are never divided among tiles, so a group must fit into the smallest tile.
 inline constexpr int32_t kMaxGroupSize = 16;
 
 // Tiles of latent attention (MLA): all query heads share one KV head, whose values are the first columns of its keys.

@@ -75,7 +75,7 @@ __device__ __noinline__ void recompute_rows(const DecodeParams& params, const Ro
     };
     const char* query =
         row_of(params.q, Dims::kIsLatent ? params.q.head_chunks : Dims::kKey * 2 / kChunkBytes);
-    // Address to which the rope's group numbers apply: they continue those of the query's other columns.
+    // Base address for the rope's column groups, whose numbers continue those of the query's other columns.
     const char* rope = query;
     if constexpr (Dims::kIsLatent) {
       rope = row_of(params.q_rope, params.q_rope.head_chunks) - Dims::kValue * 2;

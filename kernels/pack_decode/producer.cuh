@@ -183,7 +183,7 @@ class Producer {
     return true;
   }
 
-  // Lists the item's next segments: those that the lanes hold and that have KV.
+  // Sets listed_ to the lanes that hold one of the item's next segments, if the segment has KV.
   __device__ __forceinline__ void list_segments() {
     if (next_segment_ == first_lane_segment_ + 32) load_segments();
     const int first = next_segment_ - first_lane_segment_;

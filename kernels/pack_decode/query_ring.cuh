@@ -19,7 +19,8 @@ __device__ __forceinline__ uint32_t wait_for_unit(Storage& storage, int unit) {
 }
 
 // Waits for the units [position.next_unit, end_unit). The item skips the units before first_unit. The producer arrives
-// for them at once, in place of the consumers, because the item's last rows may need the same unit of the next lap.
+// for them at once, in place of the consumers, because the item's last rows may need the same unit again, one round of
+// the ring later.
 template <typename Dims>
 __device__ __forceinline__ void wait_for_units(SharedStorage<Dims>& storage,
                                                const QueryPosition& position, int first_unit,

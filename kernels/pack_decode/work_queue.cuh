@@ -177,7 +177,7 @@ struct StageRecord {
   // The record that marks the end after the last stage.
   __device__ __forceinline__ static StageRecord end() { return {1u << kEnd}; }
 
-  // This record, which is of a full stage, with another number of tokens.
+  // Returns this record with another number of tokens. The record must be that of a full stage.
   __device__ __forceinline__ StageRecord with_tokens(int num_tokens) const {
     if (num_tokens == this->num_tokens()) return *this;
     constexpr uint32_t kOthers = (1u << kTokens) - 1 | 1u << kWgmma | 15u << kAny;
@@ -205,7 +205,7 @@ struct StageRecord {
     return first_row() == 0 && end_row() == kMaxTileRows;
   }
   __device__ __forceinline__ int num_tokens() const { return packed >> kTokens & 0x7f; }
-  __device__ __forceinline__ bool is_last() const { return packed >> kLast & 1; }  // in its item
+  __device__ __forceinline__ bool is_last() const { return packed >> kLast & 1; }  // of its item
   __device__ __forceinline__ bool is_for_wgmma() const { return packed >> kWgmma & 1; }
   __device__ __forceinline__ bool is_end() const { return packed >> kEnd & 1; }
   __device__ __forceinline__ bool is_read_once() const { return packed >> kReadOnce & 1; }

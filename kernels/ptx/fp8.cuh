@@ -1,5 +1,5 @@
-// Converts one-byte floating-point numbers to fp16 exactly, NaN and infinity included, and floats to one-byte numbers.
-// Only this file, ptx.cuh and wgmma.cuh have inline PTX.
+// Converts one-byte floating-point numbers to fp16 exactly, including NaN and infinity. Also rounds floats to one-byte
+// numbers. Only this file, ptx.cuh and wgmma.cuh contain inline PTX.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,9 @@
 
 namespace pat::fp8 {
 
-// Permutes bytes. Each digit of kSelector says which byte of the word becomes this byte of the result; 4 stands for a
-// byte of 0. If 8 is added to the digit, all bits of the result's byte are the highest bit of the word's byte.
+// Permutes the bytes of a word. Hexadecimal digit i of kSelector is the index of the byte that becomes byte i of the
+// result, or 4 for a byte of 0. If 8 is added to the index, byte i is not a copy: each of its bits is the selected
+// byte's highest bit.
 template <uint32_t kSelector>
 __device__ __forceinline__ uint32_t permuted(uint32_t bytes) {
   uint32_t result;
@@ -40,8 +41,9 @@ __device__ __forceinline__ uint32_t to_half(uint32_t bytes) {
     // so the next instruction multiplies by 2^8. This is correct for subnormal numbers too.
     const uint32_t placed = (upper & 0x80008000) | (upper >> 1 & 0x3f803f80);
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(halves) : "r"(placed), "r"(0x5c005c00));  // 2^8
-    // The multiplication has turned NaN into 480. Restores it: of all magnitudes, only NaN (0x7f) carries into the top
-    // bit when 1 is added, and a carry sets all exponent and mantissa bits.
+    // The multiplication has turned NaN into 480. The next two lines restore NaN: of all magnitudes, only that of NaN
+    // (0x7f) carries into the top bit when 1 is added. If a byte has such a carry, its exponent and mantissa bits are
+    // all set.
     const uint32_t carries = (bytes & 0x7f7f7f7f) + 0x01010101;
     halves |= permuted < kPair == 0 ? 0x9988 : 0xbbaa > (carries);
 #endif
@@ -56,12 +58,13 @@ __device__ __forceinline__ uint2 convert(uint32_t bytes) {
 }
 
 #if __CUDA_ARCH__ >= 890
-// Rounds two numbers to nearest, `low` into the lower byte. Correct only for magnitudes up to kLargestRounded: the
-// instruction turns greater ones into the type's largest number, and loses the sign of NaN.
+// Bits of the largest magnitude that round_pair() rounds correctly.
 template <KvType kType>
 inline constexpr uint32_t kLargestRounded =  // 464, and the largest float below 61440
     kType == KvType::kE4m3 ? 0x43e80000 : 0x476fffff;
 
+// Rounds two numbers to nearest, `low` into the lower byte. Correct only for magnitudes up to kLargestRounded: the
+// instruction turns greater magnitudes into the type's largest number, and loses the sign of NaN.
 template <KvType kType>
 __device__ __forceinline__ uint32_t round_pair(float low, float high) {
   uint16_t pair;
@@ -75,8 +78,8 @@ __device__ __forceinline__ uint32_t round_pair(float low, float high) {
 }
 #endif
 
-// Swaps the two middle bytes: columns of rows, as ldmatrix with transposition loads pairs of bytes, become rows of
-// columns.
+// Swaps the two middle bytes. ldmatrix with transposition moves pairs of bytes, so a word holds two columns of one row,
+// then the same columns of the next row. The result holds one column of both rows, then the other column.
 __device__ __forceinline__ uint32_t transposed(uint32_t bytes) { return permuted<0x3120>(bytes); }
 
 }  // namespace pat::fp8

@@ -13,8 +13,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// volatile keeps the compiler from hoisting values that derive from the lane id out of loops, where they would occupy
-// registers.
+// Without volatile, the compiler would compute values that derive from the lane id before a loop and keep them in
+// registers throughout the loop.
 __device__ __forceinline__ uint32_t lane_id() {
   uint32_t lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -65,8 +65,8 @@ __device__ __forceinline__ void store_shared_16(uint32_t address, const uint4& v
                : "memory");
 }
 
-// Makes shared memory visible to matrix instructions: both what this thread has stored, and the copies for whose end it
-// has waited.
+// Makes writes to shared memory visible to wgmma: this thread's stores, and the asynchronous copies that it has waited
+// for.
 __device__ __forceinline__ void fence_shared_memory() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -112,8 +112,7 @@ __device__ __forceinline__ void barrier_arrive_for(uint32_t barrier) {
       : "memory");
 }
 
-// In the thread for which `acts` is true, stores a word to shared memory and then arrives. Uses predicates, not a
-// branch.
+// If `acts` is true, stores a word to shared memory and then arrives. Uses predicates instead of a branch.
 __device__ __forceinline__ void store_and_arrive(uint32_t shared, uint32_t word, uint32_t barrier,
                                                  bool acts) {
   asm volatile(
@@ -128,7 +127,8 @@ __device__ __forceinline__ void store_and_arrive(uint32_t shared, uint32_t word,
       : "memory");
 }
 
-// Arrives once all copies that this thread has issued so far have landed.
+// Makes the barrier count this thread's arrival once all copies that the thread has issued so far are complete. Does
+// not wait for them.
 __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -165,7 +165,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
   __syncwarp();
 }
 
-// Synchronises some of the CTA's warps. Id 0 is __syncthreads.
+// Synchronises kThreads threads of the CTA. Id 0 is the barrier of __syncthreads().
 template <int kId, int kThreads>
 __device__ __forceinline__ void named_barrier_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
@@ -205,7 +205,7 @@ __device__ __forceinline__ void copy_box(uint32_t shared, const void* map, int c
 
 // --- registers ---
 
-// Raises or lowers the registers of each thread to kRegisters. All warps of the warpgroup must call it.
+// Raises or lowers each thread's number of registers to kRegisters. All warps of the warpgroup must call it.
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -224,8 +224,8 @@ __device__ __forceinline__ void wait_for_dependencies() {
 #endif
 }
 
-// Lets dependent kernels start before this kernel ends. They must call wait_for_dependencies() before they read its
-// results.
+// Lets dependent kernels start before this kernel ends. A dependent kernel must call wait_for_dependencies() before it
+// reads what this kernel writes.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -13,10 +13,10 @@
 
 namespace pat::wgmma {
 
-// A matrix in the 128-byte swizzle. The descriptor of each of its parts is the first descriptor plus an offset. Keys (k
-// contiguous): kStrideBytes is the distance of 8-row groups along n, and kLeadingBytes is unused. Values (n
-// contiguous): kStrideBytes is the distance of 8-row groups along k, and kLeadingBytes that of 64-column panels along
-// n.
+// A matrix in the 128-byte swizzle. The descriptor of a part of it is the matrix's descriptor plus an offset. For keys
+// (contiguous along k), kStrideBytes is the distance between groups of 8 rows along n, and kLeadingBytes is unused. For
+// values (contiguous along n), kStrideBytes is the distance between groups of 8 rows along k, and kLeadingBytes is the
+// distance between panels of 64 columns along n.
 template <uint32_t kLeadingBytes, uint32_t kStrideBytes>
 struct Operand {
   uint32_t low;
@@ -55,14 +55,15 @@ __device__ __forceinline__ void tie(float (&acc)[kTiles][4]) {
   }
 }
 
-// Returns the same address, but hides this from the compiler. It then computes derived addresses again instead of
-// keeping them in registers.
+// Returns the same address, but hides this from the compiler. The compiler then computes derived addresses again
+// instead of keeping them in registers.
 __device__ __forceinline__ uint32_t computed_again(uint32_t address) {
   asm volatile("" : "+r"(address));
   return address;
 }
 
-// An accumulator's 16, 32, 64 or 128 registers as asm operands, and the placeholders of these operands, from %0 on.
+// PAT_ACCUMULATOR_n: the registers of an accumulator of n tiles, as asm operands. PAT_PLACES_n: the placeholders of
+// these operands, from %0 on.
 #define PAT_TILE(acc, i) "+f"(acc[i][0]), "+f"(acc[i][1]), "+f"(acc[i][2]), "+f"(acc[i][3])
 #define PAT_TILES_4(acc, i) \
   PAT_TILE(acc, i), PAT_TILE(acc, (i) + 1), PAT_TILE(acc, (i) + 2), PAT_TILE(acc, (i) + 3)
@@ -88,8 +89,8 @@ __device__ __forceinline__ uint32_t computed_again(uint32_t address) {
   ", %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123" \
   ", %124, %125, %126, %127"
 
-// acc[64x32] (+)= a * b, where b is 32 keys by the columns of one instruction. `flags`: the instruction's last
-// operands.
+// acc[64x32] (+)= a * b, where b has 32 keys and as many columns as one instruction multiplies. `flags`: the
+// instruction's last operands.
 #define PAT_MULTIPLY_KEYS(instruction, flags)                       \
   asm volatile(                                                     \
       "{\n"                                                         \
@@ -155,8 +156,8 @@ __device__ __forceinline__ void multiply_shared_keys(float (&acc)[8][4], uint64_
   }
 }
 
-// acc[64x32] (+)= a[64x32] in e4m3 * b[32x32] in e4m3 or e5m2. The hardware keeps only 13 mantissa bits of the sums
-// from one instruction to the next.
+// acc[64x32] (+)= a[64x32] * b[32x32], where a is e4m3, and b is e4m3 or e5m2. From one instruction to the next, the
+// hardware keeps only 13 mantissa bits of the sums.
 template <KvType kType>
 __device__ __forceinline__ void multiply_byte_keys(float (&acc)[4][4], const ptx::Fragment& a,
                                                    uint64_t b, bool accumulate) {

@@ -17,7 +17,7 @@ struct Position {
   // Segment and offset from which the next item reads KV again, for the requests from `first` on.
   int32_t base;
   int32_t base_offset;
-  int64_t assigned;     // assigned load, except what is read again
+  int64_t assigned;     // assigned load, without repeated reads
   int64_t reread_load;  // load of what the next item reads again
 
   static Position begin_of(const Tile& tile) {
@@ -47,7 +47,7 @@ struct TilePart {  // a part of a tile, up to a cut
 // Finds cuts. Results are written in place, because a plan tries hundreds of cuts.
 class CutFinder {
  public:
-  // aligned: all tiles that read the same range are cut at the same positions, whatever their number of requests.
+  // aligned: all tiles that read the same range are cut at the same positions, for any number of requests.
   CutFinder(const Packing& packing, const SplitContext& context, bool aligned = false)
       : packing_(packing), context_(context), aligned_(aligned) {}
 

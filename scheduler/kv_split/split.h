@@ -44,8 +44,8 @@ struct Split {
   std::vector<Segment> segments;
   // In the order in which CTAs draw tickets. Each item is in one ticket.
   std::vector<Ticket> tickets;
-  // Expected time in hundredths of tokens, by which splits of the same batch are compared. 0 if there is much work, or
-  // if no split was made.
+  // Expected time, to compare splits of the same batch. The unit is a hundredth of a token's time. 0 if there is much
+  // work, or if no split was made.
   int64_t time = 0;
 
   void clear();

@@ -34,8 +34,8 @@ struct SplitContext {
   // nothing is shared or some shared range is long.
   bool counts_stages;
   int64_t min_item_tokens;  // a cut must leave items of at least this length
-  bool may_merge =
-      true;  // false: at a cut between requests, the next item reads again, whatever that costs
+  // Whether a cut between requests may merge partials instead of reading shared ranges again, if that costs less.
+  bool may_merge = true;
 
   int64_t kv_load_of(int64_t num_tokens) const {
     if (!counts_stages || num_tokens <= 0) return num_tokens;

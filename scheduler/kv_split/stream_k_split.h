@@ -30,7 +30,7 @@ class StreamKSplit {
 
  private:
   struct AssignResult {
-    int64_t kv_load;  // assigned load, except what is read again
+    int64_t kv_load;  // assigned load, without repeated reads
     int64_t uncut;    // cost of an item that exceeds the budget and cannot be cut; 0: none
     int64_t largest;  // cost of the largest ticket
     bool fits;        // all tiles are assigned

@@ -45,7 +45,7 @@ from sglang_pat.bench.prefill_scores import Distances, Reply
 RATIO = 1.1
 ANSWER_RATIO = 2.0
 WORST_RATIO = 3.0
-SHARED_ROUNDING = 1.8  # if the other backend is the reference
+SHARED_ROUNDING = 1.8  # factor of the limits if the other backend is the reference
 TIE_RATIO = 2.0
 ROUNDING = {"float32": 2.0**-16, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 LEAST_KL = 1e-6  # precision of float32 log-probabilities
@@ -162,11 +162,11 @@ def judge(
     asked : sequence of Asked
         The requests of both backends.
     replies, distances : tuple
-        Those of pat, and of the other backend.
+        A pair each: of pat, and of the other backend.
     dtype : str
         The model's dtype, a key of `ROUNDING`.
     own_prefill : bool
-        True if the reference of the distances is the other backend itself.
+        Whether the reference of the distances is the other backend's prefill.
 
     Raises
     ------

@@ -26,7 +26,7 @@ from sglang_pat.model_layers import check_served, decoder_config, positive
 
 PAT = "pat"
 ROUNDS = 3
-POOL_SHARE = 0.8  # of the KV pool for a batch, because answers of earlier rounds stay cached
+POOL_SHARE = 0.8  # part of the KV pool for a batch; the rest holds answers of earlier rounds
 MOST_NOISE = 0.10  # of a ratio: interquartile range / median
 Tell = Callable[[str], None]
 

@@ -77,7 +77,7 @@ class HttpServer:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        """Kill all of its processes, and wait until they no longer hold the GPU's memory.
+        """Kill all processes of the server, and wait until they no longer hold GPU memory.
 
         TimeoutError, with their ids, if some do not end.
         """

@@ -126,7 +126,7 @@ class Server:
         try:
             self._post("begin_weight_update", {})
             has_sessions = True
-        except RuntimeError as error:  # SGLang 0.5.17 lacks this
+        except RuntimeError as error:  # SGLang 0.5.17 lacks this endpoint
             if not str(error).startswith("begin_weight_update: 404"):
                 raise
             has_sessions = False

@@ -1,4 +1,4 @@
-"""`sglang-pat doctor`: check that everything pat needs is there, and advise if not.
+"""`sglang-pat doctor`: check that pat has everything it needs, and give advice if not.
 
 A check does not raise, but reports what is wrong. The checks import torch and SGLang, which may be
 missing or broken; this module does not.

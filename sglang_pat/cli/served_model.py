@@ -75,7 +75,7 @@ def _without_pat(words: list[str]) -> list[str]:
 
 def check_config(whole: Mapping[str, Any], arguments: argparse.Namespace) -> None:
     """Raise ValueError for a model that SGLang cannot build on the number of GPUs of --tp."""
-    tp = 1 if arguments.server_args else arguments.tp or 1  # flags may divide it in another way
+    tp = 1 if arguments.server_args else arguments.tp or 1  # the flags may set --tp
     check_architectures(whole)
     config = decoder_config(whole)
     check_counts(config)

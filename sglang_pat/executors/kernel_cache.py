@@ -244,7 +244,7 @@ def make_folder(cache: Path) -> None:
             if not cache.is_dir():
                 raise
         else:
-            cache.chmod(0o755)  # other users may read, whatever the umask is
+            cache.chmod(0o755)  # other users may read, despite the umask
     except OSError as error:
         raise _unwritable(cache, error) from error
     problem = problem_with_writing(cache)

@@ -227,7 +227,7 @@ def kv_map(address: int, shape: torch.Size, element_bytes: int, slot_bytes: int)
     """Return the address of a tensor map of keys or values with this `shape`.
 
     shape: `[num_slots, num_kv_heads, head_dim]`. The address is valid while the map is among the
-    last used ones. 0 means that there is no map.
+    most recently used. 0 means that there is no map.
     """
     row_bytes = shape[1] * shape[2] * element_bytes
     found = _tensor_map(address, shape[0], row_bytes, slot_bytes)

@@ -24,13 +24,14 @@ class Touchpoint(NamedTuple):
     kind
         The kind of change, as `touchpoints.txt` defines it.
     target
-        `module:path` in SGLang. The last part may be `a|b`: its names in different versions.
+        `module:path` in SGLang. If the last name of the path depends on the version, it is `a|b`.
     name
-        The attribute, field or variable, if the target does not name it.
+        The attribute, field or variable that pat sets, unless the target itself names it.
     not_in
-        The supported version of SGLang that lacks the target, which pat does not need there.
+        The supported version of SGLang that lacks the target, because pat does not need it there.
+        None: no supported version lacks it.
     module
-        The module of this package that changes SGLang there.
+        The module of pat that makes the change.
     why
         Why pat needs the change.
     """
@@ -58,7 +59,7 @@ TOUCHPOINTS = tuple(_touchpoint(*match.groups()) for match in _ROW.finditer(_TEX
 
 
 def missing_registrations() -> list[str]:
-    """Load SGLang's plug-ins, and return the places in which `pat` is then not registered."""
+    """Load SGLang's plug-ins. Return the places where they have not registered `pat`."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -79,10 +80,10 @@ def missing_registrations() -> list[str]:
 
 
 def unwrapped_backends() -> list[str]:
-    """Return backends that would decode without pat even if the user chose pat.
+    """Return the names of backends that would decode without pat even if the user chose pat.
 
-    To be called after `missing_registrations()`. Such backends are SGLang's own, or come from
-    plug-ins that SGLang has loaded after pat.
+    Call `missing_registrations()` before, so that plug-ins are loaded. pat has not wrapped these
+    backends: they are SGLang's own, or come from plug-ins that SGLang has loaded after pat.
     """
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
@@ -93,8 +94,8 @@ def unwrapped_backends() -> list[str]:
 def missing_touchpoints() -> list[Touchpoint]:
     """Return the touchpoints whose targets the installed SGLang lacks.
 
-    Reads SGLang's source and does not import it, because some modules need a GPU, and others take
-    seconds. Leaves out touchpoints in their version `not_in`.
+    Parses SGLang's source instead of importing it, because some modules need a GPU, and others take
+    seconds to import. Skips a touchpoint if its `not_in` is the installed version.
     """
     installed = version("sglang")
     return [each for each in TOUCHPOINTS if each.not_in != installed and not _is_there(each)]
@@ -108,7 +109,7 @@ def _is_there(place: Touchpoint) -> bool:
         body = next((each.body for each in body or () if _is_class(each, owner)), None)
     if body is None:
         return False
-    if place.kind == "value" and place.name is not None:  # a field of the class
+    if place.kind == "value" and place.name is not None:  # a field of the target
         body, names = next((e.body for e in body if _is_class(e, names)), []), place.name
     return names == "__class__" or not set(names.split("|")).isdisjoint(_names_in(body))
 

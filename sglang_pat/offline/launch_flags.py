@@ -1,7 +1,8 @@
 """Reads the flags of SGLang's server, and names of its attention backends, from its source.
 
-Importing SGLang to use its parser takes ten seconds or more. The source text has all flags, and
-other words too. So a flag that is not in the text is wrong; the server checks all other flags.
+To import SGLang and use its parser takes ten seconds or more. The source text contains all flags,
+but also words that are no flags. So a flag that is not in the text is certainly wrong; whether any
+other flag is right, only the server checks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ PLUGIN_GROUP = "sglang.srt.plugins"
 
 
 def launch_flags() -> frozenset[str]:
-    """Return all flags of `sglang.launch_server`, and other words. Empty without SGLang."""
+    """Return all flags of `sglang.launch_server`, among words that are no flags.
+
+    Returns an empty set if SGLang is not installed.
+    """
     found = set()
     for text in _sources():
         found.update(re.findall(r"""["'](--?[a-z][\w-]*)""", text))
@@ -27,7 +31,10 @@ def launch_flags() -> frozenset[str]:
 
 
 def attention_backends() -> frozenset[str]:
-    """Return the choices of `--attention-backend` without plug-ins'. Empty without SGLang."""
+    """Return SGLang's own choices of `--attention-backend`, without those that plug-ins add.
+
+    Returns an empty set if SGLang is not installed.
+    """
     for text in _sources():
         choices = re.search(r"^ATTENTION_BACKEND_CHOICES[^=\n]*= (\[.*?^\])", text, re.M | re.S)
         if choices is not None:
@@ -36,7 +43,7 @@ def attention_backends() -> frozenset[str]:
 
 
 def _sources() -> Iterator[str]:
-    """Yield the text of the modules that define SGLang's server arguments and its plug-ins'."""
+    """Yield the text of modules that define server arguments: SGLang's, and all of its plug-ins."""
     for folder in _folders("sglang"):
         arguments = folder / "srt"
         yield from _texts(arguments / "server_args.py", *arguments.glob("arg_groups/**/*.py"))

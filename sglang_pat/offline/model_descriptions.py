@@ -1,4 +1,4 @@
-"""Describes models by SGLang's classes, for processes that do not import SGLang.
+"""Describes models as SGLang builds them, for processes that do not import SGLang.
 
 `python -m sglang_pat.offline.model_descriptions` reads lines of `{"path": ..., "flags": [...]}`.
 For each line, it writes a line with the result of `describe_model` or with `{"error": ...}`. It
@@ -20,7 +20,8 @@ from sglang_pat.sglang.cpu import enable_cpu_engine
 if TYPE_CHECKING:
     import torch
 
-# Matches names of modules with attention or a state, and of MLPs inside such modules.
+# _ATTENTION matches the name of a module with attention or a state. It also matches the name of an
+# MLP inside such a module, which _MLP then excludes.
 _ATTENTION = re.compile(r"attn|attention|mixer|mamba|\bconv\b|qkv_proj|\b[qo]_proj")
 _MLP = re.compile(r"mlp|expert")
 
@@ -31,13 +32,15 @@ def describe_model(path: str, flags: Sequence[str] = ()) -> dict[str, Any]:
     Returns
     -------
     dict
-        `class`: its name. `reason`: [topic, value] if a reason that belongs to no single layer
-        keeps pat from decoding, else None. `layers`: of each attention layer on a rank [id, query
-        heads, KV heads, head_dim, v_head_dim, window with the new token or None, [topic, value] or
-        None, whether it attends within chunks]. `parameters`: of a rank, by what they are:
-        "attention" (and states), "dense", "experts", "head" (0 where it is the embedding),
-        "embedding", "encoders".
-        `experts`: the number in a layer, and how many of them a token uses.
+        `class`: the name of the model's class.
+        `reason`: why pat does not decode the model at all, as [topic, value], else None.
+        `layers`: a list per attention layer, with the numbers of heads on one rank: [id, query
+        heads, KV heads, head_dim, v_head_dim, window, fallback, is_chunked]. The window counts the
+        new token, and is None without one. The fallback is the reason why pat does not decode the
+        layer, as [topic, value], else None. is_chunked: whether the layer attends within chunks.
+        `parameters`: the number of parameters on one rank, by role: "attention" (includes states),
+        "dense", "experts", "head" (0 if the head is the embedding), "embedding", "encoders".
+        `experts`: [experts in a layer, how many of them a token uses].
     """
     from sglang_pat.offline.model_support import build_model
     from sglang_pat.sglang.start.layer_rules import attention_layers, shape_of
@@ -104,23 +107,23 @@ def _is_experts(module: torch.nn.Module) -> bool:
 
 
 def _experts(model: torch.nn.Module) -> list[int]:
-    """Return the number of experts of the largest layer, and how many of them a token uses."""
+    """Return the most experts that a layer has, and how many of them a token uses."""
     modules: list[Any] = [module for module in model.modules() if _is_experts(module)]
     found = [(int(module.num_experts), int(module.top_k or 1)) for module in modules]
     return list(max(found, default=(1, 1)))
 
 
 def main() -> None:
-    """Answer each line of the input."""
+    """Answer each line of the standard input."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # SGLang prints to stdout
+    os.dup2(2, 1)  # what SGLang prints to stdout goes to stderr
     enable_cpu_engine()
     logging.disable(logging.WARNING)
     from sglang_pat.offline.model_support import without_gpu
 
     with without_gpu():
         import sglang.srt.models.registry
-        import sglang.srt.server_args  # noqa: F401  # before the forks: it takes seconds
+        import sglang.srt.server_args  # noqa: F401  # takes seconds, so once before the forks
 
     for line in sys.stdin:
         asked = json.loads(line)

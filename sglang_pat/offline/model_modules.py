@@ -1,4 +1,4 @@
-"""Finds the classes of SGLang's models in its source, because an import takes half a minute."""
+"""Finds model classes in SGLang's source text, because to import them takes half a minute."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Any
 
 from sglang_pat.messages import quoted
 
-# SGLang's own environment variables: modules that it must not import, and a package of more models.
+# Environment variables of SGLang. The first lists model modules that SGLang must not import. The
+# second names a package that has more models.
 VARIABLE = "SGLANG_DISABLED_MODEL_ARCHS"
 _MORE_MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 
 
 def modules_without(classes: Iterable[str]) -> list[str]:
-    """Return the modules that define none of these classes, or [] if no module defines one.
+    """Return the model modules that define none of `classes`, or [] if all modules define none.
 
-    SGLang imports all its model modules to find a class, which takes most of the time that it needs
-    to build the model.
+    To find a class, SGLang imports all its model modules. These imports take most of the time that
+    it needs to build a model.
     """
     wanted = re.compile("|".join(rf"\bclass {re.escape(name)}\b" for name in classes) or "$^")
     found: dict[bool, list[str]] = {True: [], False: []}
@@ -31,9 +32,12 @@ def modules_without(classes: Iterable[str]) -> list[str]:
 
 
 def check_known(name: str, config: Mapping[str, Any]) -> None:
-    """Raise ValueError if SGLang is installed and neither it nor transformers has this class."""
+    """Raise ValueError if neither the installed SGLang nor transformers has the class `name`.
+
+    Without SGLang, nothing is checked.
+    """
     if config.get("auto_map") or os.environ.get(_MORE_MODELS):
-        return  # the class may be part of the model or of that package
+        return  # the class may come with the model, or from the package that the variable names
     word = re.compile(rf"\b{re.escape(name)}\b")
     files = [*_files("sglang", "srt/models/*.py"), *_files("sglang", "srt/configs/*.py")]
     if not files:

@@ -1,8 +1,8 @@
-"""Finds which layers of a model pat would decode, without weights, GPU or server.
+"""Finds the layers of a model that pat would decode. Needs no weights, no GPU and no server.
 
-It builds the model's class on torch's meta device, as the first of the server's ranks. Two things
-are known only in a running server: the KV pool, and arguments that the model passes in its first
-step.
+It builds the model as the server's rank 0 would, but on torch's meta device. Two things are known
+only in a running server: the KV pool, and the arguments that the model passes to its attention
+layers in its first step.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from sglang_pat.sglang.start.layer_support import PAT, LayerSupport
 from sglang_pat.sglang.start.server_options import attention_backends, early_reason
 from sglang_pat.support import BACKEND, DEFAULT_BACKENDS, Unsupported
 
-# Values of --kv-cache-dtype -> dtype.
+# Value of --kv-cache-dtype -> the dtype's name in torch.
 _KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-_CAPABILITY = (9, 0)  # an H100, which is assumed without a GPU
+_CAPABILITY = (9, 0)  # an H100's, which is assumed if there is no GPU
 
 
 def layers_of_config(path: str, flags: Sequence[str] = ()) -> LayerSupport:
-    """Return the layer support of a server on this machine, or on an H100 without a GPU.
+    """Return the layer support of a server on this machine. If it has no GPU, assume an H100.
 
     A process can build only one model.
 
@@ -51,15 +51,15 @@ def layers_of_config(path: str, flags: Sequence[str] = ()) -> LayerSupport:
     path
         A folder, or a name from which SGLang can load a configuration.
     flags
-        Flags of the server, such as `--tp 8`, as words. With several pipeline stages, the layers of
-        all stages are read.
+        The server's flags as words, for example "--tp", "8". If they ask for several pipeline
+        stages, the result still has the layers of all stages.
 
     Raises
     ------
     ValueError
-        SGLang does not accept the flags, or the number of ranks does not divide the heads.
+        SGLang refuses the flags, or the heads cannot be divided among the ranks.
     Exception
-        Any exception of SGLang for a model that it cannot build in this process.
+        Whatever SGLang raises for a model that it cannot build in this process.
     """
     return build_model(path, flags)[1]
 
@@ -74,7 +74,7 @@ def layer_table(support: LayerSupport) -> Iterator[tuple[str, str, str]]:
     """Yield (layers, route, reason) for each run of layers with the same route and reason."""
     reasons = dict.fromkeys(support.shapes, "")
     reasons |= {layer_id: str(reason) for layer_id, reason in support.fallback.items()}
-    # In a run of consecutive ids, the difference between id and counter is constant.
+    # Within a run of consecutive ids, the difference between the id and its place is constant.
     ordered = enumerate(sorted(reasons))
     for (_, reason), run in groupby(ordered, lambda pair: (pair[1] - pair[0], reasons[pair[1]])):
         ids = [layer_id for _, layer_id in run]
@@ -84,15 +84,15 @@ def layer_table(support: LayerSupport) -> Iterator[tuple[str, str, str]]:
 
 
 class KernelNeeds(NamedTuple):
-    """The properties for which a server's kernels are compiled. Names of dtypes are torch's.
+    """The properties for which a server's kernels are compiled. Dtypes have their names in torch.
 
     Attributes
     ----------
     dtype
         The dtype of queries.
     kv_dtypes
-        The dtype of the KV cache, with None for the dtype of queries. There are two dtypes if
-        SGLang's choice for a checkpoint that asks for fp8 depends on its version.
+        The dtypes that the KV cache may have. None stands for the dtype of queries. There are two
+        if the checkpoint asks for an fp8 cache: whether SGLang obeys depends on its version.
     head_dims
         (head_dim, v_head_dim) of the layers that pat decodes.
     """
@@ -119,8 +119,8 @@ def kernels_of_model(path: str, flags: Sequence[str] = ()) -> tuple[KernelNeeds,
 def without_gpu() -> Iterator[None]:
     """Allow SGLang's models to be imported and built without a GPU, in this context.
 
-    Some models use a stream, the compute capability, or CPU kernels compiled for another CPU. With
-    a GPU, nothing changes.
+    Some models need a CUDA stream or event, the compute capability, or CPU kernels that this build
+    of sgl_kernel lacks. The context replaces all of these. If there is a GPU, it replaces nothing.
     """
     if torch.cuda.is_available():
         yield
@@ -217,7 +217,7 @@ def _server_arguments(path: str, flags: Sequence[str]) -> Any:
 
 
 def _become_a_rank(arguments: Any, config: Any) -> None:
-    """Set up what a model needs while it is built, as rank 0 without the other ranks."""
+    """Make this process rank 0, without other ranks, so that it can build a model."""
 
     def init_distributed() -> None:
         from sglang.srt.distributed import parallel_state
@@ -270,7 +270,8 @@ def _on_meta_device(config: Any) -> torch.nn.Module:
         with set_default_torch_dtype(config.dtype), torch.device("meta"):
             model: torch.nn.Module = model_class(config=config.hf_config, quant_config=None)
     except AssertionError as error:
-        # Classes without data-parallel attention divide their heads among all ranks.
+        # SGLang's assertion about heads has no message. Most classes divide the heads among the
+        # ranks of the attention group, those without data-parallel attention among all ranks.
         attention = parallel_state.get_attn_tp_group().world_size
         ranks = (attention, parallel_state.get_tensor_model_parallel_world_size())
         why = undivided(config.num_attention_heads, config.num_key_value_heads, ranks)
@@ -281,7 +282,7 @@ def _on_meta_device(config: Any) -> torch.nn.Module:
 
 
 def undivided(heads: int, kv_heads: int, ranks: Sequence[int]) -> str | None:
-    """Return which heads of a model cannot be divided among the ranks, or None."""
+    """Return why a model's heads cannot be divided among these numbers of ranks, or None."""
     for count in ranks:
         if heads % count:
             return f"{heads} query heads on {count} GPUs; allowed: a divisor of {heads}"
@@ -292,12 +293,12 @@ def undivided(heads: int, kv_heads: int, ranks: Sequence[int]) -> str | None:
 
 
 def _forget_cpu(config: Any) -> None:
-    """Build models on the CPU as on a GPU: on a CPU, SGLang gives them other heads and RoPE."""
+    """Make SGLang build a model as for a GPU: for a CPU, it would change heads and RoPE."""
     for part in (config.hf_config, config.hf_text_config):
         for name in ("linear_num_key_heads", "linear_num_value_heads"):
             if hasattr(part, name):
                 setattr(part, f"{name}_cpu", getattr(part, name))
-    with contextlib.suppress(ImportError):  # older versions lack it
+    with contextlib.suppress(ImportError):  # older SGLang versions lack `factory`
         from sglang.srt.layers.rotary_embedding import factory
 
         factory.get_rope_cpu = lambda *arguments, **named: factory.get_rope(*arguments[:8])
@@ -308,10 +309,11 @@ def _forget_cpu(config: Any) -> None:
 
 @contextlib.contextmanager
 def _platform_with_gpu() -> Iterator[Sequence[str]]:
-    """Make SGLang resolve its arguments as on an H100. Yield the flags that name the device.
+    """Without a GPU, make SGLang resolve its arguments as on an H100. Yield the flags for that.
 
-    Some classes of models have their own default backend, or refuse the backends of CPUs. SGLang
-    0.5.17 resolves for the machine on which it runs (see `_on_gpu`). With a GPU, nothing changes.
+    Some model classes have their own default backend for a GPU, and others refuse the backends of
+    CPUs. SGLang 0.5.17 can only resolve for the machine on which it runs; `_on_gpu` then corrects
+    the backends. If there is a GPU, nothing changes.
     """
     from sglang.srt import runtime_context
 
@@ -326,19 +328,19 @@ def _platform_with_gpu() -> Iterator[Sequence[str]]:
 
 
 def _on_gpu(backend: str) -> str:
-    """Return the H100's default backend if 0.5.17 has chosen the one for this CPU."""
+    """Return `backend`. If it is a CPU's, which 0.5.17 chooses here, return the H100's default."""
     is_of_cpu = backend in ("torch_native", "intel_amx") and not torch.cuda.is_available()
     return "fa3" if is_of_cpu else backend
 
 
 def _resolve(arguments: Any) -> None:
-    """Resolve arguments made outside of a server. In 0.5.17, the constructor has done this."""
+    """Resolve server arguments. In SGLang 0.5.17, their constructor has already done so."""
     if hasattr(arguments, "resolve_once"):
         arguments.resolve_once()
 
 
 def _parallel_sizes(arguments: Any) -> dict[str, int]:
-    """Return the sizes of groups of ranks, as 0.5.17 needs them."""
+    """Return the sizes of groups of ranks as keyword arguments. Only SGLang 0.5.17 takes any."""
     from sglang.srt import runtime_context
 
     if hasattr(runtime_context, "SpawnRanks"):
@@ -353,9 +355,9 @@ def _parallel_sizes(arguments: Any) -> dict[str, int]:
 
 
 def _publish_only_rank(arguments: Any, *, before_dp: Callable[[], None], config: Any) -> None:
-    """Make this process rank 0, and set up data parallelism after `before_dp()`.
+    """Make this process rank 0, call `before_dp()`, then set up data-parallel attention.
 
-    In 0.5.17, ranks have no name, and data parallelism needs `config`.
+    SGLang 0.5.17 has no SpawnRanks, and its initialize_dp_attention() also takes `config`.
     """
     from sglang.srt import runtime_context
     from sglang.srt.layers.dp_attention import initialize_dp_attention

@@ -39,7 +39,7 @@ class _CountingPool:
         return self.available
 
     def free_tokens(self, num_tokens: int) -> None:
-        """Free the pages of `num_tokens` tokens that begin at a page."""
+        """Free the pages of `num_tokens` tokens, the first of which begins a page."""
         self.available += -(-num_tokens // self.page_size) * self.page_size
 
     def free_segment(self, indices: torch.Tensor, *args: object, **kwargs: object) -> None:
@@ -51,7 +51,7 @@ class _CountingPool:
 
 
 class _ZeroRows:
-    """Replaces `req_to_token`, the table of slots, by zeros."""
+    """Stands in for `req_to_token`, the table of slots. All slots are 0."""
 
     def __init__(self) -> None:
         self._zeros = torch.zeros(1 << 16, dtype=torch.int32)
@@ -74,7 +74,7 @@ class _CountingRows:
 
 
 class _RequestKv:
-    """Stands in for `req.kv`, which requests have from 0.5.23 on."""
+    """Stands in for `req.kv`, an attribute of SGLang's requests from 0.5.23 on."""
 
     __slots__ = ("cache_inserted_len", "cache_protected_len", "req_pool_idx")
 
@@ -85,7 +85,7 @@ class _RequestKv:
 
 
 class ServedRequest:
-    """Stands in for a Req, whose fields prefix caches and PathReaders read."""
+    """Stands in for a Req. Has the fields that prefix caches and PathReaders read."""
 
     extra_key = cache_salt = session = session_id = kv_rotation_base = None
     priority = 0
@@ -226,7 +226,7 @@ class SGLangTree(ABC):
 
     @abstractmethod
     def _protected(self, served: ServedRequest) -> int:
-        """Return the number of a request's tokens that the tree has locked."""
+        """Return how many of the request's tokens are in the tree, which has locked them."""
 
 
 class NodeTree(SGLangTree):

@@ -1,7 +1,7 @@
 """Gives the default SGLang backend of a served model the decode attention of pat.
 
 After SGLang has built the backend, this module decides which layers pat decodes, makes the planner
-of the steps, and reports the decision. If pat decodes no layer, the backend does not change.
+of decode steps, and reports the decision. If pat decodes no layer, the backend stays as it is.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> AttentionBackend:
     """Make the backend `default` decode with pat in all layers that pat supports, and return it.
 
-    name: the backend's name in SGLang. Raises ValueError, which has the reason, if strict mode is
-    on and pat does not decode all layers. Raises RuntimeError if a hook into SGLang fails.
+    name: the backend's name in SGLang. Raises ValueError with the reason if strict mode is on and
+    pat does not decode all layers. Raises RuntimeError if a hook cannot be installed in SGLang.
     """
     environment = Environment.read()
     arguments = model_runner.server_args
@@ -57,7 +57,7 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
         parts = [(default, PatMixin, new_state)]
         attach(parts, layer_support, is_strict=environment.strict)
         if layer_support.shapes:
-            default.needs_cpu_seq_lens = True  # an instance attribute, as in some backends
+            default.needs_cpu_seq_lens = True  # makes SGLang pass lengths on the host
         await_draft_model(None, model_runner)  # drops the state of an earlier model
     report_layer_support(layer_support, model_runner)
     if layer_support.shapes and resolved(arguments, "rl_on_policy_target") is not None:

@@ -1,8 +1,7 @@
 """The mixins that give SGLang's default backend the decode attention of pat.
 
-pat changes the class of a backend that SGLang has built to a subclass of its own class and of a
-mixin, which comes first in the method resolution order. What the mixin does not override, such as
-prefill, does not change.
+After SGLang has built a backend, pat replaces the object's class with a subclass of (mixin,
+original class). What the mixin does not override, such as prefill, does not change.
 """
 
 from __future__ import annotations
@@ -40,28 +39,28 @@ class BackendState:
         self.layers = LayerAttention(model_runner, layer_support)
         self.layer_support = layer_support
         self.kinds = {kind.mode: kind for kind in kinds}  # types of the steps that pat plans
-        self.report = report  # called with `layer_support` when a layer falls back late
-        self.is_strict = is_strict  # whether a late fallback raises an error instead
-        # The plans and the type of the last step, and whether that step runs in a CUDA graph.
+        self.report = report  # called when a layer falls back after start-up
+        self.is_strict = is_strict  # whether to raise an error if a layer falls back
+        # Of the last step: its plans, its type, and whether it runs in a CUDA graph.
         self.plans: StepPlans | None = None
         self.kind: Any = kinds[0]
         self.is_captured = False
         # Per mode and batch size: whether pat decodes layers in the captured graph, and whether the
-        # default backend does. If a layer falls back after the capture, the graph still runs it by
-        # pat.
+        # default backend does. If a layer falls back after the capture, the graph still runs that
+        # layer on pat.
         self.graphs: dict[tuple[ForwardMode, int], tuple[bool, bool]] = {}
         # The entry of `graphs` that the capture in progress will replace. SGLang may capture a size
         # twice, with and without LoRA.
         self.earlier = (False, False)
-        # Whether the default backend is preparing an eager step, in which it may call methods of
-        # the mixin.
+        # True while the default backend prepares an eager step. It may then call methods on itself
+        # that the mixin overrides.
         self.in_default = False
-        # Arguments of init_cuda_graph_state() that were not passed on to the default backend yet.
+        # Arguments with which the default backend's init_cuda_graph_state() must still be called.
         self.graph_sizes: tuple[int, int] | None = None
 
 
 class DecodeMixin(AttentionBackend):  # type: ignore[misc]  # SGLang is untyped
-    """Computes decode attention with pat, or passes it on to the default backend."""
+    """Computes decode attention with pat, or passes the call on to the default backend."""
 
     def forward_decode(
         self,
@@ -75,8 +74,8 @@ class DecodeMixin(AttentionBackend):  # type: ignore[misc]  # SGLang is untyped
     ) -> Any:
         """Attend to the KV of each row.
 
-        pat understands three extra arguments: `sinks`, `q_rope`, `k_rope`. A layer that gets
-        another argument falls back.
+        pat understands three extra arguments: `sinks`, `q_rope`, `k_rope`. A layer that gets any
+        other extra argument falls back.
         """
         if not self._attends(layer, forward_batch, kwargs):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
@@ -144,7 +143,7 @@ class PatMixin(DecodeMixin):
         if in_capture:
             pat.earlier = pat.graphs.get(_graph(forward_batch), (False, False))
             self._note_graph(forward_batch)
-        elif pat.layer_support.fallback:  # perhaps only after the capture
+        elif pat.layer_support.fallback:  # a layer may have fallen back after the capture
             routes = pat.graphs.get(_graph(forward_batch), routes)
         has_pat, has_default = routes
         if has_default:
@@ -153,7 +152,7 @@ class PatMixin(DecodeMixin):
             pat.plans = pat.planner.plan_captured(kind, forward_batch, in_capture)
 
     def _note_graph(self, forward_batch: Any) -> None:
-        """Record which backends decode layers in this graph or in another one of its size."""
+        """Record which backends decode layers in the graphs of this mode and batch size."""
         pat, (had_pat, had_default) = self._pat, self._pat.earlier
         pat.graphs[_graph(forward_batch)] = (
             had_pat or bool(pat.layer_support.shapes),
@@ -161,7 +160,7 @@ class PatMixin(DecodeMixin):
         )
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Capture what a CUDA graph does before its layers. Planning is not captured."""
+        """Capture the work that a CUDA graph does before its layers. Planning is not captured."""
         pat = self._pat
         is_pats = forward_batch.forward_mode in pat.kinds and not pat.in_default
         if not is_pats or pat.layer_support.fallback:
@@ -174,7 +173,7 @@ class PatMixin(DecodeMixin):
         """Return the point of a step after which the scheduler may overwrite the step's inputs.
 
         pat may read inputs after that point without harm
-        (docs/design/decisions.md#gathered-shared-slots). 0.5.17 never calls this.
+        (docs/design/decisions.md#gathered-shared-slots). SGLang 0.5.17 never calls this method.
         """
         ends = super().shared_read_ends(mode)
         return type(ends).max_of((ends, type(ends).IN_REPLAY)) if mode in self._pat.kinds else ends
@@ -195,8 +194,8 @@ class PatMixin(DecodeMixin):
     def get_fused_kv_write_buffers(self, layer: RadixAttention, forward_batch: Any) -> Any:
         """Return buffers to which a model may write a layer's KV itself, or None.
 
-        The default backend finds the buffers by its metadata, which it does not have if no layer
-        falls back. 0.5.17 never calls this.
+        The default backend finds the buffers in its metadata, which exists only if a layer falls
+        back. SGLang 0.5.17 never calls this method.
         """
         if forward_batch.forward_mode in self._pat.kinds and not self._pat.layer_support.fallback:
             return None
@@ -217,7 +216,7 @@ class PatMixin(DecodeMixin):
         return layer_id in layer_support.shapes
 
     def _fall_back(self, layer_id: int, reason: Unsupported, forward_batch: Any) -> None:
-        """Make a layer fall back for a reason that only a step shows, usually a warm-up step."""
+        """Make a layer fall back for a reason that shows in a step, usually in a warm-up step."""
         pat = self._pat
         if pat.is_strict:
             raise reason.refusal(f" (layer {layer_id})")
@@ -257,14 +256,14 @@ def attach(
     Parameters
     ----------
     parts
-        Triples of an object, the mixin whose methods it gets, and a function that makes its `_pat`
-        attribute. The function is called only if the object changes.
+        Triples (object, mixin, new_state). The object gets the mixin's methods, and the result of
+        new_state() as its attribute `_pat`. new_state() is called only if the object changes.
     layer_support
         Which layers pat decodes. If pat decodes no layer, nothing changes.
     reason
         Why all layers fall back, or None.
     is_strict
-        Whether to raise ValueError, which has the reason, if a layer falls back.
+        Whether to raise ValueError with the reason if a layer falls back.
     """
     kinds = [_class_with(mixin, part) for part, mixin, _ in parts]
     if reason is None and None in kinds:
@@ -281,7 +280,7 @@ def attach(
 
 
 def _class_with(mixin: type, part: Any) -> type | None:
-    """Return a subclass of an object's class and of a mixin, whose methods come first.
+    """Return a subclass of (mixin, the object's class), in which the mixin's methods come first.
 
     Returns None if Python does not allow the object to change its class.
     """

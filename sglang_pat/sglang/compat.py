@@ -42,17 +42,17 @@ def unset_arguments(arguments: Any, names: Iterable[str], source: str) -> None:
 
 
 def environment_is_set(name: str) -> bool:
-    """Return True if an environment switch of SGLang is on. A version may lack the switch."""
+    """Return True if SGLang has an environment switch of this name, and the switch is on."""
     from sglang.srt.environ import envs
 
     return hasattr(envs, name) and bool(getattr(envs, name).get())
 
 
 def plan_stream_waits(*, has_draft_layers: bool) -> bool:
-    """Return True if SGLang's plan stream waits for the forward stream before it is used.
+    """Return True if SGLang makes its plan stream wait for the forward stream.
 
-    In 0.5.17 it does not wait, so pat would write to buffers of graphs that are running. This
-    function searches SGLang's source text, because importing the modules would take seconds.
+    In 0.5.17 the plan stream does not wait, so pat would overwrite buffers that running graphs
+    read. To find out, this function searches SGLang's source text: an import would take seconds.
     """
     worker = "multi_layer_eagle_worker_v2" if has_draft_layers else "eagle_worker_v2"
     for module in ("eagle_worker_common", worker):
@@ -76,7 +76,10 @@ def decode_backend(model_runner: Any) -> str:
 
 
 def draft_backend(model_runner: Any) -> str | None:
-    """Return the name of a draft model's own backend. In 0.5.17 only ServerArgs has the name."""
+    """Return the name of the backend that only the draft model uses, or None if it has none.
+
+    In 0.5.17 only ServerArgs has the name.
+    """
     name: str | None = getattr(model_runner, "draft_attention_backend", None)
     return name or resolved(model_runner.server_args, "speculative_draft_attention_backend")
 
@@ -131,7 +134,7 @@ def is_idle(forward_batch: Any) -> bool:
 
     `forward_mode` does not always tell: in a replay it is the mode of the capture, and SGLang may
     turn an idle batch into a verify step of a hybrid model. In both cases, another field keeps the
-    mode.
+    idle mode.
     """
     kinds = ("", "actual_", "_original_")
     modes = (getattr(forward_batch, f"{kind}forward_mode", None) for kind in kinds)
@@ -142,8 +145,8 @@ def is_idle(forward_batch: Any) -> bool:
 def kv_write_location() -> Callable[..., Any]:
     """Return a function that tells where a pool must write the new tokens of a batch.
 
-    The function takes the batch and `swa_loc`, the slots in the pool of sliding-window layers.
-    After 0.5.17, its result marks the slots as physical, as pools then require.
+    The function takes the batch and `swa_loc`, the slots in the pool of sliding-window layers. In
+    versions after 0.5.17, its result marks the slots as physical, which their pools require.
     """
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
@@ -173,7 +176,7 @@ def latent_write_location() -> Callable[[Any], Any]:
 
 
 class RequestFields(NamedTuple):
-    """Readers of fields that are attributes of a Req in 0.5.17, and of `req.kv` later."""
+    """Readers of fields that a Req has itself in 0.5.17, and in its `kv` in later versions."""
 
     row: attrgetter[int]
     protected_len: attrgetter[int]
@@ -181,7 +184,7 @@ class RequestFields(NamedTuple):
 
     @classmethod
     def on(cls, req: Any) -> RequestFields:
-        """Return the readers for requests of this version of SGLang, given one of them."""
+        """Return the readers for requests of the installed SGLang, given any one request."""
         return _request_fields("kv." if hasattr(getattr(req, "kv", None), "req_pool_idx") else "")
 
 
@@ -204,7 +207,7 @@ def qualified_name(value: object) -> str:
 
 
 def unwrapped(tree: Any) -> Any:
-    """Return the prefix cache itself, which 0.5.17 wraps for streaming sessions."""
+    """Return the prefix cache without the wrapper that 0.5.17 adds for streaming sessions."""
     return tree.inner if qualified_name(tree) in _SESSION_WRAPPERS else tree
 
 
@@ -213,7 +216,7 @@ def path_access(core: Any) -> str | None:
 
     "paths": the core returns whole paths (0.5.22, 0.5.23). "climbs": a Rust core returns one node
     at a time (0.5.21). "objects": ids resolve to Python nodes (0.5.17). None: the core shows no
-    paths, as the earliest Rust cores.
+    paths, like the earliest Rust cores.
     """
     if hasattr(core, "collect_path_info"):
         return "paths"
@@ -229,6 +232,6 @@ def rust_binding(core: Any) -> Any | None:
 
 
 def node_splitter(cache: Any, method: str) -> Any | None:
-    """Return the object that splits nodes, a prefix cache or its core, or None for a Rust core."""
+    """Return the object whose Python method splits nodes: the cache, its core, or None (Rust)."""
     owners = (cache, getattr(cache, "tree_core", None))
     return next((each for each in owners if callable(getattr(each, method, None))), None)

@@ -1,8 +1,8 @@
 """Entry point of the plug-in: makes `pat` one of SGLang's attention backends.
 
 SGLang calls `register()` in each of its processes, even if `pat` was not chosen. So `register()`
-only registers a name, a hook and wrappers, which do nothing unless `pat` was chosen. All else is
-imported, and hooked into SGLang, when SGLang builds a backend.
+adds only a name, a hook and wrappers. The hook and the wrappers do nothing unless `pat` was chosen.
+The rest of the plug-in is imported, and hooked into SGLang, when SGLang builds a backend.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def around_resolution(resolve: Callable[[Any], None], arguments: Any) -> None:
 
 
 def create_backend(model_runner: Any) -> Any:
-    """Raise RuntimeError: SGLang builds `pat` only if the argument rewrite did not replace it."""
+    """Raise RuntimeError: SGLang calls this only if the argument rewrite did not replace `pat`."""
     from sglang_pat.sglang.start.argument_rewrite import not_substituted
 
     raise RuntimeError(not_substituted(f"it asks for a backend of the name {BACKEND!r}"))

@@ -329,7 +329,7 @@ def _block_tokens(lines: Iterable[Mapping[str, Any]]) -> int:
     def agreeing(block: int) -> int:
         return sum(-(-length // block) == count for length, count in sizes)
 
-    best = max(powers, key=agreeing)  # the first of the best
+    best = max(powers, key=agreeing)  # the first of equally good sizes
     if agreeing(best) * 2 > len(sizes):
         return best
     bounds = {-(-length // count) for length, count in sizes}

@@ -111,7 +111,7 @@ def toolagent(
 ) -> Iterator[_Burst]:
     """Yield requests of agents, whose system prompt depends on the task (PAT, section 8.2).
 
-    The model is the toolagent trace of Mooncake. Over a thousand requests or more, an unlimited
+    The requests imitate Mooncake's toolagent trace. Over a thousand requests or more, an unlimited
     cache has 59% of the prompt tokens. `shared`, the fraction of the system prompt in a task's
     prompts, is a bit higher, because the first prompt of a task is never cached. The frequencies of
     tasks follow Zipf's law. All numbers but the 59% are our choice.

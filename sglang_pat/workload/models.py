@@ -183,7 +183,7 @@ def naming(model: str) -> Iterator[None]:
 def read_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
     """Return a model's label, and the decoder's part of its `config.json`.
 
-    Raises what `read_whole_config` does.
+    Raises the errors of `read_whole_config`.
     """
     label, config = read_whole_config(name)
     return label, decoder_config(quantised_config(label, config))

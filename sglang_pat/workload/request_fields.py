@@ -16,8 +16,8 @@ def _words(text: str) -> tuple[str, ...]:
 
 # --- a request ---
 
-# Keys that may have a prompt, of which the first one that has one counts. The last three are keys
-# of data sets.
+# Keys that may hold a prompt. The first key that holds one counts. The last three are keys of data
+# sets.
 PROMPTS = _words(
     "messages input_ids prompt_token_ids prompt input text conversations conversation instruction"
 )
@@ -103,7 +103,7 @@ TIMES = _words(
 )
 # Names that some logs use for the duration of a request.
 DURATIONS = _words("requesttime time msec")
-# nginx's times, which are those of completion, because it logs when the answer is complete.
+# Times of nginx, which logs a request when its answer is complete.
 OF_NGINX = _words("timeiso8601 timelocal msec")
 _UNITS = {
     "unixnano": "ns", "nanoseconds": "ns", "nanos": "ns", "nano": "ns", "ns": "ns",

@@ -271,7 +271,7 @@ def _step(objects: Sequence[_Placed]) -> str | None:
     """Return the kind of a tracer's record that is not a call of a model (`fields.STEPS`)."""
     kind = objects[0][1].get("type")
     if isinstance(kind, str) and kind.isupper() and kind.lower() in fields.STEPS:
-        # A record with an answer is a call, even if the log uses such a word for calls.
+        # A record with an answer is a call of a model, even if its type is one of these words.
         return kind if _answer(objects).output_tokens is None else None
     for path, found in objects:
         for key, value in found.items():

@@ -88,7 +88,7 @@ def prompts_of(asked: Json, ids: list[Any] | None) -> list[Any]:
     """
     if ids is not None:
         return [ids]
-    for key in ("input_ids", "prompt_token_ids"):  # SGLang has made them of the messages
+    for key in ("input_ids", "prompt_token_ids"):  # SGLang made these ids from the messages
         if is_prompt(key, asked.get(key)):
             return _id_lists(key, asked[key])
     key = next(key for key in fields.PROMPTS if is_prompt(key, asked.get(key)))

@@ -449,7 +449,7 @@ class SimulatedServer:
             self._waiting.append(request)
             self.retracted += 1
             staying = np.sort(order[leaving:])
-            self.tree.make_room(_RETRACT_STEPS * len(staying))  # as much as possible
+            self.tree.make_room(_RETRACT_STEPS * len(staying))  # frees as much as it can
             if self.tree.make_room(self._needed(self._lengths[staying], 1)):
                 break
         decoded = int(generated[staying].sum())

@@ -210,7 +210,8 @@ class TraceErrors:
     def add(self, file: str, line: int, reason: str) -> None:
         """Count a malformed line.
 
-        Raises TraceError if `strict`, or for `_HOPELESS` such lines and fewer requests.
+        Raises TraceError if `strict`, or at `_HOPELESS` malformed lines if fewer requests were
+        read.
         """
         error = TraceError(file, line, reason)
         if self.strict:

@@ -184,7 +184,7 @@ def _mlps(
 ) -> Iterable[tuple[bool, int]]:
     """Yield, for every MLP, whether it is a mixture of experts, and its width."""
     blocks = config.get("block_configs")
-    if isinstance(blocks, list):  # Nemotron by NAS
+    if isinstance(blocks, list):  # Nemotron models from architecture search
         for block in blocks:
             ffn = block.get("ffn") if isinstance(block, Mapping) else None
             if isinstance(ffn, Mapping) and not ffn.get("no_op"):

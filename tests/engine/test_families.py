@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("families")]
 on_a_cpu = pytest.mark.skipif(
     cuda_driver_is_present(), reason="runs only where there is no CUDA driver"
 )
-# Float32 sums in another order differ by about 1e-6.
+# The smallest gap between two tokens must exceed this: float32 sums differ by about 1e-6.
 CLEAR_CUT = 5e-5
 
 

@@ -193,10 +193,7 @@ def test_head_dims_that_are_converted_for_wgmma(
 @converted_head_dims
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_every_bit_of_a_query_counts(dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
-    """Keys are 1 in one column, so that all logits are the query's number in that column.
-
-    This holds whatever the number's exponent within a row.
-    """
+    """Keys are 1 in one column, so all logits are the query's number there, of any exponent."""
     heads = Heads(8, 1, head_dims[0], dtype, head_dims[1], E4M3)
     case = make_case([(-1, 127)], [(0, 1)] * 16)
     tensors = converted(Tensors.make(case, heads), E4M3)

@@ -110,7 +110,7 @@ def test_a_row_is_the_same_in_any_batch_and_graph() -> None:
 def test_partials_are_reserved_for_requests_that_the_pool_holds(
     width: int, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a context of a million tokens would reserve a gigabyte."""
+    """A context of a million tokens would otherwise reserve a gigabyte."""
     table = torch.zeros((4, width), dtype=torch.int32)
     model_runner = runner(
         req_to_token_pool=SimpleNamespace(req_to_token=table), server_args=deterministic()

@@ -322,7 +322,7 @@ def several_layers() -> Extending:
 def test_several_draft_layers_read_under_the_plan_of_the_verify_step(graph: int) -> None:
     """SGLang has a runner, pool, backend and graphs for each layer, over common buffers.
 
-    Before these replays it passes other draft data than the batch's.
+    Before their replays SGLang passes draft data that are not the batch's.
     """
     scene = several_layers()
     each = [scene.extend] + [
@@ -348,7 +348,7 @@ def test_several_draft_layers_read_under_the_plan_of_the_verify_step(graph: int)
 
 
 def test_graphs_of_several_draft_layers_are_prepared_before_each_replay() -> None:
-    """Otherwise they would read the plan of another step."""
+    """Without this, their kernels would read the plan of another step."""
     scene = several_layers()
     backend = scene.extend.backend
     assert not backend.draft_extend_metadata_captured_in_graph()

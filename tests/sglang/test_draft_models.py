@@ -284,7 +284,7 @@ def test_a_layer_that_is_passed_more_is_left_to_the_default_backend() -> None:
 
 
 def test_graphs_with_a_layer_of_pat_are_planned_after_all_layers_fell_back() -> None:
-    """Their kernels read the plan in each replay, even if eager rounds have fallen back."""
+    """Kernels of such graphs read the plan in each replay, even if eager rounds fell back."""
     scene = Drafting(model=layers(sliding_window_size=8), graphs=(4,))
     assert scene.round.attend(scene.round.step([21, 30]), rope=1)[1].isinf().all()
     assert not inside.layer_support(scene.round.backend).shapes

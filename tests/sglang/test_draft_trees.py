@@ -88,7 +88,7 @@ def test_tensors_that_the_kernel_would_read_otherwise_are_an_error(name: str) ->
 
 
 def test_the_plan_has_the_root() -> None:
-    """So each row has a token that it reads live, and reads no token twice."""
+    """Each row thus has a token that it reads live, and reads no token twice."""
     masks = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool).expand(2, -1, -1)
     trees = TreeKv(3, torch.device("cpu"))
     batch = SimpleNamespace(

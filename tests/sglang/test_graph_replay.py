@@ -1,7 +1,4 @@
-"""The calls of SGLang's CUDA graph runner to the backend, made by `scene`.
-
-The steps are decode steps without drafts; other files test steps with drafts.
-"""
+"""The calls of SGLang's CUDA graph runner to the backend in plain decode steps, made by `scene`."""
 
 from __future__ import annotations
 

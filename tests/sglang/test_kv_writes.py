@@ -151,7 +151,7 @@ def test_the_pool_stores_what_the_kernel_does_not_take(runner_of: Callable[..., 
 
 
 def test_a_pool_of_the_models_dtype_scales_nothing() -> None:
-    """It scales nothing even if its model has scales, as fp8 checkpoints do."""
+    """Such a pool scales nothing even if the model has scales, as fp8 checkpoints do."""
     model_runner = bf16_runner(model=layers(k_scale=torch.tensor(0.5), v_scale=3.0))
     writes = writes_of(model_runner)
     writer: Any = writes._writers[1]

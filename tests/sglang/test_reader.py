@@ -198,7 +198,7 @@ def test_a_request_that_moves_is_read_again(reads: Reads, move: str) -> None:
     b.last_node = reads.tree.last_node([1, 2, 3])
     place(b).cache_protected_len = 3
     assert reads.step([a, b]) == ["b"]
-    # Its path is the same, but its slots may differ.
+    # The path of the moved request is the same, but its slots may differ.
     assert reads.batch.key != key
     assert +Counter(reads.builder.changes) == {"join": 2, "last_node_changed": 1}
     assert reads.batch.read_paths().kv_end.tolist()[-1] == 3
@@ -312,7 +312,7 @@ def test_a_split_by_a_newcomer_reads_those_on_the_split_node(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TREE_KINDS)
 def test_a_newcomer_with_drafts_shares_what_it_has_split(kind: str) -> None:
-    """Its drafts branch off where the node was split."""
+    """Drafts of the new request branch off where the node was split."""
     tree, builder, chains = Tree(kind), DraftBatchBuilder(), RowShape.of_drafts(2, are_chains=True)
     tree.cache.req_to_token_pool = None  # the slots are not needed
     tree.insert([1, 2, 3, 4], range(4))
@@ -354,7 +354,7 @@ def test_a_path_that_does_not_match_costs_only_its_request_the_sharing(
     warnings = [line for line in caplog.messages if "cache_protected_len" in line]
     assert len(warnings) == 1, "logged once"
     assert "request c: its path in the radix tree holds 2 tokens, but" in warnings[0]
-    # It shares as soon as its path is valid.
+    # A request shares as soon as its path is valid.
     reads.step([a, b])
     place(c).cache_protected_len = 2
     reads.step([a, b, c])

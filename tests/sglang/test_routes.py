@@ -459,7 +459,7 @@ def test_windows_are_not_batch_invariant() -> None:
 
 
 def test_a_window_that_no_request_outgrows_is_none() -> None:
-    """The window's table would have a column for each token of the window."""
+    """With such a window, its table would have a column for each of its tokens."""
     model_runner = runner(model=layers(sliding_window_size=1 << 18), sliding_window_size=1 << 18)
     layer_support = layers_of_runner(model_runner, "fa3")
     assert layer_support.shapes.keys() == {0, 1}
@@ -483,7 +483,7 @@ def test_arguments_that_delegate_exist_in_this_sglang() -> None:
 
 @pytest.mark.skipif(not hasattr(envs, GLUE_GRAPH), reason="this SGLang has no glue graphs")
 def test_a_graph_in_place_of_planning_delegates(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Its replays would read the plan of the captured step.
+    # Replays of a glue graph would read the plan of the captured step.
     monkeypatch.setenv(GLUE_GRAPH, "1")
     assert type(pat_backend(runner())) is DefaultBackend
 

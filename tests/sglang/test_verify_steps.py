@@ -188,10 +188,7 @@ def test_a_step_of_another_kind_is_no_repetition(algorithm: str, is_checked: boo
 def test_graphs_that_do_not_write_their_rows_are_never_repeated(
     is_captured_anew: bool, kind: str
 ) -> None:
-    """Some runners capture full masks without first asking the backend.
-
-    They also do after a weight update, which captures all graphs again.
-    """
+    """Some runners capture full masks without first asking the backend, or capture again later."""
     scene = verifying(kind=kind, is_checked=False)
     if is_captured_anew:
         scene.served.capture(2)
@@ -248,7 +245,7 @@ def test_masks_over_the_drafts_alone(on_cpu: bool, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Stands in for SGLang's module."""
+    """Replaces the module of SGLang's n-gram worker."""
     module = SimpleNamespace(USE_FULL_MASK=True)
     monkeypatch.setitem(sys.modules, "sglang.srt.speculative.ngram_worker", module)
     monkeypatch.setattr("sglang.srt.speculative.ngram_worker", module, raising=False)

@@ -135,7 +135,7 @@ def _tree_order(paths: list[list[int]], holders: dict[int, int]) -> list[int]:
 
 
 def packing_gaps(num_forests: int, seed: int = 0) -> list[float]:
-    """Return the relative excess cost of the scheduler's packing for each of random forests."""
+    """Return the relative excess costs of the scheduler's packings for random forests."""
     generator = np.random.default_rng(seed)
     gaps = []
     for _ in range(num_forests):

@@ -246,7 +246,7 @@ def random_plan(case: ForestCase, group_size: int, seed: int) -> HandPlan:
             size = int(rng.integers(1, len(segments) + 1)) if rng.random() < 0.3 else len(segments)
             part, segments = segments[:size], segments[size:]
             first, end = min(s.first for s in part), max(s.end for s in part)
-            # It must not change any result.
+            # is_read_once must not change any result.
             part = [s._replace(is_read_once=rng.random() < 0.5) for s in part]
             if rng.random() < 0.5:  # else some requests may have no KV in the item
                 part = [s._replace(first=s.first - first, end=s.end - first) for s in part]

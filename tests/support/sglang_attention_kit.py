@@ -92,10 +92,7 @@ def pat_over(
 
 @contextlib.contextmanager
 def drafting_by_pat(*, head_dim: int, eager: bool) -> Iterator[Decoded]:
-    """Add pat to the graph of the kit's runner for draft models.
-
-    eager: also add pat to the round without a graph, with which the kit compares the graph.
-    """
+    """Add pat to the graph of the kit's draft runner, and if `eager`, to the eager round."""
     decoded = Decoded()
     build = DraftBackendFactory.create_decode_backend
     built: list[Any] = []

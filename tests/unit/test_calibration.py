@@ -164,8 +164,8 @@ def test_least_squares_stay_non_negative() -> None:
         x = nnls(matrix, target)
         gradient = matrix.T @ (target - matrix @ x)
         assert (x >= 0).all()
-        assert gradient.max() < 1e-9  # no larger value fits better
-        assert np.abs(gradient[x > 0]).max(initial=0) < 1e-9  # no change fits better
+        assert gradient.max() < 1e-9  # raising any value fits no better
+        assert np.abs(gradient[x > 0]).max(initial=0) < 1e-9  # nor lowering one
     exact = np.abs(draw.normal(size=5))
     matrix = draw.normal(size=(12, 5))
     assert nnls(matrix, matrix @ exact) == pytest.approx(exact)

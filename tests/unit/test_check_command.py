@@ -160,7 +160,7 @@ def test_answers_that_part_within_the_rounding_of_the_type_tie() -> None:
 
 
 def test_an_answer_of_one_token_hides_no_worse_one() -> None:
-    """It has no distance, and the mean of none is NaN, which exceeds no limit."""
+    """An answer of one token has no distance; the mean of none is NaN, which exceeds no limit."""
     pat = noise(0)
     pat[0] = np.zeros(0)
     pat[17][20:] += 12 * NOISE

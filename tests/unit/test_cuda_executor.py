@@ -151,7 +151,7 @@ def test_a_step_is_checked_once(device: Device) -> None:
 
 
 def test_buffers_are_freed_with_their_executor(device: Device) -> None:
-    """They are freed at once: waiting for Python's cycle collector would leak device memory."""
+    """Buffers must be freed at once: Python's cycle collector would run too late."""
     executor = device.executor()
     executor.run(layer())
     plan = weakref.ref(executor.buffers.plan)
@@ -527,7 +527,7 @@ def test_buffers_that_may_move_are_not_shared(device: Device) -> None:
 def test_memory_is_pinned_in_the_context_of_the_executors_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise it would create a context of 500 MB on the current device."""
+    """Pinning memory on any other device would create a CUDA context of 500 MB there."""
     current: list[torch.device] = []
     pinned_on: list[torch.device] = []
 

@@ -27,7 +27,7 @@ def labels_match(selector: dict[str, str], labels: dict[str, str]) -> bool:
 
 
 def test_the_build_context_is_what_a_wheel_is_built_from() -> None:
-    """It contains neither environments of 10 GB nor build outputs."""
+    """The context contains neither environments of 10 GB nor build outputs."""
     everything, *rest = [
         line
         for line in (ROOT / ".dockerignore").read_text().splitlines()

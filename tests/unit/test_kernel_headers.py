@@ -64,7 +64,7 @@ def test_ties_and_their_neighbours(program: Path, kv_dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("overflow", [0x7E, 0x7F])
 def test_what_is_too_large_becomes_what_the_host_says(program: Path, overflow: int) -> None:
-    """Versions of torch differ: 2.11 converts it to NaN, 2.14 to the largest number."""
+    """torch 2.11 converts too large numbers to NaN, 2.14 to the type's largest number."""
     numbers = torch.tensor([448.0, 464.0, 464.1, 480.0, 1e9, torch.inf, -1e9, -torch.inf])
     rounded = in_kernels(program, numbers, E4M3, overflow)
     assert rounded.tolist() == [0x7E, 0x7E, *[overflow] * 4, *[0x80 | overflow] * 2]

@@ -116,7 +116,7 @@ def test_a_map_has_the_rows_of_a_cache(
 
 
 def test_a_map_is_made_once(encoder: Encoder) -> None:
-    """Every layer of every step requests it; each cache and view has its own map."""
+    """Every layer of every step requests a map; each cache and view has its own."""
     shape = torch.Size((100, 8, 128))
     found = {kv_map(address, shape, 2, 2048) for address in (1 << 20, 1 << 21) for _ in range(3)}
     assert found == {4096, 8192}

@@ -1,4 +1,4 @@
-"""Defaults of configs are those of the config classes that SGLang uses."""
+"""Defaults of configs equal the defaults of the config classes that SGLang uses."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Batches:
 def test_batches_that_are_alike() -> None:
     a, b, other = Request([SYSTEM]), Request([SYSTEM]), Request([SYSTEM])
     batches = Batches(a, b)
-    assert batches.go_to([a, b], moved=[other]) is None  # another list
+    assert batches.go_to([a, b], moved=[other]) is None  # an equal, but new list
     assert batches.go_to([b, a]) == (0, 0, 0, 0)
     assert not batches.reads
     batches.check()

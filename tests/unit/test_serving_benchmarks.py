@@ -75,7 +75,7 @@ def test_a_server_has_the_variables_that_it_is_given(
 def test_a_server_whose_model_falls_back_has_no_counters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It plans nothing and writes no file. A server that plans must write one."""
+    """Such a server plans nothing and writes no file. Other servers must write one."""
     process = SimpleNamespace(url="http://localhost")
     server = Server(process, tmp_path / "stats.json")  # type: ignore[arg-type]
     layers = {"pat_layers": 0}

@@ -129,7 +129,7 @@ metrics.publish()  # nothing new
 
 
 def test_an_idle_server_saves_neither_all_nor_nothing(tmp_path: Path) -> None:
-    """Its ratio is NaN, and its counters exist for rules to sum."""
+    """The ratio of an idle server is NaN, and its counters exist for rules to sum."""
     decode = "counters |= {'kv_tokens_query_centric': 9, 'kv_tokens_planned': 9}"
     for before in ("", f"{decode}; metrics.publish()"):
         folder = tmp_path / str(len(before))

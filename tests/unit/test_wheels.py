@@ -182,7 +182,7 @@ REQUIREMENTS = [
 
 @pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
 def test_what_is_installed_satisfies_every_requirement(requirement: Requirement) -> None:
-    """So pip changes nothing."""
+    """pip would not replace any installed package."""
     try:
         installed = version(requirement.name)
     except PackageNotFoundError:

@@ -3,9 +3,9 @@
 `python -m sglang_pat.sglang.cpu` starts a server there. The demo and the engine tests call
 `enable_cpu_engine()` before they import SGLang.
 
-Many modules of SGLang import its `sgl_kernel` wheel, which needs `libcuda.so.1`. Stubs replace the
-wheel in this process and in every process that this one starts. They also replace FlashInfer, which
-is slow to import and useless without a driver. With a driver, nothing is replaced.
+Many modules of SGLang import the wheel `sgl_kernel`, which needs `libcuda.so.1`. Stubs replace the
+wheel in this process and in every process that this one starts. A stub also replaces FlashInfer,
+which is slow to import and useless without a driver. With a driver, nothing is replaced.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STUB_DIR = Path(__file__).resolve().parent / "stubs"
 def cuda_driver_is_present() -> bool:
     """Return True if the CUDA driver's library, which `sgl_kernel` needs, can be loaded.
 
-    It does not count devices, because that would initialise the driver, and the process may fork
+    Devices are not counted, because that would initialise the driver, and this process may fork
     later.
     """
     try:
@@ -43,10 +43,10 @@ def new_engine(**arguments: Any) -> Any:
 
 
 def enable_cpu_engine() -> bool:
-    """Make SGLang run on the CPU if there is no CUDA driver. Return True if there is none.
+    """Make SGLang run on the CPU if there is no CUDA driver. Return True if it will.
 
-    Child processes inherit the setting through the environment. RuntimeError if SGLang has already
-    been imported, because it has then chosen its platform.
+    Child processes inherit the setting through the environment. Raises RuntimeError if SGLang has
+    already been imported, because SGLang chooses its platform when it is imported.
     """
     if cuda_driver_is_present():
         return False
@@ -73,9 +73,9 @@ def enable_cpu_engine() -> bool:
 def bound_kv_pool(arguments: list[str]) -> list[str]:
     """Return the arguments of a server, with a size for its KV pool added.
 
-    Without a size, SGLang would use most of the machine's memory. A size among `arguments`
-    overrides the added one, because it comes later. With `--config` nothing is added, because the
-    added size would override one in the file.
+    Without a size, SGLang would use most of the machine's memory. If `arguments` already have a
+    size, that one comes later and takes effect. With `--config` nothing is added, because the
+    added size would override a size in the file.
     """
     if "--config" in arguments:
         return arguments

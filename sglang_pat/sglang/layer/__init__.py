@@ -1,1 +1,1 @@
-"""The work of each layer: it stores new KV, and attends by the plans of the step."""
+"""What pat does in each layer: it stores new KV, and attends by the plans of the step."""

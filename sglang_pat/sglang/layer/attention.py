@@ -27,7 +27,7 @@ class ExtraKv(Protocol):
         planned: tuple[torch.Tensor, torch.Tensor],
         scales: tuple[Scale, Scale],
     ) -> torch.Tensor:
-        """Attend to this KV, and merge the result with `planned`, the plan's output and LSE."""
+        """Attend to this KV, and merge the result with `planned` (the plan's output and LSE)."""
 
 
 class LayerAttention:
@@ -132,17 +132,18 @@ def _dense(q: torch.Tensor) -> torch.Tensor:
 def _run_planned(
     run: Callable[..., torch.Tensor], q: torch.Tensor, plans: StepPlans, layer: RadixAttention
 ) -> torch.Tensor:
-    """Attend for SGLang's rows, of which there may be more or fewer than planned.
+    """Attend for the rows in `q`, which may be more or fewer than the planned rows.
 
-    MLP synchronisation pads a step to a multiple of the ranks that share its attention, or to the
-    tokens of the busiest rank. Of a verify step, part of the padding may be planned. A draft
-    model's step is padded after it was planned. Rows that were not planned get an output of 0.
+    The reason is padding by MLP synchronisation: to a multiple of the number of ranks that share
+    the step's attention, or to the tokens of the busiest rank. In a verify step, part of the
+    padding may be planned. A draft model's step is padded after it was planned. Rows that were not
+    planned get an output of 0.
     """
     count = len(q)
     if count == plans.num_rows:
         return run(q)
     lacking = plans.num_rows - count
-    if lacking > 0 and not plans.last.seq_lens[count:].any():  # run() refuses other rows
+    if lacking > 0 and not plans.last.seq_lens[count:].any():  # else run() raises
         q = torch.cat((q, q.new_zeros(lacking, *q.shape[1:])))
     out = q.new_zeros(count, layer.tp_q_head_num, layer.v_head_dim)
     planned = run(q[: plans.num_rows])

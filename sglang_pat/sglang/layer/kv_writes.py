@@ -1,7 +1,8 @@
 """KvWrites stores the KV of new tokens, in the layers that pat decodes.
 
-For known types of pools, one kernel writes the same bytes as the pool (`executors/kv_writer.py`).
-For others, the pool stores the KV itself. This is decided when SGLang starts.
+If pat knows the type of SGLang's KV pool, a kernel of pat writes the bytes that the pool would
+write (`executors/kv_writer.py`). Otherwise the pool writes them itself. This is decided when SGLang
+starts.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class KvWrites:
         self._pool = model_runner.token_to_kv_pool
         self._are_scaled = layer_support.are_scaled
         self._window_slots = layer_support.window_slots
-        # Slots of the step's new tokens in the pool of sliding-window layers, once computed.
+        # Slots of the step's new tokens in the pool of sliding-window layers. None: not computed.
         self._new_window_slots: torch.Tensor | None = None
         self._writers: dict[int, KvWriter] = {}  # by layer id
         if model_runner.device != "cuda":
@@ -58,14 +59,14 @@ class KvWrites:
                 reasons[found] = None
         for layer in layer_support.layers:
             known = self._writers.get(layer.layer_id)
-            if known is not None:  # copies the scales now, which a capture could not
+            if known is not None:  # copies the scales now, because a capture cannot
                 known.scale(layer.k_scale)
                 known.scale(layer.v_scale)
         if reasons and reports.rank_speaks():
             logger.info("SGLang's pool stores new KV itself: %s", "; ".join(reasons))
 
     def begin_step(self) -> None:
-        """Drop the slots of the last step. A graph captures the computation of its own slots."""
+        """Forget the last step's slots. A step, or a graph that is captured, computes its own."""
         self._new_window_slots = None
 
     def _slots(self, layer: RadixAttention, forward_batch: Any) -> torch.Tensor | None:
@@ -84,14 +85,14 @@ class KvWrites:
         v: torch.Tensor,
         k_rope: torch.Tensor | None = None,
     ) -> None:
-        """Write the new tokens of a layer to the slots `forward_batch.out_cache_loc`.
+        """Write the KV of a layer's new tokens to the slots `forward_batch.out_cache_loc`.
 
         k and v are `[rows, KV heads, head_dim]`. The pool may scale them in place. k_rope has the
         last columns of latent keys. If it is given, v is not read.
         """
         if k_rope is not None:
-            # The slots of a draft model's step have a stride, which SGLang's kernel for latent KV
-            # ignores. It would write to wrong slots.
+            # The slots of a draft model's step have a stride. SGLang's kernel for latent KV ignores
+            # strides, and would write to wrong slots.
             forward_batch.out_cache_loc = forward_batch.out_cache_loc.contiguous()
         writer = self._writers.get(layer.layer_id)
         if writer is not None and self._write(writer, layer, forward_batch, k, v, k_rope):
@@ -113,7 +114,7 @@ class KvWrites:
         v: torch.Tensor,
         k_rope: torch.Tensor | None,
     ) -> bool:
-        """Store the KV by the kernel. Return False if the kernel cannot store it."""
+        """Store the KV with pat's kernel. Return False if the kernel cannot store it."""
         if writer.config.is_latent:
             cache = self._pool.get_key_buffer(layer.layer_id)
             rope = None if k_rope is None else k_rope.view(len(k_rope), 1, -1)

@@ -13,10 +13,10 @@ from sglang_pat.window import WindowAttention
 
 
 class StepPlans:
-    """The plans of one step: a PackAttention for each kind of layers.
+    """The plans of one step: a PackAttention for each kind of layer.
 
-    The plans are made one after the other from the same batch. The last PackAttention counts the
-    step's statistics, and its planning time includes all of these plans.
+    All plans are made from the same batch, one after the other. The last PackAttention counts the
+    step's statistics, and the planning time that it records covers all plans of the step.
     """
 
     def __init__(self, attentions: Mapping[LayerKind, PackAttention]):
@@ -25,7 +25,7 @@ class StepPlans:
 
     def add(self, more: StepPlans) -> None:
         """From now on, also plan for the kinds of layers in `more`."""
-        self.of_kind = {**more.of_kind, **self.of_kind}  # `self.last` stays the last one
+        self.of_kind = {**more.of_kind, **self.of_kind}  # keeps `self.last` in last place
 
     @property
     def num_rows(self) -> int:
@@ -39,7 +39,7 @@ class StepPlans:
         return [(each, each.plan(batch, **tensors)) for each in self.of_kind.values()]
 
     def record_in_graph(self) -> None:
-        """Capture what a graph does before its layers. See `WindowAttention.refill`."""
+        """Capture the work that a graph does before its layers. See `WindowAttention.refill`."""
         for attention in self.of_kind.values():
             if isinstance(attention, WindowAttention):
                 attention.refill()
@@ -54,5 +54,8 @@ class StepPlans:
         return min(attention.steps_left() for attention in self.of_kind.values())
 
     def sharing_buffers(self) -> StepPlans:
-        """Return plans of other batches in the same buffers (`PackAttention.sharing_buffers`)."""
+        """Return StepPlans for another batch, in the same buffers.
+
+        See `PackAttention.sharing_buffers`.
+        """
         return StepPlans({kind: each.sharing_buffers() for kind, each in self.of_kind.items()})

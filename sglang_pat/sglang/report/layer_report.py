@@ -25,7 +25,7 @@ _DRAFTS = {
 
 
 class _LastReport:
-    """The last report of this process. SGLang may build its backend several times."""
+    """What this process reported last, because SGLang may build its backend several times."""
 
     layer_support: dict[str, Any] | None = None
     model_runner: Any = None
@@ -46,11 +46,13 @@ def report_layer_support(layer_support: LayerSupport, model_runner: Any = None) 
     _LastReport.line = line
     if model_runner is not None:
         # With adaptive drafts, SGLang builds several backends for the target model, the last one
-        # after the draft model's backends. That one must not clear the draft model's reports.
+        # after the draft model's backends. The report on the last one must not clear the draft
+        # model's reports.
         if model_runner is not _LastReport.model_runner:
             _LastReport.drafts.clear()
         _LastReport.model_runner = model_runner
-        if f"sglang.srt.{_SCHEDULER}" in sys.modules:  # only schedulers; the import is slow
+        # Only scheduler processes have imported it. In others, the hook would cause a slow import.
+        if f"sglang.srt.{_SCHEDULER}" in sys.modules:
             install_hooks([_SERVER_INFO_HOOK])
         if reports.rank_publishes():
             labels = reports.scheduler_labels(model_runner)
@@ -70,7 +72,7 @@ def report_draft_support(layer_support: LayerSupport, key: str = "draft_model") 
 
 
 def _after_get_init_info(result: dict[str, Any], *_: object) -> dict[str, Any]:
-    """Hook AFTER Scheduler.get_init_info: add the last report, and name pat as decode backend."""
+    """Hook AFTER Scheduler.get_init_info: add the last report, and whether pat decodes."""
     told = _LastReport.layer_support
     decodes = told is not None and told["pat_layers"] > 0
     told = told and told | _LastReport.drafts

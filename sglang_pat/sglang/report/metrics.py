@@ -20,16 +20,17 @@ logger = logging.getLogger(__name__)
 
 PUBLISH_SECONDS = 1.0
 
-# It begins like SGLang's own metrics, by which scrapers and dashboards select metrics.
+# Starts with SGLang's own prefix, by which scrapers and dashboards select metrics.
 PREFIX = "sglang:pat_"
 # 1 us to 33 ms
 _TIME_BUCKETS = tuple(1e-6 * 2**i for i in range(16))
-# The most planning times that may wait for the thread, a limit in case the thread has died.
+# At most so many planning times wait for the thread. The limit matters only if the thread has died.
 _MAX_WAITING = 100_000
 
 
-# Documentation of the counters `sglang:pat_..._total`, by label. A counter shows the entry of
-# `Counters` with the same name. If it has a label, the entry maps the label's values to numbers.
+# Documentation of the counters `sglang:pat_..._total`, by the name of their label ("": none). A
+# counter shows the entry of `Counters` with the same name. If the counter has a label, the entry
+# maps values of the label to numbers.
 _DOCUMENTATION = {
     "": {
         "plans_reused": "Decode steps that reused the last plan.",
@@ -53,7 +54,7 @@ _DOCUMENTATION = {
     },
 }
 _LABELS = {name: label for label, names in _DOCUMENTATION.items() for name in names}
-_ENTRIES = {  # name of the entry of counters that have other names
+_ENTRIES = {  # for a counter whose entry of `Counters` has another name: the entry's name
     "kv_tokens_read": "kv_tokens_planned",
     "plans_built": "causes",
     "private_steps": "steps_without_sharing",
@@ -61,7 +62,7 @@ _ENTRIES = {  # name of the entry of counters that have other names
 
 
 class MetricClasses(NamedTuple):
-    """Classes of metrics, from prometheus_client or from an embedder with the same interface."""
+    """The classes of metrics: those of prometheus_client, or an embedder's with its interface."""
 
     counter: Any
     gauge: Any
@@ -84,7 +85,7 @@ def _metric(make: Any, name: str, documentation: str, labels: tuple[str, ...], *
 
 
 class StepMetrics:
-    """The metrics of a backend. Call `start()` once, and `add_step()` after each decode step."""
+    """The metrics of decode steps. Call `start()` once, and `add_step()` after each step."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class StepMetrics:
             )
             for name, label in _LABELS.items()
         }
-        for name in _DOCUMENTATION[""]:  # recording rules cannot add missing series
+        for name in _DOCUMENTATION[""]:  # begins at 0: recording rules cannot add up missing series
             self._counter(name, "")
         self._kv_read_ratio = _metric(
             classes.gauge,
@@ -183,7 +184,7 @@ def _by_label(name: str, counters: Counters) -> dict[str, int]:
 
 
 class LayerMetrics:
-    """The metric of how many layers pat decodes, and how many the default backend, by reason."""
+    """The metric that counts the layers that pat decodes, and the others by reason."""
 
     def __init__(self, labels: dict[str, str], classes: MetricClasses | None = None) -> None:
         """Make the metric. See `StepMetrics` for the arguments."""

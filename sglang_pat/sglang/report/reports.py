@@ -61,7 +61,7 @@ class StepReports:
             self._stats_file.start()
 
     def add_step(self, planning: PlanningTime, num_repeated: int = 0) -> None:
-        """Report a planned decode step. num_repeated: the repeated steps just before it."""
+        """Report a planned decode step. num_repeated: how many repeated steps preceded it."""
         if self._metrics is not None:
             self._metrics.add_step(planning)
         if self._log is not None:
@@ -86,7 +86,7 @@ class StepReports:
 
 
 def warn_without_prefix_cache(memory: Any, disaggregation: Any) -> None:
-    """Log a warning if an option, which the warning names, keeps SGLang from caching prefixes.
+    """If an option keeps SGLang from caching prefixes, log a warning that names the option.
 
     The arguments are those of SGLang's `get_memory()` and `get_disagg()`.
     """
@@ -147,7 +147,7 @@ def metric_classes() -> MetricClasses:
 
 
 class StepLog:
-    """Logs how the counters have changed, every `interval` steps.
+    """Every `interval` steps, logs how the counters have changed.
 
     The first step only sets the baseline, so that SGLang's warm-up and captures are not logged.
     """
@@ -160,7 +160,7 @@ class StepLog:
 
     @property
     def steps_left(self) -> int:
-        """Return how many steps may be added late, with the next one, without delaying a line."""
+        """Return how many steps a later add_steps() call may count without delaying a log line."""
         return max(self._interval - self._steps - 1, 0)  # an interval of -1 logs every step
 
     def add_steps(self, count: int = 1) -> None:
@@ -177,7 +177,7 @@ class StepLog:
         self._steps = 0
 
 
-# Counters of speculative decoding, with the log's names of their steps and tokens.
+# Counters of speculative decoding: name, and what the log calls their steps and their tokens.
 _SPECULATION = (
     ("verify", "verify", "verified"),
     ("draft", "draft", "draft"),
@@ -197,7 +197,7 @@ def log_line(before: Counters, counters: Counters) -> str:
     ratio = since("kv_tokens_planned") / query_centric if query_centric else 1.0
     unshared = [sum(each["steps_without_sharing"].values()) for each in (before, counters)]
     speculation = ""
-    for name, step, token in _SPECULATION:  # only those that this server counts
+    for name, step, token in _SPECULATION:  # only kinds of steps that this server counts
         now, then = counters.get(name), before.get(name, {})
         if now is not None:
             steps, rows = (now[each] - then.get(each, 0) for each in ("steps", "rows"))
@@ -220,7 +220,7 @@ def _reasons(before: Counters, counters: Counters) -> str:
 
 
 def _times(planning_ns: PlanningTimes) -> str:
-    """Return p50/p99 planning times by kind of step, cheapest first; "" if there are none."""
+    """Return p50/p99 planning times by kind of step, the cheapest kind first. "": no times."""
     kinds = [kind for kind in get_args(PlanningClass) if planning_ns.get(kind)]
     percentiles = [[planning_ns.percentile_us(kind, p) for p in (50, 99)] for kind in kinds]
     return ", ".join(

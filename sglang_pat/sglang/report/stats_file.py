@@ -16,7 +16,7 @@ from sglang_pat.stats import Counters
 
 logger = logging.getLogger(__name__)
 
-# Pause between two writes. SIGKILL loses at most the counts of this time and of one write.
+# Pause between two writes. SIGKILL loses at most what was counted in one pause and one write.
 WRITE_SECONDS = 0.05
 _QUIET_WRITES = 10  # after so many writes without a change, the thread sleeps until mark()
 _SETTLED_SECONDS = 0.25
@@ -35,7 +35,7 @@ class StatsFile:
         self._read_counters = read_counters
         self._written: Counters | None = None
         self._outdated = threading.Event()
-        self._writing = threading.Lock()  # held by the thread, or at the end of the process
+        self._writing = threading.Lock()  # held while the file is written
 
     def start(self) -> None:
         """Write the file, and keep it up to date until the process ends."""
@@ -62,7 +62,7 @@ class StatsFile:
         try:
             while True:
                 self._outdated.wait()
-                self._outdated.clear()  # before reading, because a step counts before it marks
+                self._outdated.clear()  # first, so that a step counted during write() sets it again
                 # Draft extends, and tree changes between steps, are counted without mark(), so the
                 # thread writes a few more times.
                 num_quiet = 0

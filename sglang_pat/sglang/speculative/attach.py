@@ -200,7 +200,7 @@ def _captured_extends(worker: Any, backend: PatMixin) -> Any:
     )
 
     captured = EAGLEDraftExtendCudaGraphRunner(worker)
-    return None if backend.needs_default else captured  # perhaps since the warm-up
+    return None if backend.needs_default else captured  # a layer fell back in the warm-up
 
 
 def _without_hidden_states(execute: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:

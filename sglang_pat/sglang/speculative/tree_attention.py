@@ -50,8 +50,8 @@ class TreeKv(DraftKv):
     Attributes
     ----------
     masks
-        The buffer for SGLang's masks, by which drafts read drafts. It has the size of the largest
-        graph: bool `[requests, draft tokens, draft tokens]`. None before `reserve`.
+        The buffer for SGLang's masks, which say which drafts each draft reads. It has the size of
+        the largest graph: bool `[requests, draft tokens, draft tokens]`. None before `reserve`.
     """
 
     def __init__(self, num_drafts: int, device: torch.device) -> None:

@@ -17,9 +17,9 @@ from sglang_pat.sglang.start.environment import Environment
 from sglang_pat.sglang.start.server_options import early_reason
 from sglang_pat.support import BACKEND
 
-# Attributes of ServerArgs: whether the user chose pat, and the backend that the user named for the
-# draft model, which SGLang overwrites for some algorithms. They are not fields, so dumps of the
-# arguments leave them out.
+# Attributes that pat sets on ServerArgs. They are not fields, so dumps of the arguments leave them
+# out. _ASKED_FOR: whether the user chose pat. _NAMED_DRAFT: the backend that the user named for the
+# draft model, kept because SGLang overwrites this option for some algorithms.
 _ASKED_FOR = "_sglang_pat_decodes"
 _NAMED_DRAFT = "_sglang_pat_draft_backend"
 _ALL_MODES, _PREFILL, _DECODE = (
@@ -31,11 +31,11 @@ _DRAFT = "speculative_draft_attention_backend"
 
 
 def around_resolution(resolve: Callable[[Any], None], arguments: Any) -> None:
-    """Hook AROUND the method of ServerArgs that resolves arguments, perhaps several times.
+    """Hook AROUND the method of ServerArgs that resolves arguments. SGLang may call it repeatedly.
 
-    Raises ValueError if `pat` is chosen for prefill, if an environment variable is wrong, or if
-    strict mode is on and pat decodes nothing with these options. Raises RuntimeError if SGLang has
-    put `pat` back.
+    Raises ValueError if `pat` is chosen only for prefill or for a draft model, if an environment
+    variable of pat is wrong, or if strict mode is on and pat decodes nothing with these options.
+    Raises RuntimeError if SGLang has put `pat` back.
     """
     options = (_ALL_MODES, _PREFILL, _DECODE, _DRAFT)
     asks = BACKEND in [getattr(arguments, name) for name in options]

@@ -1,7 +1,7 @@
 """All SGLANG_PAT_* environment variables, with their meaning, type and default.
 
-They are read while SGLang resolves its arguments, so that mistakes show before the model is loaded,
-and again when SGLang builds the backend.
+They are read twice: while SGLang resolves its arguments, so that mistakes show before the model is
+loaded, and when SGLang builds the backend.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Environment:
     debug
         SGLANG_PAT_DEBUG, 0, 1 or ranks. 1: check every decode step, planned or reused, against
         freshly read paths and the tree's own KV slots, and raise on a mismatch. Slow: each check
-        synchronises the device. 1 and ranks: compare each new plan with those of the ranks that
-        share its requests, and raise if they differ.
+        synchronises the device. 1 or ranks: compare each new plan with the plans of the ranks that
+        have the same requests, and raise if the plans differ.
     strict
         SGLANG_PAT_STRICT, 0 or 1. Refuse to start if the model, or one of its layers, would fall
         back to SGLang's default backend.
@@ -43,8 +43,8 @@ class Environment:
         writes a file. With data-parallel attention, only the first rank writes one.
     growth_tokens
         SGLANG_PAT_GROWTH_TOKENS, 1 to 65536. A new plan is made when a request has grown by more
-        tokens than this, or earlier (`PackAttention`). With 1, every other step is planned, to
-        measure the cost of planning.
+        tokens than this, or earlier (`PackAttention`). With 1, every other step is planned, which
+        serves to measure the cost of planning.
     kernel_cache
         SGLANG_PAT_KERNEL_CACHE. The folder of compiled kernels (`executors/kernel_cache.py`).
     batch_invariant
@@ -62,10 +62,10 @@ class Environment:
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
-        """Parse and check the variables of an environment, by default of this process's.
+        """Parse and check the variables of an environment, by default this process's.
 
-        Raises ValueError, which names the variable, for a SGLANG_PAT_ variable that does not exist
-        and for a value that is not allowed, such as a stats file that cannot be written.
+        Raises ValueError that names the variable, if pat has no such SGLANG_PAT_ variable or does
+        not allow the variable's value (such as a stats file that cannot be written).
         """
         given = os.environ if variables is None else variables
         ours = {name: value for name, value in given.items() if name.startswith(PREFIX)}

@@ -15,7 +15,7 @@ AFTER, AROUND = HookType.AFTER, HookType.AROUND
 
 
 class Hook(NamedTuple):
-    """A function that hooks a method of SGLang."""
+    """A function that is run after or around a method of SGLang."""
 
     # `module:Class.method` in sglang.srt. SGLang applies the hooks of each target string only once.
     # If another plug-in had used the same string earlier, this hook would be lost. So pat writes a
@@ -26,7 +26,7 @@ class Hook(NamedTuple):
 
 
 def install_hooks(hooks: Sequence[Hook]) -> None:
-    """Install hooks in this process, once. Raise RuntimeError if one has no effect."""
+    """Install hooks in this process, once. Raise RuntimeError if a hook has no effect."""
     for target, function, kind in hooks:
         if not _is_hooked(target, function):
             HookRegistry.register(f"sglang.srt.{target}", function, kind)
@@ -35,7 +35,7 @@ def install_hooks(hooks: Sequence[Hook]) -> None:
 
 
 def check_hooks(hooks: Sequence[Hook]) -> None:
-    """Raise RuntimeError, which names the hook, if one is not in place. SGLang only logs this."""
+    """Raise RuntimeError if a hook is not in place. SGLang itself would only log an error."""
     for target, function, _ in hooks:
         if not _is_hooked(target, function):
             raise RuntimeError(

@@ -3,7 +3,7 @@
 The whole model falls back if a server option or the type of the model rules out all layers.
 Otherwise each layer's shape, KV pool and scales decide. Scales are the numbers by which SGLang
 divides a layer's keys and values before it stores them in a one-byte dtype. Not all backends use
-them, and pat must read KV that the default backend has stored in a prefill.
+scales, and pat must read KV as the default backend has stored it in a prefill.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from sglang_pat.sglang.start.layer_support import LayerSupport, read_scales
 from sglang_pat.sglang.start.server_options import batch_invariant, drafts_of, server_reason
 from sglang_pat.support import Unsupported
 
-# Names of the sinks in SGLang's models. The sinks are found for the log only.
+# Names of attention sinks in SGLang's models. pat looks for sinks only to log which layers have
+# them.
 _SINKS = ("sinks", "attention_sink_bias")
 
 
@@ -98,7 +99,7 @@ def layers_of_model(
     whole: Unsupported | None,
     reason_of: Callable[[RadixAttention], Unsupported | None],
 ) -> LayerSupport:
-    """Decide which layers of a model pat decodes, by given functions.
+    """Decide which layers of a model pat decodes.
 
     whole: why all layers fall back, or None. reason_of: returns why a layer falls back, or None.
     """
@@ -177,7 +178,7 @@ def _with_lora_on_latent(model: torch.nn.Module) -> frozenset[int]:
 
 
 def model_reason(config: Any) -> Unsupported | None:
-    """Return why all layers of a model fall back, by its ModelConfig, or None."""
+    """Return why a ModelConfig makes all layers of the model fall back, or None."""
     name = ", ".join(config.hf_config.architectures or ["unknown"])
     if not getattr(config, "is_generation", True):
         return Unsupported("attention", f"a model that answers with no tokens ({name})")
@@ -191,9 +192,9 @@ def model_reason(config: Any) -> Unsupported | None:
 
 
 def _is_sparse(config: Any) -> bool:
-    """Return True if SGLang runs the model on its own backend for sparse attention.
+    """Return True if SGLang runs the model on a special backend for sparse attention.
 
-    That backend wraps or replaces the default one, so no layer would ever reach pat.
+    The special backend wraps or replaces the default one, so no layer would ever reach pat.
     """
     text_config = getattr(config, "hf_text_config", None)
     is_sparse = is_minimax_sparse(config.hf_config) or is_deepseek_dsa(config.hf_config)
@@ -206,7 +207,7 @@ def _is_sparse(config: Any) -> bool:
 def window_reason(model: torch.nn.Module) -> Unsupported | None:
     """Return a reason if the model's class has a window that its layers do not show.
 
-    In such a model, fa3 reads the whole prompt, but only the last of the tokens after it.
+    In such a model, fa3 reads the whole prompt, and of the tokens after it only the last ones.
     """
     asks = getattr(model, "is_prefill_aware_swa", bool)
     return Unsupported("sliding window", "behind the prompt") if asks() else None
@@ -259,7 +260,7 @@ def layer_reason(
 
 
 def kernels_reason(layer: RadixAttention, model_runner: Any) -> Unsupported | None:
-    """Return why there are no kernels for a layer on this GPU, though on others, or None.
+    """Return why pat has kernels for a layer on other GPUs but not on this one, or None.
 
     Reads only `device` of the model runner.
     """
@@ -301,7 +302,7 @@ def _rows_of(layer: RadixAttention, model_runner: Any, default: str) -> dict[str
 def _latent_pool_reason(
     layer: RadixAttention, model_runner: Any, default: str
 ) -> Unsupported | None:
-    """Return a reason unless a layer's KV is one row per slot that begins with the values."""
+    """Return a reason unless the layer's KV is one row per slot, which begins with the value."""
     dtype = model_runner.kv_cache_dtype
     if dtype != model_runner.dtype and not is_converted(model_runner):
         return Unsupported("dtype of queries and KV cache", f"a KV cache of {dtype}")
@@ -336,7 +337,7 @@ def shape_reason(
     one_byte: bool = False,
     default: str = "",
 ) -> Unsupported | None:
-    """Return why a layer falls back, by its attributes, or None.
+    """Return why a layer's attributes make it fall back, or None.
 
     types: see `layers_of_runner`. one_byte, default: see `support.fills_tile`.
     """
@@ -360,14 +361,15 @@ def shape_reason(
     return None
 
 
-_VERIFIES_WINDOWS = ("fa3", "torch_native")  # verify with the same window as they decode
-_WITHIN_CHUNKS = ("fa3",)  # other backends ignore a layer's chunks
+# Backends that use the same window when they verify as when they decode.
+_VERIFIES_WINDOWS = ("fa3", "torch_native")
+_WITHIN_CHUNKS = ("fa3",)  # backends that respect a layer's chunks
 
 
 def layer_window_reason(
     layer: RadixAttention, model_runner: Any, default: str
 ) -> Unsupported | None:
-    """Return why a layer falls back because of its window, or None.
+    """Return why a layer's window makes it fall back, or None.
 
     Reads only `server_args`, `sliding_window_size`, `attention_chunk_size` and `is_draft_worker` of
     the model runner.
@@ -383,7 +385,7 @@ def layer_window_reason(
             return Unsupported("sliding window", f"{size} of a draft model")
         if not drafts.are_chains or drafts.lengths_are_bounds:
             return Unsupported("sliding window", f"{size} with drafts in trees or blocks")
-        if default not in _VERIFIES_WINDOWS:  # others verify with another window
+        if default not in _VERIFIES_WINDOWS:  # verifies with another window than pat
             return Unsupported("sliding window", f"{size} with drafts on {default}")
     if batch_invariant(arguments, Environment.read()):
         return Unsupported("sliding window", f"{size} in batch-invariant mode")
@@ -418,10 +420,10 @@ def has_window(layer: RadixAttention, model_runner: Any) -> bool:
 
 
 def window_size(layer: RadixAttention, model_runner: Any, default: str) -> int | None:
-    """Return how many tokens of a request the default backend reads at most when it decodes.
+    """Return the most tokens of a request that the default backend reads when it decodes.
 
-    Returns 0 for all tokens, and None if it is not known. The number includes the new token, which
-    SGLang's sizes do not include. triton reads one token less than others when it decodes.
+    0: it reads all tokens. None: the number is not known. The number includes the new token, which
+    SGLang's sizes do not include. When triton decodes, it reads one token less than other backends.
     """
     if not has_window(layer, model_runner):
         return 0
@@ -458,14 +460,14 @@ def _pool_reason(layer: RadixAttention, model_runner: Any) -> Unsupported | None
 def _window_pool_reason(layer: RadixAttention, model_runner: Any) -> Unsupported | None:
     """Return a reason if pat cannot find the slots of the tokens in a layer's window."""
     pool = model_runner.token_to_kv_pool
-    # The layer has no window, or all layers have the same pool.
+    # There is no reason if the layer has no window, or if all layers have the same pool.
     if not has_window(layer, model_runner) or not hasattr(pool, "full_kv_pool"):
         return None
     is_known = (
         type(pool) is SWAKVPool
         and pool.layers_mapping[layer.layer_id][1]
         and isinstance(pool.full_to_swa_index_mapping, torch.Tensor)
-        and getattr(pool, "swa_req_ring_size", None) is None  # else requests have rings
+        and getattr(pool, "swa_req_ring_size", None) is None  # else each request has a ring
     )
     return None if is_known else Unsupported("KV pool", f"{type(pool).__name__} with windows")
 
@@ -491,7 +493,7 @@ def are_scaled(model_runner: Any, default: str) -> bool:
 
 
 def scales_reason(layer: RadixAttention, model_runner: Any, default: str) -> Unsupported | None:
-    """Return why a layer falls back because of its scales, or None. Waits for the device."""
+    """Return why a layer's scales make it fall back, or None. Waits for the device."""
     if model_runner.kv_cache_dtype_str in _BLOCK_SCALED:
         return Unsupported("dtype of queries and KV cache", model_runner.kv_cache_dtype_str)
     if not are_scaled(model_runner, default):

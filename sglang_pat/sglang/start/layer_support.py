@@ -35,7 +35,7 @@ class LayerSupport:
         self.chunked: frozenset[int] = frozenset()  # ids of the layers that attend within chunks
         # Maps slots to slots in the window pool. None: there is no separate window pool.
         self.window_slots: torch.Tensor | None = None
-        self.drafts_ahead = 0  # tokens by which requests may be longer on the device
+        self.drafts_ahead = 0  # how many tokens a request may be ahead of the host
         self.fallback: dict[int, Unsupported] = {}  # why layers fall back, by layer id
         self.whole: Unsupported | None = None  # why the whole model falls back, or None
         self.sinks: frozenset[int] = frozenset()  # ids of the layers with attention sinks
@@ -55,11 +55,11 @@ class LayerSupport:
     def fallback_reason(
         self, layer: RadixAttention, arguments: dict[str, Any]
     ) -> Unsupported | None:
-        """Return a reason to fall back that only a step shows, or None.
+        """Return a reason to fall back that shows only in a step, or None.
 
         Reasons are that the layer was not found at start-up, that latent attention is not absorbed,
-        or that the model passes an argument that pat would ignore. Returns None too if the layer
-        has already fallen back.
+        or that the model passes an argument that pat would ignore. If the layer has already fallen
+        back, returns None.
         """
         what, shape = None, self.shapes.get(layer.layer_id)
         if shape is None:
@@ -86,7 +86,7 @@ class LayerSupport:
         self.shapes = {}
 
     def check_strict(self) -> None:
-        """Raise ValueError, which has the first reason, if a layer falls back."""
+        """Raise ValueError with the first reason if a layer falls back."""
         if self.whole is not None:
             raise self.whole.refusal()
         for layer_id, reason in sorted(self.fallback.items()):
@@ -137,10 +137,10 @@ class LayerSupport:
 
 
 def read_scales(layer: RadixAttention) -> tuple[Scale, Scale]:
-    """Return the scales of a layer's stored keys and values, which are 1 for latent KV.
+    """Return the scales of a layer's stored keys and values. For latent KV, both scales are 1.
 
-    A scale may be the tensor by which the pool divides. SGLang also has its value as a number, but
-    an update of the weights changes only the tensor.
+    A scale may be the tensor by which the pool divides. SGLang also keeps the tensor's value as a
+    number, but an update of the weights changes only the tensor.
     """
     if support.is_latent(layer.qk_head_dim, layer.v_head_dim):
         return 1.0, 1.0

@@ -8,7 +8,8 @@ from sglang_pat.sglang.compat import environment_is_set, plan_stream_waits, reso
 from sglang_pat.sglang.start.environment import Environment
 from sglang_pat.support import KV_CACHE_DTYPES, Unsupported
 
-# Server arguments that change which KV a decode step reads, or which backend decodes, or how.
+# Server arguments with which pat decodes nothing, because they change which KV a decode step reads,
+# which backend decodes, or how SGLang runs the backend.
 DELEGATED_ARGUMENTS = {
     "enable_two_batch_overlap": "--enable-two-batch-overlap",
     "enable_pdmux": "--enable-pdmux",
@@ -20,17 +21,17 @@ DELEGATED_ARGUMENTS = {
     "enable_mis": "--enable-mis",
     "dllm_algorithm": "--dllm-algorithm",
 }
-# Algorithms by the form of their drafts. CHAINS: a draft model drafts one token after the other,
-# and with a topk above 1 it branches into trees. BLOCKS: a draft model drafts a block of tokens at
-# once. TREES: drafts are found in earlier text, and form trees.
+# Speculative algorithms by the form of their drafts. CHAINS: a draft model drafts one token after
+# the other (with a topk above 1, its drafts form trees). BLOCKS: a draft model drafts a block of
+# tokens at once. TREES: drafts are found in earlier text, and form trees.
 CHAINS = ("EAGLE", "EAGLE3", "FROZEN_KV_MTP", "NEXTN", "STANDALONE")
 BLOCKS = ("DFLASH", "DSPARK")
 TREES = ("NGRAM",)
 # Makes SGLang prepare verify steps and draft extend on a separate stream.
 PLAN_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
-# With "static", DSPARK verifies the same number of drafts of each request.
+# With "static", DSPARK verifies the same number of drafts for each request.
 RAGGED_VERIFY = "SGLANG_RAGGED_VERIFY_MODE"
-# Makes SGLang capture what a backend does before a replay, and no longer call the backend then.
+# Makes SGLang capture what a backend does before a replay, instead of calling the backend then.
 GLUE_GRAPH = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
 
 
@@ -44,8 +45,8 @@ def attention_backends(arguments: Any) -> tuple[str, str]:
 def batch_invariant(arguments: Any, environment: Environment) -> bool:
     """Return True if pat must compute bit-identical results in any batch.
 
-    It must if pat's environment variable or SGLang's deterministic inference is on. An on-policy RL
-    target turns on the latter.
+    It must if SGLANG_PAT_BATCH_INVARIANT or SGLang's deterministic inference is on. An on-policy RL
+    target turns on deterministic inference.
     """
     deterministic = resolved(arguments, "enable_deterministic_inference")
     return environment.batch_invariant or bool(deterministic)
@@ -102,7 +103,7 @@ class Drafts(NamedTuple):
 
     counts: tuple[int, ...]  # drafts per request; several counts if adaptive
     are_chains: bool  # whether drafts form chains; otherwise they may branch
-    lengths_are_bounds: bool = False  # whether requests may be shorter than on the host
+    lengths_are_bounds: bool = False  # whether the host may overestimate requests' lengths
 
 
 def drafts_of(arguments: Any) -> Drafts | None:
@@ -122,8 +123,8 @@ def drafts_of(arguments: Any) -> Drafts | None:
 
 
 def drafts_now(arguments: Any) -> int:
-    """Return the draft tokens per request for the backend that SGLang is building now."""
-    if resolved(arguments, "speculative_adaptive"):  # set before SGLang builds each backend
+    """Return the number of draft tokens per request for the backend that SGLang builds now."""
+    if resolved(arguments, "speculative_adaptive"):  # SGLang sets the number for each backend
         from sglang.srt.runtime_context import get_spec
 
         return int(get_spec().speculative_num_draft_tokens)
@@ -136,10 +137,10 @@ def branches_of(arguments: Any) -> int:
 
 
 def early_reason(arguments: Any) -> Unsupported | None:
-    """Return why pat decodes nothing, by resolved server arguments alone, or None.
+    """Return why pat decodes nothing, as far as resolved server arguments tell, or None.
 
-    The reason is that of `server_reason`, or a reason that all layers will have once there is a KV
-    pool.
+    The reason comes from `server_reason()`, or is a dtype of the KV cache that would make every
+    layer fall back.
     """
     reason = server_reason(arguments)
     dtype = resolved(arguments, "kv_cache_dtype")

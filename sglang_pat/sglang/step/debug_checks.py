@@ -1,9 +1,9 @@
 """SGLANG_PAT_DEBUG=1 checks every decode step in the running engine.
 
-StepChecker compares a step with SGLang's radix tree and request table, to find wrong kept paths and
-wrong plan reuse. It synchronises the device, so it is for tests and for finding errors. RankChecker
-compares the plans of all tensor-parallel ranks. With SGLANG_PAT_DEBUG=ranks it is the only check,
-so that steps repeat their plans as they do in production.
+StepChecker compares a step with SGLang's radix tree and request table, to find paths that were kept
+and plans that were reused although they had changed. It synchronises the device, so it is for tests
+and for finding errors. RankChecker compares the plans of tensor-parallel ranks. With
+SGLANG_PAT_DEBUG=ranks, only RankChecker runs, so that steps repeat plans as they do in production.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class DebugChecks:
 
     def __init__(self) -> None:
         self._steps: dict[PackAttention, StepChecker] = defaultdict(StepChecker)
-        # Per builder: the attention that planned its last step, and the lengths of that step.
+        # Per builder: the PackAttention that planned its last step, and the lengths in that step.
         self._before: dict[DecodeBatchBuilder, tuple[PackAttention, IntArray]] = {}
 
     def check_growth(
         self, attention: PackAttention, builder: DecodeBatchBuilder, *, would_repeat: bool
     ) -> None:
-        """Raise RuntimeError if a request has not grown in a step that repeats the last one.
+        """Raise RuntimeError if `would_repeat` is True and a request has not grown by one token.
 
         would_repeat: whether the step would repeat the last one if checks were off.
         """
@@ -59,7 +59,7 @@ class DebugChecks:
     ) -> None:
         """Raise RuntimeError that names the request if a check fails.
 
-        made: the result of `StepPlans.plan()` for `tensors`. builder: the builder that has just
+        made: what `StepPlans.plan()` returned for `tensors`. builder: the builder that has just
         read the step. request_lens: the lengths of the step's requests, on the device.
         """
         shared = builder.last_shared
@@ -82,7 +82,7 @@ class StepChecker:
     """Finds requests for which the plan of a step reads wrong KV."""
 
     def __init__(self) -> None:
-        self._planned: list[torch.Tensor] | None = None  # the shared slots of each request
+        self._planned: list[torch.Tensor] | None = None  # the last step's shared slots
 
     def check(
         self,
@@ -94,7 +94,7 @@ class StepChecker:
         *,
         plan_is_new: bool,
     ) -> None:
-        """Raise RuntimeError, which names the request, if the plan reads wrong KV for a request.
+        """Raise RuntimeError that names the request if the plan reads wrong KV for a request.
 
         reqs: the requests of the step that was just planned, in row order.
         """
@@ -107,7 +107,8 @@ class StepChecker:
         in_tree = [[(node[0], node[3]) for node in path] for path in source.read(reqs)]
         _check_kept(reqs, forest, in_tree)
         slots = [
-            # copy=True, because SGLang rewrites the table in place, which may be on the CPU.
+            # copy=True, because SGLang rewrites the table in place, and the table may be on the
+            # CPU.
             req_to_token[row, : ends[-1][1] if ends else 0].to("cpu", torch.int64, copy=True)
             for row, ends in zip(rows, in_tree, strict=True)
         ]
@@ -124,7 +125,7 @@ class StepChecker:
 def check_growth(before: IntArray, now: IntArray) -> None:
     """Raise RuntimeError unless each length, except the 0 of padding, has grown by one.
 
-    Steps that repeat the last one rely on that (`plan_reuse.py`).
+    A step that repeats the last one assumes this growth (`plan_reuse.py`).
     """
     if not np.array_equal(now, np.where(before > 0, before + 1, 0)):
         raise RuntimeError(
@@ -152,7 +153,7 @@ def check_windows(
     req_pool_indices: torch.Tensor,
     seq_lens: torch.Tensor,
 ) -> None:
-    """Raise RuntimeError unless each request's row has each slot of its window once."""
+    """Raise RuntimeError unless each request's row reads each slot of the request's window once."""
     steps = zip(attention.slots(), req_pool_indices.tolist(), seq_lens.tolist(), strict=False)
     for request, (found, row, length) in enumerate(steps):
         slots = req_to_token[row, length - attention.attended(length) : length].long()
@@ -163,7 +164,7 @@ def check_windows(
 
 
 def _check_kept(reqs: Sequence[Request], forest: PrefixForest, in_tree: list[_Ends]) -> None:
-    """Raise RuntimeError unless the forest's paths are those of the tree, except for splits."""
+    """Raise RuntimeError if the forest's paths differ from the tree's by more than node splits."""
     kept = [[(node_id, end) for node_id, _, end in path] for path in forest.paths()]
     if len(kept) != len(reqs):
         raise RuntimeError(f"the paths of {len(kept)} requests were kept for {len(reqs)}")
@@ -189,7 +190,7 @@ def _check_reuse(
 
 @dataclass(slots=True)
 class RankChecker:
-    """Compares plans, and how long they took, within a group of ranks.
+    """Compares, within a group of ranks, the plans and how long planning took.
 
     All ranks of the group call `check` for every step that they plan.
     """
@@ -215,7 +216,8 @@ class RankChecker:
     def check(self, plans: Sequence[DecodePlan], times_ns: Sequence[int]) -> None:
         """Raise RuntimeError on all ranks if their plans differ. Waits for the other ranks.
 
-        times_ns: the host times of the steps that repeated the last planned step, then of this one.
+        times_ns: the host times of the steps that repeated the last planned step, then the host
+        time of this step.
         """
         if self.group is None:
             return

@@ -1,7 +1,7 @@
 """Microbatches: the batches that SGLang runs in turn, each with its own paths and plans.
 
-With pipeline parallelism, several batches of different requests alternate on a rank. Each keeps its
-paths and plan for its next step. Without pipeline parallelism there is one batch.
+With pipeline parallelism, several batches of different requests alternate on a rank. Each batch
+keeps its paths and its plan for its next step. Without pipeline parallelism there is one batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Microbatch:
     captured: StepPlans | None = None
 
     def plans(self) -> list[StepPlans]:
-        """Return the plans of this microbatch, of eager steps and of graphs."""
+        """Return the plans for eager steps and, after `reserve()`, those for CUDA graphs."""
         return [self.eager] if self.captured is None else [self.eager, self.captured]
 
 
@@ -51,8 +51,8 @@ class Microbatches:
         """Return the microbatch of a step.
 
         Requests stay in their batch while they run, so the first request identifies the batch. If
-        no microbatch knows that request, the step gets the microbatch that was not used for
-        longest.
+        no microbatch knows that request, the step gets the microbatch whose last use is longest
+        ago.
         """
         if len(self._recent) == 1 or step is None:
             return self._recent[0]
@@ -87,9 +87,9 @@ class Microbatches:
         """Allocate the buffers that CUDA graphs capture. reservation: arguments of PackAttention.
 
         All microbatches share the buffers, because SGLang captures the graphs once. A microbatch
-        sends its plan again if another one has used the buffers in between. An equal reservation
-        keeps the buffers, because a draft model's graphs may have captured them, and SGLang does
-        not capture these again when it captures the served model's graphs.
+        sends its plan again if another microbatch has used the buffers in between. An equal
+        reservation keeps the buffers: a draft model's graphs may hold their addresses, and SGLang
+        does not recapture those graphs together with the served model's.
         """
         if reservation == self._reservation:
             return

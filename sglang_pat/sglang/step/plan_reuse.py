@@ -3,7 +3,7 @@
 A CUDA graph reads its plan from buffers with fixed addresses. If the next step has the same
 requests and replays the same graph, it can use the plan in the buffers. The host then only compares
 a few fields and appends to a list. In plain decode steps it does not even read the lengths, because
-each request is one token longer. With CUDA graphs, nearly all steps repeat the last one.
+each request is exactly one token longer. With CUDA graphs, nearly all steps repeat the last one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LastPlan:
     reqs: list[Request]
     plans: StepPlans
     num_rows: int
-    why: StepReason  # why a step is planned when `steps` is used up
+    why: StepReason  # why the next step is planned once `steps_left` is 0
     steps_left: int = 0
 
 
@@ -52,7 +52,7 @@ class PlanReuse:
 
         The arguments are the step's type, its requests (None in a warm-up), the plans that it
         reads, and the size of its graph. Types, requests and plans are compared by identity.
-        Returns None if the step repeats the last one, provided that `StepType.repeat` agrees.
+        Returns None if the step repeats the last one, unless `StepType.repeat` then objects.
         """
         last = self._last
         if last is None:
@@ -89,7 +89,7 @@ class PlanReuse:
         num_rows: int,
         why: StepReason,
     ) -> None:
-        """Make this step the last one. `why` prevents repeats until `permit_skips`."""
+        """Make this step the last one. Until permit_skips(), `why` is why no step repeats it."""
         self._last = None if reqs is None else LastPlan(kind, reqs, plans, num_rows, why)
 
     def permit_skips(self, steps: int) -> None:
@@ -99,7 +99,7 @@ class PlanReuse:
             last.steps_left, last.why = steps, StepReason.DUE
 
     def block_skips(self, why: StepReason) -> None:
-        """Allow no step to repeat the last one. Its plan stays in the buffers."""
+        """Allow no step to repeat the last one, for the reason `why`. The plan stays in place."""
         last = self._last
         if last is not None and last.why is not StepReason.MOVED:
             last.steps_left, last.why = 0, why
@@ -107,7 +107,7 @@ class PlanReuse:
     # --- PathCache ---
 
     def invalidate(self, ids: Collection[int]) -> None:
-        """Force a new plan, unless `ids` is empty as in a mixed batch without prefills."""
+        """Force a new plan in the next step, unless `ids` is empty: then no path has changed."""
         if ids:
             self.block_skips(StepReason.MOVED)
 
@@ -117,7 +117,7 @@ class PlanReuse:
 
 
 class SkippedPlanning:
-    """Counts the steps that repeat a planned step, which `begin()` sets.
+    """Counts the steps that repeat a planned step. `begin()` sets the planned step.
 
     The thread that decodes calls begin(), end() and add(). Any thread may call stats().
     """
@@ -136,7 +136,7 @@ class SkippedPlanning:
         self._growths: list[int] = []  # gained KV tokens, only in speculative decoding
         self._times: list[int] = []
         self._lock = threading.Lock()
-        self._num_counted = 0  # entries of `_times`
+        self._num_counted = 0  # entries of `_times` that were counted
         self._tokens = KvTokens(0, 0, 0)  # of the planned step
         self._num_growing = 0
         self._stats = PlanStats()
@@ -144,14 +144,14 @@ class SkippedPlanning:
     def begin(self, tokens: KvTokens, num_growing: int) -> None:
         """Begin to count steps that repeat a planned step with these KV tokens.
 
-        num_growing: requests that grow by one token per step, for add() without growth.
+        num_growing: how many requests grow by one token per step. add() uses it without `growth`.
         """
         self.end()
         with self._lock:
             self._tokens, self._num_growing = tokens, num_growing
 
     def end(self) -> list[int]:
-        """Count the remaining steps, and return the host times in ns of all since begin()."""
+        """Count the remaining steps. Return the host times in ns of all steps since begin()."""
         times = self._times
         if times:
             with self._lock:
@@ -162,11 +162,11 @@ class SkippedPlanning:
     def add(self, begun_ns: int, growth: int | None = None) -> None:
         """Count a step that repeats the last one.
 
-        begun_ns: `time.perf_counter_ns()` when work on the step began. growth: by how many KV
-        tokens the step exceeds the planned one. None: by one per growing request and step. After a
-        begin(), all steps or none must have a growth.
+        begun_ns: `time.perf_counter_ns()` when work on the step began. growth: how many KV tokens
+        more than the planned step this step reads. None: one per growing request and per step since
+        the planned one. Between two calls of begin(), either all steps or none have a growth.
         """
-        if growth is not None:  # appended before the time, by which stats() counts
+        if growth is not None:  # appended first, because stats() looks only for new times
             self._growths.append(growth)
         self._times.append(time.perf_counter_ns() - begun_ns)
         if self._on_step is not None:

@@ -76,7 +76,7 @@ class StepPlanner:
         self._reuse = PlanReuse()
         self._reasons: Counter[str] = Counter()  # why steps were planned
         self._windows: Counter[str] = Counter()  # plans and KV tokens, for layers with windows
-        self._windows_repeated: Counter[str] = Counter()  # per repeated step
+        self._windows_repeated: Counter[str] = Counter()  # what a repeated step adds
         self._reports: StepReports | None = None
         self._skipped = SkippedPlanning(lambda planning: None)
 
@@ -97,7 +97,8 @@ class StepPlanner:
     ) -> StepPlans | None:
         """Plan the next capture or replay of a CUDA graph, in the graphs' buffers.
 
-        If the step repeats the last one, the plan is already there. Returns like `plan_eager`.
+        If the step repeats the last one, its plan is already there. Returns None if the step has no
+        rows.
         """
         begun_ns = time.perf_counter_ns()
         requests = kind.requests(forward_batch)
@@ -182,7 +183,8 @@ class StepPlanner:
             self._reuse.block_skips(StepReason.GRAPH)
         else:
             steps = sys.maxsize
-            # One rank logs. Where ranks are compared, all plan the same steps, and it logs late.
+            # Only one rank logs, and it plans a step whenever a line is due. If ranks are compared,
+            # all ranks must plan the same steps, so the line waits for the next planned step.
             if self._reports is not None and self._ranks is None:
                 steps = self._reports.steps_left
             self._reuse.permit_skips(min(kind.steps_to_repeat(builder, plans.steps_left()), steps))
@@ -213,7 +215,7 @@ class StepPlanner:
     # --- statistics ---
 
     def plan_counts(self) -> Counter[str]:
-        """Return the numbers of steps that were planned, and that reused the last plan."""
+        """Return how many plans were built, and how many steps reused the last plan."""
         stats = self._plan_stats()
         return Counter(
             plans_built=sum(each.plans_built for each in stats),
@@ -256,7 +258,7 @@ class TargetPlanner(StepPlanner):
         """Return the counters of all steps so far. Any thread may call this."""
         microbatches = list(self._microbatches)
         builders = [each.builder for each in microbatches]
-        # One is enough, because all builders watch the same tree.
+        # One monitor is enough, because all builders watch the same tree.
         events = [each.events.counts for each in builders if each.events is not None][:1]
         return read_counters(
             self._plan_stats(),
@@ -276,7 +278,7 @@ class TargetPlanner(StepPlanner):
 
 
 def _new_plans(support: LayerSupport, kinds: Iterable[LayerKind], **options: Any) -> StepPlans:
-    """Make a PackAttention for each kind of layers. options: arguments of PackAttention."""
+    """Make a PackAttention for each kind of layer. options: arguments of PackAttention."""
 
     def attention(kind: LayerKind) -> PackAttention:
         windows: dict[str, Any] = {}
@@ -302,5 +304,5 @@ def _new_plans(support: LayerSupport, kinds: Iterable[LayerKind], **options: Any
 
 
 def _num_microbatches(server_args: Any) -> int:
-    """Return the number of batches that alternate, which is above 1 in pipeline parallelism."""
+    """Return how many batches alternate on a rank: above 1 with pipeline parallelism."""
     return int(server_args.pp_size) + int(server_args.pp_async_batch_depth)

@@ -28,7 +28,7 @@ class ExecutionMode(Enum):
 
 
 class StepType:
-    """A type of step. The defaults are those of a plain decode step.
+    """A type of step. The defaults describe a plain decode step.
 
     Attributes
     ----------
@@ -37,9 +37,9 @@ class StepType:
     requests
         Returns the requests of a batch, or None if they are not known (warm-up, capture).
     repeat
-        Returns by how many tokens all requests together have grown, given the batch and its
-        requests, or None if one has outgrown the plan. The attribute itself is None if each request
-        grows by one token per step.
+        Given the batch and its requests, returns how many KV tokens its rows read in addition to
+        those of the planned step, or None if a request has outgrown the plan. The attribute itself
+        is None if each request grows by one token per step.
     """
 
     mode: ClassVar[ForwardMode] = ForwardMode.DECODE
@@ -48,7 +48,7 @@ class StepType:
 
     @property
     def graphs_are_complete(self) -> bool:
-        """Whether graphs write the rows' tensors themselves. If not, no step is a repeat."""
+        """Whether graphs write the rows' tensors themselves. If not, every step is planned."""
         return True
 
     def view(self, forward_batch: Any, requests: StepRequests | None) -> StepInputs:
@@ -62,7 +62,7 @@ class StepType:
         return view.req_pool_indices, view.seq_lens
 
     def steps_to_repeat(self, builder: DecodeBatchBuilder, growth: int) -> int:
-        """Return how many steps may repeat the one that was just planned.
+        """Return how many steps may repeat the step that was just planned.
 
         growth: by how many tokens each request may grow before it outgrows the plan.
         """

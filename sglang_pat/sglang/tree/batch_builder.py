@@ -139,7 +139,7 @@ class DecodeBatchBuilder:
         return lens
 
     def _rows(self, view: StepInputs, reqs: list[Request]) -> list[Request]:
-        """Return the rows of the requests."""
+        """Return the rows: one per request, or one per draft token."""
         return reqs
 
     def _source_of_rows(self) -> PathReader:

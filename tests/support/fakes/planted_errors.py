@@ -136,10 +136,7 @@ def _plant_in_reference() -> None:
 
 
 def _plant_around_kernels() -> None:
-    """Install the errors on a GPU: in a plan before the kernels, or in their output after them.
-
-    Steps must be eager: a graph would replay without this code.
-    """
+    """Install the errors on a GPU, around the kernels of eager steps."""
     import torch
 
     from sglang_pat.executors.cuda import CudaExecutor

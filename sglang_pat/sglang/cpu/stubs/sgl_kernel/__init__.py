@@ -1,7 +1,7 @@
 """Replaces SGLang's `sgl_kernel` wheel where no CUDA driver is present (`sglang_pat.sglang.cpu`).
 
-Every name in this package and in any submodule is a stub: it can be imported, and raises when it is
-called. `scalar_type` is plain Python and comes from the installed wheel.
+Every name in this package and its submodules can be imported, but is a stub, which raises
+NotImplementedError when called. `scalar_type` is plain Python and comes from the installed wheel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if cuda_driver_is_present():
 
 
 def _stub(qualified_name: str) -> type:
-    """Return a class, because SGLang also uses such names in annotations and `isinstance`."""
+    """Return a stub: a class, because SGLang uses some names in annotations or isinstance()."""
 
     def refuse(cls: type, *args: object, **kwargs: object) -> Any:
         raise NotImplementedError(
@@ -66,7 +66,7 @@ class _SubmoduleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _wheel_folders() -> list[str]:
-    """Folders of the installed `sgl_kernel`, which comes after this one on `sys.path`."""
+    """Return the folders of the installed wheel, which `sys.path` lists after these stubs."""
     here = Path(__file__).resolve().parent.parent
     elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != here]
     spec = importlib.machinery.PathFinder.find_spec(__name__, elsewhere)
