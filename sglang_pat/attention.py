@@ -297,19 +297,41 @@ class PackAttention:
         if type(begun_ns) is not int:
             raise TypeError(f"batch.begun_ns must be an integer, got {begun_ns!r}")
         self._check_step(batch, req_to_token, req_pool_indices, seq_lens)
-        served, total, longest = self._scheduler.check_lengths(batch.seq_lens)
+        lengths = self._scheduler.check_lengths(batch.seq_lens)
+        _, _, longest = lengths
         if longest > (width := req_to_token.shape[1]):
             raise ValueError(
                 f"seq_lens must be at most req_to_token's width {width}, got {longest}"
             )
+        step = Step(req_to_token, req_pool_indices, seq_lens, batch.seq_lens)
+        return self._prepare(batch, step, begun_ns, lengths)
+
+    def plan_as(self, other: PackAttention, batch: DecodeBatch) -> DecodePlan:
+        """Prepare the step that `other` has just prepared, without checking it again.
+
+        other: an object on the same device, whose last plan() got `batch`. The tensors of that call
+        are borrowed here too. The result and the errors are those of plan().
+        """
+        assert other._step is not None
+        return self._prepare(batch, other._step, batch.begun_ns or time.perf_counter_ns())
+
+    def _prepare(
+        self,
+        batch: DecodeBatch,
+        step: Step,
+        begun_ns: int,
+        lengths: tuple[bool, int, int] | None = None,
+    ) -> DecodePlan:
+        """Reuse the last plan, or build one. lengths: as of `check_lengths`, if it was called."""
         paths = batch.read_paths() if batch.key is None else None
         key = batch.key if paths is None else paths_key(paths)
+        same_batch = key == self._key and len(batch.seq_lens) == self._num_requests
+        served, total = False, 0
+        if same_batch:
+            served, total, _ = lengths or self._scheduler.check_lengths(batch.seq_lens)
         cause = replan_cause(
-            planned=self._plan is not None,
-            same_batch=key == self._key and len(batch.seq_lens) == self._num_requests,
-            lengths_served=served,
+            planned=self._plan is not None, same_batch=same_batch, lengths_served=served
         )
-        step = Step(req_to_token, req_pool_indices, seq_lens, batch.seq_lens)
         kind: PlanningClass = "unchanged"
         stats = self.stats
         if cause is None:
@@ -321,9 +343,11 @@ class PackAttention:
             stats.causes[cause] += 1
         assert self._plan is not None
         self._step = step
-        planned = self._plan.kv_tokens
-        growth = total - planned.query_centric
-        self.step_tokens = KvTokens(total, planned.planned + growth, planned.lower_bound + growth)
+        tokens = self._plan.kv_tokens
+        if cause is None:
+            growth = total - tokens.query_centric
+            tokens = KvTokens(total, tokens.planned + growth, tokens.lower_bound + growth)
+        self.step_tokens = tokens
         self.seq_lens = batch.seq_lens
         stats.add_tokens(self.step_tokens)
         self.step_time = PlanningTime(kind, time.perf_counter_ns() - begun_ns)

@@ -36,7 +36,9 @@ class StepPlans:
         self, batch: DecodeBatch, **tensors: torch.Tensor
     ) -> list[tuple[PackAttention, DecodePlan]]:
         """Plan the step. See `PackAttention.plan`."""
-        return [(each, each.plan(batch, **tensors)) for each in self.of_kind.values()]
+        first, *others = self.of_kind.values()
+        made = [(first, first.plan(batch, **tensors))]
+        return made + [(each, each.plan_as(first, batch)) for each in others]
 
     def record_in_graph(self) -> None:
         """Capture the work that a graph does before its layers. See `WindowAttention.refill`."""
