@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <tuple>
 #include <utility>
 
@@ -61,7 +62,8 @@ void WindowCut::add_runs(std::span<const Row> rows, int32_t node_end, const Pref
     size_t begin = end - 1;
     for (size_t size = 2; size <= std::min(end, rows_per_class_); ++size) {
       const int64_t all = saved_[end - size] + tokens * static_cast<int64_t>(size - 1) - kClassCost;
-      if (all > most) std::tie(most, begin) = std::pair(all, end - size);
+      begin = all > most ? end - size : begin;  // without branches, which would be mispredicted
+      most = std::max(most, all);
     }
     saved_[end] = most;
     begin_[end] = begin;
@@ -77,7 +79,7 @@ void WindowCut::cut(const PrefixForest& forest, std::span<const int32_t> seq_len
   longest_.assign(seq_lens.size(), kNever);
   row_lens_.clear();
   whole_.clear();
-  sorted_.clear();
+  others_.clear();
   for (size_t i = 0; i < seq_lens.size(); ++i) {
     const auto request = static_cast<int32_t>(i);
     row_lens_.push_back(rule_.attended(seq_lens[i]));
@@ -89,16 +91,16 @@ void WindowCut::cut(const PrefixForest& forest, std::span<const int32_t> seq_len
     const auto cut = static_cast<int32_t>(std::clamp<int64_t>(own, 0, kNever));
     if (seq_lens[i] == 0 || forest.private_begin(request) <= cut) continue;
     if (rule_.chunked) {
-      sorted_.push_back({.node = 0, .cut = cut, .request = request});
+      others_.push_back({.node = 0, .cut = cut, .request = request});
     } else if (cut == 0) {
       whole_.push_back({.node = 0, .cut = 0, .request = request});
     } else {
       const int32_t node = best_node(forest, forest.anchor(request), cut);
-      sorted_.push_back({.node = node, .cut = cut, .request = request});
+      others_.push_back({.node = node, .cut = cut, .request = request});
     }
   }
   add_class(forest, whole_, 0);
-  std::sort(sorted_.begin(), sorted_.end());
+  sort_rows(forest.nodes().size());
   const std::span<const Row> rows = sorted_;
   for (size_t begin = 0, end = 0; begin < rows.size(); begin = end) {
     if (rule_.chunked) {
@@ -108,6 +110,23 @@ void WindowCut::cut(const PrefixForest& forest, std::span<const int32_t> seq_len
     }
     while (end < rows.size() && rows[end].node == rows[begin].node) ++end;
     add_runs(rows.subspan(begin, end - begin), forest.nodes()[rows[begin].node].kv_end, forest);
+  }
+}
+
+// Fills sorted_. Distributes the rows over their nodes before it compares any: comparisons in a new batch are
+// mispredicted.
+void WindowCut::sort_rows(size_t num_nodes) {
+  begin_.assign(num_nodes + 1, 0);
+  for (const Row& row : others_) ++begin_[row.node + 1];
+  std::partial_sum(begin_.begin(), begin_.end(), begin_.begin());
+  sorted_.resize(others_.size());
+  for (const Row& row : others_) sorted_[begin_[row.node]++] = row;
+  auto first = sorted_.begin();
+  for (size_t node = 0; node < num_nodes; ++node) {
+    const auto last =
+        sorted_.begin() + static_cast<std::ptrdiff_t>(begin_[node]);  // by now its end
+    if (!std::is_sorted(first, last)) std::sort(first, last);
+    first = last;
   }
 }
 

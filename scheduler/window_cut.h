@@ -58,6 +58,7 @@ class WindowCut {
     auto operator<=>(const Row&) const = default;
   };
 
+  void sort_rows(size_t num_nodes);
   void add_runs(std::span<const Row> rows, int32_t node_end, const PrefixForest& forest);
   void add_class(const PrefixForest& forest, std::span<const Row> rows, int32_t cut);
 
@@ -69,7 +70,8 @@ class WindowCut {
   std::vector<int32_t> longest_;
   // Buffers of cut().
   std::vector<Row> whole_;   // rows shorter than the window, now and for `slack` tokens
-  std::vector<Row> sorted_;  // the other rows
+  std::vector<Row> others_;  // the other rows
+  std::vector<Row> sorted_;  // these by node and cut
   std::vector<int64_t> saved_;
   std::vector<size_t> begin_;
   std::vector<int32_t> class_;

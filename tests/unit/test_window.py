@@ -134,6 +134,24 @@ def test_a_batch_within_its_windows_is_planned_as_ever() -> None:
     assert windows.step_tokens == plain.step_tokens
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_step_is_checked_once_for_plans_of_two_kinds(seed: int) -> None:
+    scene = Scene(seed)
+    windows = WindowAttention(HEADS, KV_HEADS, DIM, window=32, **OPTIONS)
+    second, alone = (PackAttention(HEADS, KV_HEADS, DIM, growth_tokens=20, **OPTIONS) for _ in "ab")
+    for grown in range(0, 90, 3):
+        batch, tensors = scene.step(grown)
+        windows.plan(batch, **tensors)
+        plan, expected = second.plan_as(windows, batch), alone.plan(batch, **tensors)
+        assert plan.describe() == expected.describe()
+        assert second.step_tokens == alone.step_tokens
+        assert second.stats.causes == alone.stats.causes
+        assert second.steps_left() == alone.steps_left()
+        q = scene.queries()
+        assert second.run(q, *scene.caches).equal(alone.run(q, *scene.caches))
+    assert second.stats.plans_reused > second.stats.plans_built > 1
+
+
 def test_slots_that_move_are_read_again_without_a_key() -> None:
     scene = prefix_scene([20, 30], prefix=100)
     attention = WindowAttention(HEADS, KV_HEADS, DIM, window=64, **OPTIONS)
