@@ -69,7 +69,7 @@ struct FillParams {
   IndexArray slot_map;          // maps req_to_token's slots to the layers' slots; nullptr: the same
   int32_t num_requests;
   int32_t window;     // largest number of tokens in a row
-  bool chunked;       // the window begins at a multiple of `window` and does not slide
+  bool chunked;       // windows are fixed: [i * window, (i + 1) * window)
   int32_t* rows;      // [num_requests, window], output
   int32_t* row_lens;  // [num_requests], output
 };

@@ -1,5 +1,5 @@
 // fill_rows: writes the slot rows for layers with a sliding window. A row lists the slots of the tokens in a request's
-// window: first the tokens from the cut on, then those before the cut (scheduler/window_cut.h). A window moves with
+// window: first the tokens from the cut on, then those before the cut (scheduler/window_cut.h). A window changes with
 // every token, so the kernel runs once per step, before the layers.
 #pragma once
 

@@ -1,6 +1,6 @@
-// Attention sinks: a logit per query head that counts in the softmax denominator and has no value. A sink must be added
-// once per row, so partials do not include it: pack_decode adds it to rows that it stores to the output, and
-// merge_partials adds it to all other rows.
+// Attention sinks. A sink is a logit per query head that counts in the softmax denominator, but has no value vector. A
+// sink must be added once per row, so partials do not include it: pack_decode adds it to rows that it stores to the
+// output, and merge_partials adds it to all other rows.
 #pragma once
 
 #include <cuda_fp16.h>

@@ -8,13 +8,13 @@ namespace pat {
 namespace {
 
 // Finds the places of requests in a batch. Never returns a place twice. Batches lose requests anywhere and gain them at
-// the end, so the next request is nearly always near the last one found. For the others there is a hash table, built at
-// its first use.
+// the end, so the next request is nearly always near the last place found. A hash table, which is built at its first
+// use, finds the other requests.
 class Places {
  public:
   explicit Places(std::span<const Request> batch) : batch_(batch), taken_(batch.size(), 0) {}
 
-  // Returns a place of the request that has not been returned yet, or -1.
+  // Returns a place that the request has and that was not returned before, or -1.
   int32_t take(Request request) {
     const size_t near_end = std::min(next_ + kNear, batch_.size());
     for (size_t place = next_; place < near_end; ++place) {
@@ -31,7 +31,7 @@ class Places {
   static constexpr size_t kNear = 8;
   struct Bucket {
     int32_t owner = -1;  // any place of the bucket's request; -1: the bucket is free
-    int32_t first = -1;  // first place of the request that may be left
+    int32_t first = -1;  // the request's first place that may not be taken yet; -1: none
   };
 
   int32_t found(size_t place) {

@@ -54,8 +54,8 @@ void plan(pat::PackScheduler& self, const Array<int32_t>& path_begin, const Arra
   self.plan(paths_view(path_begin, node_id, kv_begin, kv_end), view(seq_lens, "seq_lens"));
 }
 
-// Reads paths by calling a Python function with a list of requests. The function returns a sequence of paths, each a
-// sequence of tuples (id, parent's id, kv_begin, kv_end, tokens, children), as sglang/tree/radix_paths.py makes them.
+// Reads paths by calling a Python function with a list of requests. The function returns a sequence of paths. A path is
+// a sequence of tuples (id, parent's id, kv_begin, kv_end, tokens, children), as sglang/tree/radix_paths.py makes them.
 class PythonPathReader : public pat::PathReader {
  public:
   // now: the list of the new batch's requests.
@@ -146,8 +146,8 @@ py::list forest_paths(const pat::PrefixForest& self) {
   return paths;
 }
 
-// Returns the lengths of `num_rows` rows as int32. The first `num_requests` come from `lengths`; rows beyond them or
-// beyond the end of `lengths` have 0.
+// Returns the lengths of `num_rows` rows as int32. The first `num_requests` rows have the values of `lengths`. Rows
+// after them, and rows beyond the end of `lengths`, have 0.
 template <typename T>
 Array<int32_t> row_lengths(const py::array_t<T>& lengths, int64_t num_requests, int64_t num_rows) {
   if (lengths.ndim() != 1) {
@@ -219,7 +219,7 @@ py::object update_forest(pat::PrefixForest& self, const py::list& before, const 
   return py::make_tuple(counts->joined, counts->left, counts->moved, counts->read_again);
 }
 
-// Converts the value of a keyword argument to Number. Throws a TypeError that names the keyword if this fails.
+// Converts the value of the keyword argument `name` to Number. If that fails, throws a TypeError with `name`.
 template <typename Number>
 Number number_of(const std::string& name, py::handle value) {
   try {
@@ -301,7 +301,7 @@ py::dict layout_dict(const pat::PlanLayout& layout) {
 }
 
 // Returns for each section its name, the header field that counts its entries, how many entries it has beyond that
-// count, and the number of int32 of an entry.
+// count, and how many int32 values an entry has.
 py::tuple plan_sections() {
   py::list sections;
 #define PAT_PLAN_SECTION(section, Entry, count, extra) \

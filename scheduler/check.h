@@ -15,7 +15,7 @@ template <typename... Parts>
 
 }  // namespace pat
 
-// The arguments of the message are evaluated only on failure.
+// The message's arguments are evaluated only if the condition is false.
 #define PAT_CHECK(condition, ...)                        \
   do {                                                   \
     if (!(condition)) ::pat::throw_invalid(__VA_ARGS__); \

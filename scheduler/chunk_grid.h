@@ -9,12 +9,12 @@ namespace pat {
 
 class ChunkGrid {
  public:
-  // Tokens that a kernel multiplies in one step. Shared ranges begin and end at multiples of this in a chunk, so that a
-  // row has the same steps however its KV is divided into segments.
+  // Number of tokens that a kernel multiplies in one step. Within a chunk, shared ranges begin and end at multiples of
+  // this number, so that a row has the same steps however its KV is divided into segments.
   static constexpr int32_t kStepTokens = 64;
 
-  // Number of tokens of the chunk that contains a position: 512 up to position 8,192, and twice as many each time the
-  // position grows fourfold.
+  // Number of tokens of the chunk that contains a position: 512 below position 8,192, 1,024 below 32,768, 2,048 below
+  // 131,072, and so on.
   static constexpr int32_t chunk_tokens(int32_t position) {
     return region_of(position).chunk_tokens;
   }
@@ -23,13 +23,13 @@ class ChunkGrid {
   static constexpr bool is_cut(int32_t boundary, int32_t length) {
     return length > boundary && (boundary == 0 || length - boundary >= smallest_tail(boundary));
   }
-  // End of the chunk that begins at a cut.
+  // End of the chunk that begins at the cut `begin`, in a request of this length.
   static constexpr int32_t chunk_end(int32_t begin, int32_t length) {
     const int64_t next = int64_t{begin} + chunk_tokens(begin);
     return next < length && is_cut(static_cast<int32_t>(next), length) ? static_cast<int32_t>(next)
                                                                        : length;
   }
-  // The greatest length to which a request of this length, which is not 0, can grow before it gets one more cut.
+  // The greatest length to which a request can grow from `length` before it gets one more cut. `length` must not be 0.
   static constexpr int64_t last_length(int32_t length) {
     const int32_t boundary = (length - 1) - (length - 1) % chunk_tokens(length - 1);
     if (!is_cut(boundary, length)) return int64_t{boundary} + smallest_tail(boundary) - 1;
@@ -52,7 +52,7 @@ class ChunkGrid {
   }
 
  private:
-  // The fewest tokens that a request's last chunk may have, unless it is the only chunk.
+  // The fewest tokens that a request's last chunk may have if it begins at `boundary`, unless it is the only chunk.
   static constexpr int32_t smallest_tail(int32_t boundary) { return chunk_tokens(boundary) / 2; }
 
   struct Region {

@@ -1,5 +1,5 @@
-// The cost models of packing and of the KV split, and their measured or estimated values for GPUs. Each model has its
-// own unit.
+// The costs by which packing and the KV split decide, and their measured or estimated values for some GPUs. Packing
+// costs and split costs have different units.
 #pragma once
 
 #include <array>
@@ -14,17 +14,17 @@ namespace pat {
 
 // Costs are integers, in 1 / kCostUnit tokens, so that all ranks make the same plan.
 inline constexpr int32_t kCostUnit = 64;
-// Upper bound for every cost. It keeps the sums over any batch that fits into memory within int64.
+// Upper bound for every cost. With it, no sum of costs overflows int64 for any batch that fits into memory.
 inline constexpr int32_t kLargestCost = 1 << 20;
 
-// Packing costs measure throughput. The unit is the time in which the GPU, with all SMs reading, reads one KV token of
-// one KV head from device memory.
+// Packing costs measure throughput. The unit is the time that the whole GPU (all SMs together) needs to read one KV
+// token of one KV head from device memory.
 struct PackingCosts {
-  // Reading a token that another work item reads too, so that it comes from the L2.
+  // Reading a token from the L2, because another work item reads it too.
   int32_t reread_token = 21;  // 0.33
-  // Writing and reading one more partial of one query row.
+  // One more partial of one query row: writing it, and reading it to merge it.
   int32_t partial_row = 74;  // 1.16
-  // One more work item, spread over all CTAs.
+  // One more work item: its time in one CTA, divided by the number of CTAs.
   int32_t item = 608;  // 9.5
 
   bool operator==(const PackingCosts&) const = default;
@@ -32,16 +32,17 @@ struct PackingCosts {
 
 // Split costs measure the time of one CTA. The unit is the time that a CTA needs for one KV token of one KV head.
 struct SplitCosts {
-  // Starting one more work item: its queries, its first loads, its epilogue.
+  // Fixed time of a work item: for its queries, its first loads and its epilogue.
   int32_t item = 608;  // 9.5
-  // Finishing one query row of a work item: normalising and storing it.
+  // Finishing one query row of a work item: normalising and storing its result.
   int32_t query_row = 61;  // 0.95
-  // The least time of a work item: the latency of its loads.
+  // The least time for all KV of a work item, even if it has few tokens: the latency of loads.
   int32_t shortest = 48 * kCostUnit;
-  // One KV token, for each tile of kTileTable. By default the tiles cost the same, because all wait for memory.
+  // Per tile of kTileTable: one KV token. By default all tiles have the same cost, because all wait for memory.
   std::array<int32_t, kNumTiles> token = default_token();
 
-  // A tile of latent attention costs as much as the first tile of kTileTable with as many rows.
+  // Cost of one KV token in a tile. A tile of latent attention has the cost of the first tile in kTileTable with at
+  // least as many rows.
   constexpr int32_t token_of(const TileConfig& body) const {
     int32_t tile = 0;
     while (tile + 1 < kNumTiles && kTileTable[tile].block_q < body.block_q) ++tile;
@@ -79,7 +80,7 @@ struct CostModel {
     }
   }
 
-  // Throws std::invalid_argument, which names the cost, if a cost is out of range.
+  // If a cost is out of range, throws std::invalid_argument with the cost's name.
   void check() const {
     visit(*this, [](const std::string& name, int32_t value, int32_t least) {
       PAT_CHECK(value >= least && value <= kLargestCost, "cost ", name, " must be ", least,
@@ -88,8 +89,8 @@ struct CostModel {
   }
 };
 
-// Costs for GPUs. The first entry whose name is part of the device's name applies. Measured costs are fitted to runs of
-// `sglang-pat calibrate`. All others are estimated from the GPU's bandwidths.
+// Costs for one model of GPU. A device gets the first entry whose `gpu` is part of the device's name. Measured costs
+// are fitted to runs of `sglang-pat calibrate`. All other costs are estimated from the GPU's bandwidths.
 struct ShippedCosts {
   std::string_view gpu;
   bool is_measured;
@@ -108,9 +109,9 @@ inline constexpr std::array<ShippedCosts, 5> kShippedCosts = {{
 }};
 
 // Costs for latent attention, where the unit is a token of the only KV head. A tile of 64 rows waits for the tensor
-// cores about as long as for memory, so reading a token again costs nearly as much as reading it first. Packing then
-// pays only because it saves tiles. The costs are estimated from the work of such a tile and an H100's bandwidths, for
-// all GPUs.
+// cores about as long as for memory, so rereading a token from the L2 costs most of what its first read costs. Packing
+// then pays only because it saves tiles. For all GPUs, the costs are estimated from the work of such a tile and an
+// H100's bandwidths.
 inline constexpr CostModel latent_costs(int32_t reread_token) {
   return {.packing = {.reread_token = reread_token,
                       .partial_row = 115,  // 1.8

@@ -23,8 +23,8 @@ class DecodePlan {
  public:
   // num_workers: CTAs per KV head, or 0. In half of the tickets, items with both shared KV and private tails read the
   // tails first. Otherwise all CTAs would read shared KV from the L2 at the same time, while device memory is idle, and
-  // then tails, while the tensor cores are idle. All items read in ascending order if num_workers is 0 or if the plan
-  // has partials, whose tickets mostly start at different places of the shared KV anyway.
+  // then tails, while the tensor cores are idle. If num_workers is 0 or the plan has partials, all items read in
+  // ascending order: with partials, tickets mostly start at different places of the shared KV anyway.
   //
   // Throws std::length_error if int32 cannot count the item requests, partials or shared slots. The plan is then
   // incomplete.

@@ -14,8 +14,8 @@ namespace pat {
 class PathReader {
  public:
   virtual ~PathReader() = default;
-  // Returns the current paths of some requests of the new batch. requests: their places in the batch. The paths are in
-  // the same order, and valid until the next call. May throw.
+  // Returns the current paths of some requests of the new batch, in the order of `requests`, their places in the batch.
+  // The result is valid until the next call. May throw.
   virtual TreePaths read(std::span<const int32_t> requests) = 0;
 };
 
@@ -26,14 +26,15 @@ struct UpdateCounts {
   int32_t read_again;
 };
 
-// Updates a forest with the paths of batch `before` to batch `now`. Reads the paths of requests that joined or moved.
-// If these paths show that the tree has split nodes of kept paths, reads the kept paths again. If they only show that a
-// split is possible, reads one path for each node that may be split. The paths that it reads again may show more
-// splits. So after two rounds that have shown splits, or after the third round, it reads all paths.
+// Updates a forest that has the paths of batch `before`, so that it has the paths of batch `now`. Reads the paths of
+// requests that joined or moved. If these paths show that the tree has split a node of kept paths, reads the kept paths
+// with that node again. If they only show that a split is possible, reads one path again for each node that may be
+// split. The paths that it reads again may show more splits. So after two rounds that have shown splits, or after the
+// third round, it reads all paths.
 //
-// Returns nothing if the batches are equal and no request moved. Does not use the spans after the first call of the
-// reader, which may change them. Throws what the reader and PrefixForest::update() throw. After that, `before` must be
-// empty in the next call.
+// Returns std::nullopt if the batches are equal and no request moved. Does not use the spans `before` and `now` after
+// the first call of the reader, which may change them. Throws what the reader and PrefixForest::update() throw. After
+// an exception, the next call must have an empty `before`.
 std::optional<UpdateCounts> update_forest(PrefixForest& forest, std::span<const Request> before,
                                           std::span<const Request> now,
                                           const std::unordered_set<Request>& moved,

@@ -7,8 +7,9 @@ namespace pat {
 
 namespace {
 
-// An item with several requests has at most kLongestShares times a worker's share of the distinct tokens, or
-// kLongestChunks chunks if that is more. Shorter items would balance better, but would read more shared KV again.
+// An item with several requests has at most as many tokens as kLongestShares times a worker's share of the distinct
+// tokens, or as kLongestChunks chunks if that is more. Shorter items would balance better, but would read more shared
+// KV again.
 constexpr int64_t kLongestShares = 2;
 constexpr int64_t kLongestChunks = 2;
 
@@ -137,8 +138,8 @@ void InvariantChunks::add_item(const PrefixForest& forest, std::span<const int32
   for (int32_t i = first; i < end; ++i) {
     const Holder& holder = holders_[i];
     split.requests.push_back(holder.request);
-    // Adds the KV of this request that no earlier request of the item has, in ascending order: first the range that
-    // most later requests share, then ranges that fewer requests share.
+    // Adds, in ascending order, the KV of this request that no earlier request of the item has: first the range that
+    // the most later requests share, then ranges that fewer requests share.
     int32_t next = i == first ? begin : holder.shared_end;
     reaches_.clear();
     Reach reach{.last = i, .end = holder.end, .node = std::numeric_limits<int32_t>::max()};

@@ -2,8 +2,8 @@
 //
 // The bits of a request's result depend on the order in which the kernels add, so that order must depend on the
 // request's length alone. A request's KV is cut at the boundaries of the ChunkGrid and nowhere else, and each chunk is
-// one partial. Within a chunk, the kernels' steps begin at multiples of ChunkGrid::kStepTokens. Other requests in the
-// work item change nothing, because a row skips the steps of other rows.
+// one partial. Within a chunk, the kernels' steps begin at multiples of ChunkGrid::kStepTokens. The other requests of a
+// work item do not change a request's result, because a row skips the steps that belong to other rows only.
 #pragma once
 
 #include <cstdint>
@@ -30,8 +30,8 @@ class InvariantChunks {
         item_costs_(item_costs_of(cost, tiles)) {}
 
   // Divides the requests of each chunk, in tree order, into runs that fit into a tile. It chooses runs as SubtreeTiler
-  // does, but also avoids items that are much longer than others. Takes time linear in requests * chunks + segments,
-  // times at most the requests of a tile.
+  // does, but also avoids items that are much longer than others. Takes time linear in requests * chunks + segments, or
+  // at most that times the requests of a tile.
   //
   // Of `packing`, it fills only the spans. Throws std::length_error if int32 cannot count the slots of all spans.
   void plan(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& packing,
@@ -43,7 +43,8 @@ class InvariantChunks {
     int32_t request;
     int32_t node;  // deepest node shared with the previous holder; -1: none
     int32_t end;   // end of its KV in the chunk
-    // End of the KV that it shares with the previous holder, in whole steps. The chunk's beginning if they share none.
+    // End of the KV that this holder shares with the previous holder, rounded down to whole steps of the chunk. The
+    // chunk's beginning if they share none.
     int32_t shared_end;
   };
   struct Stream {
@@ -78,7 +79,7 @@ class InvariantChunks {
       own_tokens_;  // running sum of the tokens that a holder does not share with its predecessor
   std::vector<int64_t> best_;        // per holder: cost of the cheapest cuts before it
   std::vector<int32_t> run_begin_;   // per holder: begin of the run that ends before it
-  std::vector<int32_t> candidates_;  // holders at which that run may begin, best first
+  std::vector<int32_t> candidates_;  // holders at which the next run may begin, best first
   std::vector<int32_t> run_ends_;
   struct Reach {
     int32_t last;  // the last holder that shares the range

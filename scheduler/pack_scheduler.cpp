@@ -12,13 +12,13 @@ namespace pat {
 
 namespace {
 
-// Narrow tiles are tried only if they might save 1 / kNarrowGain of the time. Most trials for a smaller gain save
-// nothing.
+// Narrow tiles are tried only if they might save at least 1 / kNarrowGain of the time. If they might save less, they
+// mostly turn out to save nothing.
 constexpr int64_t kNarrowGain = 10;
 constexpr int64_t kMaxLength = std::numeric_limits<int32_t>::max();
 
-// A plan is used until a request has grown by at least this many tokens, even if it is out of balance earlier. A new
-// plan costs more than that: 30 us of the host, and 15 us of the GPU for the copy.
+// A plan is used until a request has grown by at least this many tokens, even if the CTAs are out of balance earlier.
+// That imbalance costs less than a new plan, which takes 30 us on the host and, for the copy, 15 us on the GPU.
 constexpr int64_t kLeastGrowth = 32;
 
 class Stopwatch {
@@ -141,7 +141,7 @@ void PackScheduler::plan(PrefixForest& batch, std::span<const int32_t> seq_lens)
     times_.split = stopwatch.lap();
   }
 
-  // Batch-invariant results depend on the order of a row's segments, so num_workers is 0 for them.
+  // Batch-invariant results depend on the order of a row's segments. With 0 workers, it is always ascending.
   next_.plan.assemble(static_cast<int32_t>(row_lens.size()), config_.group_size, packing_, split_,
                       config_.batch_invariant ? 0 : config_.num_workers);
   int64_t query_centric = 0;
@@ -165,7 +165,7 @@ void PackScheduler::plan(PrefixForest& batch, std::span<const int32_t> seq_lens)
         longest = std::min(longest, ChunkGrid::last_length(range.planned));
       }
       if (window > 0) {
-        // The window slides, so the row does not grow.
+        // The window is full: it moves on with each token, so the row does not grow.
         if (longest >= window && !config_.window.chunked) longest = kMaxLength;
         longest = std::min<int64_t>(longest, window_.longest()[request]);
       }
@@ -217,8 +217,8 @@ PlanBounds plan_bounds(int32_t max_requests, int32_t num_workers, const TileSele
   const int64_t packed_segments = int64_t{kMaxSegmentsPerRequest} * max_requests;
   // Bounds the tiles. The nodes' sets of holders are nested or disjoint, all different, and have at least two requests,
   // so there are fewer nodes than requests. Each node is at most one pack, and each request has at most one private
-  // pack. Of a pack's tiles, only the last may not be full. SubtreeTiler makes at most as many packs as there are
-  // requests.
+  // pack. All tiles of a pack are full, except perhaps the last one. SubtreeTiler makes at most as many packs as there
+  // are requests.
   const int64_t tiles_of_packs =
       2 * int64_t{max_requests} - 1 + packed_requests / tiles.requests_per_tile();
   const int64_t cut_requests = max_cut_requests(num_workers, tiles);

@@ -25,13 +25,13 @@ struct SchedulerConfig {
   int32_t max_block_q;  // block_q of the largest tile that the device can run
   Policy policy;
   int32_t min_item_tokens;  // see SplitConfig::min_item_tokens
-  // A plan is used at most until a request has grown by more than this many tokens.
+  // A plan must be replaced when a request has grown by more than this many tokens.
   int32_t growth_tokens;
   CostModel cost;
   // Makes each request's result depend on its own KV alone. policy and min_item_tokens then have no effect.
   bool batch_invariant = false;
   bool one_tile = false;  // all work items use the largest tile
-  // With Policy::kMemory, a small step gets other packs if they make it end earlier by estimate.
+  // With Policy::kMemory, a small step gets other packs if the step is estimated to end earlier with them.
   bool by_time = true;
   bool latent = false;  // plans for latent attention, which has its own tile table
   WindowRule window = {};
@@ -47,7 +47,7 @@ struct StageTimes {
 
 struct LengthCheck {
   bool served;      // whether the last plan is usable for the lengths
-  int64_t total;    // sum of the lengths, each at most the window
+  int64_t total;    // number of tokens to which all requests together attend
   int32_t longest;  // 0 if there are no requests
 };
 
@@ -56,15 +56,16 @@ class PackScheduler {
   explicit PackScheduler(const SchedulerConfig& config);
 
   // Arranges a forest and builds a plan for its requests. With a window, plans for the rows of a WindowCut. Throws
-  // std::invalid_argument on bad input, and std::length_error if the plan is too large for its format. It then keeps
-  // the last plan.
+  // std::invalid_argument on bad input, and std::length_error if the plan is too large for its format. The last plan
+  // is then kept.
   void plan(PrefixForest& forest, std::span<const int32_t> seq_lens);
   // Builds a plan for paths that are not in a forest.
   void plan(const PathsView& paths, std::span<const int32_t> seq_lens);
 
   // Tells whether the last plan is still correct and balanced for the same batch at these lengths. No request may be
-  // shorter than when planned, or longer by more than growth_tokens or the smaller Split::balanced_growth(). A request
-  // without a private range must not grow, because no work item would read its new tokens.
+  // shorter than when planned, and none may have grown by more than growth_tokens or, if that is less, by more than
+  // Split::balanced_growth(). A request without a private range must not grow, because no work item would read its new
+  // tokens.
   LengthCheck check_lengths(std::span<const int32_t> seq_lens) const;
 
   // By how many tokens every request may grow from these lengths before the last plan becomes unusable or a request is
@@ -96,11 +97,11 @@ class PackScheduler {
   };
   static std::optional<Narrow> narrow_of(const SchedulerConfig& config);
   std::optional<Narrow> narrow_;
-  // Makes packs that share nothing. A small step may end earlier with them, because each request has its own CTA and no
-  // partials.
+  // Makes packs that share nothing. With them, a small step may end earlier, because each request then has its own CTA
+  // and no partials.
   Packer query_centric_;
-  // For a small step with Policy::kMemory, tries narrow tiles and then a plan that shares nothing. Keeps the plan with
-  // the shortest expected time.
+  // For a small step with Policy::kMemory, tries narrow tiles and then packs that share nothing. Keeps the packing and
+  // the split with the shortest expected time.
   void try_other_packings(const PrefixForest& forest, std::span<const int32_t> seq_lens,
                           SplitTask task);
   Packing packing_, other_packing_;

@@ -12,7 +12,7 @@ namespace pat {
 namespace {
 
 // Policy::kCompute: the tile sizes of FastTree's kernels, and the costs of padding and of partials. The paper (section
-// 4.2) leaves these costs to profiling. Their ratios here are 2/3, 1/3 and 1/10.
+// 4.2) leaves these costs to profiling. Here a padded row, a padded token and a partial are weighted 20 : 10 : 3.
 constexpr int64_t kManyRows = 64;
 constexpr int64_t kFewRows = 16;
 constexpr int64_t kTokensPerTile = 32;
@@ -20,7 +20,7 @@ constexpr int64_t kRowPaddingWeight = 20;
 constexpr int64_t kTokenPaddingWeight = 10;
 constexpr int64_t kPartialWeight = 3;
 
-// Cost of the padding rows in the last tiles of a pack.
+// Cost of a pack's padding: of the rows in its last tile, and of the tokens if it has fewer than kTokensPerTile.
 int64_t padding_cost(int64_t rows, int64_t tokens) {
   const int64_t tile_rows = rows > kFewRows ? kManyRows : kFewRows;
   const int64_t row_padding = (tile_rows - rows % tile_rows) % tile_rows;
@@ -45,8 +45,8 @@ bool Packer::merges(const Edge& edge) const {
   return policy_ == Policy::kCompute && merging_computes_less(edge);
 }
 
-// True if merging moves fewer bytes by estimate. A merged child's tiles read the parent's range too, and the parent's
-// pack has fewer tiles.
+// True if merging moves fewer bytes by estimate. After a merge, the child's tiles read the parent's range too, but the
+// parent's pack may need fewer tiles.
 bool Packer::merging_moves_less(const Edge& edge) const {
   const int32_t staying_tiles = tiles_.num_tiles(edge.parent_requests - edge.child_requests);
   const int64_t added_passes = tiles_.num_tiles(edge.child_requests) + staying_tiles -
@@ -193,8 +193,9 @@ void Packer::emit(const PrefixForest& forest, std::span<const int32_t> seq_lens,
   }
 }
 
-// In tree order, a node's holders are adjacent: the holders of each child in turn, then the requests that end at the
-// node. The node's pack has all holders, except those of merged children and requests whose private range was merged.
+// In tree order, a node's holders follow one another: the holders of each child in turn, then the requests that end at
+// the node. The node's pack has all of its holders, except holders of merged children and requests whose private range
+// was merged.
 void Packer::emit_requests(const PrefixForest& forest, Packing& out) {
   const std::vector<int32_t>& order = forest.requests_in_tree_order();
   const auto copy_up_to = [&](NodeState& state, const ForestNode& node, int32_t position) {

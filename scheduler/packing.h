@@ -19,8 +19,8 @@ namespace pat {
 // sglang_pat/support.py.
 enum class Policy {
   kMemory,        // packs of neighbours in the tree, chosen to move the fewest bytes (SubtreeTiler)
-  kPaper,         // PAT's Algorithm 1 as printed: merges a child if requests >= parent's tokens / 4
-  kCompute,       // FastTree's cost model: merges if padding and partials then cost less
+  kPaper,         // PAT's Algorithm 1 as printed: merges if 4 * child's requests >= parent's tokens
+  kCompute,       // FastTree's cost model: merges a child if padding and partials then cost less
   kPerNode,       // never merges: every forest node is a pack
   kQueryCentric,  // always merges: every request is a pack
 };
@@ -35,11 +35,11 @@ inline constexpr NamedPolicy kPolicies[] = {{"memory", Policy::kMemory},
                                             {"per-node", Policy::kPerNode},
                                             {"query-centric", Policy::kQueryCentric}};
 
-// Throws std::invalid_argument, which lists the allowed values, if there is no such policy.
+// If no policy has this name, throws std::invalid_argument with the allowed names.
 Policy policy_from_name(std::string_view name);
 
-// A request of a batch is in at most this many packs on average, private packs included. This bounds the partials, for
-// which CUDA graphs reserve memory.
+// On average over a batch, a request is in at most this many packs, private packs included. This bounds the partials,
+// for which memory is reserved if CUDA graphs are used.
 inline constexpr int32_t kMaxPacksPerRequest = 12;
 
 class Packer {
@@ -48,12 +48,12 @@ class Packer {
       : policy_(policy), cost_(cost), tiles_(tiles), tiler_(cost, tiles) {}
 
   // All policies but kMemory follow PAT's Algorithm 1 (section 5.1), generalised to any group size and to packs of
-  // several tiles. They decide once per edge, parents before children, in time linear in nodes, edges and packed
-  // requests.
+  // several tiles. They decide once per edge, parents before children, in time linear in nodes, edges and the requests
+  // of all packs.
   //
-  // In very deep trees the packs may exceed kMaxPacksPerRequest. pack() then repeats with a doubled price of partials
-  // until they do not. A higher price makes more children merge. The children that save the most partials per repeated
-  // token merge first.
+  // In very deep trees, requests may be in more packs than kMaxPacksPerRequest allows. pack() then doubles the price of
+  // partials and decides again, until the packs are within the limit. A higher price makes more children merge, first
+  // the children that save the most partials per token that they then read again.
   //
   // Throws std::length_error if int32 cannot count the requests of all packs, or their shared slots.
   void pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out);
@@ -64,21 +64,22 @@ class Packer {
     int32_t pack_begin;
     int32_t remaining;  // requests that are still in the node's pack
     int32_t cursor;     // the pack's next free place in Packing::requests
-    int32_t below;      // holders that also hold a child, which come first
+    int32_t below;      // number of holders that also hold a child; they come first in tree order
     int32_t passed;     // number of holders that emit_requests() has handled
-    bool left_parent;   // merged: the parent's pack lacks the node's requests
+    bool left_parent;   // the node was merged: its requests have left the parent's pack
   };
 
-  // A child node whose requests may leave the parent's pack, because the child is merged.
+  // A child (a node or a private range) and its parent's pack. If the child is merged, its requests leave the parent's
+  // pack, and the child's pack reads the parent's range too.
   struct Edge {
     int32_t parent_tokens;    // of the parent's pack, including merged ranges
     int32_t parent_requests;  // of the parent's pack, including the child's
     int32_t child_tokens;
     int32_t child_requests;
-    bool leaves_single_partial;  // if merged, the child's requests have no other partial
+    bool leaves_single_partial;  // if the child is merged, its requests are in no other pack
   };
 
-  // Decides for each edge whether to merge. Returns the sum of the requests of all packs.
+  // Decides for each edge whether to merge. Returns the number of requests, counted once per pack.
   int64_t decide(const PrefixForest& forest, std::span<const int32_t> seq_lens);
   void emit(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out);
   // Fills Packing::requests for the packs of nodes, each pack in tree order.

@@ -202,9 +202,9 @@ void PrefixForest::mark_outdated(const TreePaths& read) {
   }
 }
 
-// Handles an unknown child `node` of the known node `parent`, on a path of `read` that ends at `path_end`. Finds the
-// path's first node, from `node` on, that has other children. If a split has made `node`, then the split node, which is
-// on a kept path, ends after the node found. So the end of the node found goes into new_child_end.
+// Handles `node`, an unknown child of the known node `parent`, on a path of `read` whose nodes end before `path_end`.
+// Finds the path's first node, from `node` on, that has children off the path. If a split has made `node`, then the
+// split node is on a kept path and ends after the node found. So new_child_end gets the end of the node found.
 void PrefixForest::note_new_child(int32_t parent, const TreePaths& read, int32_t node,
                                   int32_t path_end) {
   while (node < path_end && !read.branches[node]) ++node;
@@ -241,7 +241,7 @@ void PrefixForest::drop_outdated(std::vector<int32_t>& dropped) {
   }
 }
 
-// Chooses one request for each suspect node that has requests left.
+// Chooses one request for each suspect node that requests still hold.
 void PrefixForest::choose_suspects(std::vector<int32_t>& suspects) {
   ++num_passes_;
   for (size_t request = 0; request < last_node_.size(); ++request) {
@@ -337,7 +337,7 @@ int32_t PrefixForest::add_node(size_t bucket, const PathNode& node) {
 void PrefixForest::remove_node(int32_t node) {
   const size_t mask = id_table_.size() - 1;
   size_t hole = bucket_of(path_nodes_[node].id);
-  // Moves an entry into the hole if a search would no longer find it beyond the hole.
+  // Moves an entry into the hole if a search for the entry would otherwise stop at the hole.
   for (size_t next = (hole + 1) & mask; id_table_[next] != kFreeBucket; next = (next + 1) & mask) {
     const size_t home = mix(static_cast<uint64_t>(path_nodes_[id_table_[next]].id)) & mask;
     if (((next - home) & mask) < ((next - hole) & mask)) continue;
@@ -375,7 +375,7 @@ void PrefixForest::arrange(std::span<const int32_t> seq_lens) {
 }
 
 int32_t PrefixForest::arrange_node(int32_t node) {
-  cursor_.clear();  // gets the unvisited nodes; not recursive, because paths may be long
+  cursor_.clear();  // a stack of unvisited nodes, instead of recursion, because paths may be long
   for (int32_t n = node; n >= 0 && path_nodes_[n].visited != num_passes_;) {
     cursor_.push_back(n);
     n = path_nodes_[n].parent;

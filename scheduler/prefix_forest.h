@@ -1,5 +1,5 @@
-// Stage 1 of the scheduler turns the paths of a batch into a forest of shared KV ranges and one private range per
-// request.
+// Stage 1 of the scheduler turns the paths of a batch into a forest, whose nodes are shared KV ranges, and one private
+// range per request.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,8 @@ struct TreePaths {
 struct Outdated {
   // Requests whose paths were dropped. The caller must read and pass these paths again.
   std::vector<int32_t> dropped;
-  // Requests that each hold a node that the tree may have split. Reading their paths again shows whether it has.
+  // For each node that the tree may have split, one request that holds the node. Reading the request's path again shows
+  // whether the tree has split the node.
   std::vector<int32_t> suspects;
 };
 
@@ -39,13 +40,13 @@ struct ForestNode {
   int32_t kv_begin;
   int32_t kv_end;
   int32_t num_holders;
-  int32_t holder_begin;  // index in tree order
+  int32_t holder_begin;  // index of its first holder in requests_in_tree_order()
 };
 
 // Keeps the paths of the running requests from batch to batch. arrange() makes a forest of the nodes that several
 // requests of the current batch hold. A chain of nodes with the same holders becomes one node. Nodes are in the order
 // of their first appearance in the batch, parents before children, so the same paths in the same order always give the
-// same forest. KV that only one request holds belongs to that request's private range. Calls reuse the buffers.
+// same forest. KV that only one request holds belongs to that request's private range. All functions reuse the buffers.
 class PrefixForest {
  public:
   // Replaces all paths by `paths`. Throws like update().
@@ -53,31 +54,33 @@ class PrefixForest {
 
   // Replaces all paths by empty paths for `num_requests` requests.
   void clear(size_t num_requests);
-  // Copies the paths of `requests` from `whole`, from position `cut` on. Positions in the copies count from `cut`.
-  // `whole` must be arranged, and `requests` must have empty paths in this forest. Requests of different calls share
-  // nothing. The copies have ids of their own, which update() does not know.
+  // For each of `requests`, copies the part of its path in `whole` that lies after position `cut`. Positions in the
+  // copies count from `cut`. `whole` must be arranged, and `requests` must have empty paths in this forest. Paths that
+  // different calls copy share nothing. The copied nodes get new ids, which update() cannot find.
   void add_cut_paths(const PrefixForest& whole, std::span<const int32_t> requests, int32_t cut);
 
   // Replaces the current batch by the next one. Request i of the next batch keeps the path of request kept[i] of the
   // current batch or, if kept[i] is negative, gets the next path of `read`. All other requests of the current batch
   // leave.
   //
-  // The tree may have split nodes since the kept paths were read. `outdated` gets the requests for which the new paths
-  // show this. The caller then reads their paths and calls update() again. If no path is kept, nothing is outdated.
+  // The tree may have split nodes since the kept paths were read. If the new paths show or suggest a split, `outdated`
+  // gets the requests with these nodes. The caller then reads the paths of these requests and calls update() again. If
+  // no path is kept, nothing is outdated.
   //
-  // Throws std::invalid_argument, which names request and value, if a path does not start at a root, has gaps, overlaps
-  // or empty spans, or disagrees with another path of `read` about a node. The forest is then empty. Takes time linear
-  // in the requests and the nodes of new paths, or in all requests and nodes if the new paths show or suggest a split.
+  // Throws std::invalid_argument, which names the request and the value, if a path does not start at a root, has gaps,
+  // overlaps or empty spans, or disagrees with another path of `read` about a node. The forest is then empty. Takes
+  // time linear in the requests and the nodes of new paths, or in all requests and nodes if the new paths show or
+  // suggest a split.
   void update(std::span<const int32_t> kept, const TreePaths& read, Outdated& outdated);
 
   // True if the forest has exactly these paths for `requests`. Throws std::invalid_argument if there are more or fewer
   // paths than requests.
   bool agrees(std::span<const int32_t> requests, const PathsView& paths) const;
 
-  // Makes the forest of the current batch, which the accessors below return. seq_lens may have more rows than there are
-  // requests; these rows have empty paths. Throws std::invalid_argument if a request is shorter than its path, or if a
-  // dropped path was not passed again. Takes time linear in requests and shared nodes, or only in requests if the batch
-  // is already arranged.
+  // Makes the forest of the current batch, which the accessors below return. seq_lens may have more entries than there
+  // are requests; each further entry is a padding row with an empty path. Throws std::invalid_argument if a request is
+  // shorter than its path, or if a dropped path was not passed again. Takes time linear in requests and shared nodes,
+  // or only in requests if the batch is already arranged.
   void arrange(std::span<const int32_t> seq_lens);
 
   const std::vector<ForestNode>& nodes() const { return nodes_; }
@@ -125,7 +128,7 @@ class PrefixForest {
   void choose_suspects(std::vector<int32_t>& suspects);
   void add_path(const PathsView& paths, size_t path, int32_t request);
 
-  size_t bucket_of(int64_t id) const;  // bucket of the node with this id, or a free one
+  size_t bucket_of(int64_t id) const;  // bucket of the node with this id, or a free bucket
   int32_t find(int64_t id) const { return id_table_[bucket_of(id)]; }
   void reserve(size_t num_more_nodes);
   int32_t add_node(size_t bucket, const PathNode& node);
@@ -135,14 +138,14 @@ class PrefixForest {
 
   std::vector<PathNode> path_nodes_;
   std::vector<int32_t> free_;           // free places in path_nodes_
-  std::vector<int32_t> last_node_;      // per request: its path's end, -1: empty path, -2: dropped
+  std::vector<int32_t> last_node_;      // per request: its path's last node; -1: empty, -2: dropped
   std::vector<int32_t> id_table_;       // open-addressing hash table of indices in path_nodes_
   std::vector<int32_t> previous_;       // last_node_ of the previous batch
   std::vector<int32_t> split_parents_;  // nodes with a new_child_end; -1: the parent of all roots
   int32_t new_root_end_ = kNoNewChild;  // new_child_end of the parent of all roots
   std::vector<int32_t> suspect_nodes_;
   bool any_outdated_ = false;
-  uint32_t num_passes_ = 0;  // passes over path_nodes_
+  uint32_t num_passes_ = 0;  // number of passes over path_nodes_ so far
   int32_t num_kept_ = 0;
 
   std::vector<ForestNode> nodes_;

@@ -9,13 +9,13 @@ namespace pat {
 
 namespace {
 
-// A node of up to this many tokens shares a segment with its parent if the same requests of the pack hold both, because
-// each segment occupies whole stages of the kernels' rings. For longer nodes, the empty part of the last stage is
-// negligible, and a segment of one node has the advantage that its slots are gathered once for all packs.
+// A node of up to this many tokens shares a segment with an equally short parent if the same requests of the pack hold
+// both, because each segment occupies whole stages of the kernels' rings. For longer nodes, the empty part of the last
+// stage is negligible. Their segments have one node each, so that its slots are gathered once for all packs.
 constexpr int32_t kShortNode = 255;
-// In very deep trees, there would be too many segments. At least this many levels then share a segment, however long
-// the nodes are. Segments begin at multiples of that number of levels, so that packs have most segments, and their
-// slots, in common.
+// In very deep trees, the packs would have too many segments. Then segments span at least this many levels, however
+// long the nodes are. Segments begin at multiples of their number of levels, so that packs have most segments, and the
+// slots of these segments, in common.
 constexpr int32_t kFewestFusedLevels = 64;
 
 bool is_short(const ForestNode& node) { return node.kv_end - node.kv_begin <= kShortNode; }
@@ -151,7 +151,7 @@ int64_t SubtreeTiler::num_common_segments() const {
   int64_t num_segments = 0;
   int32_t begin = 0;
   for (const int32_t end : candidates_) {
-    if (end - begin > 1) {  // the smallest index is the uppermost node of a path
+    if (end - begin > 1) {  // on a path, the uppermost node has the smallest index
       const auto common = std::min_element(common_.begin() + begin + 1, common_.begin() + end);
       num_segments += segments_above_[*common];
     }
@@ -191,7 +191,7 @@ void SubtreeTiler::emit_pack(const PrefixForest& forest, std::span<const int32_t
     out.requests.push_back(request);
     int32_t private_begin = forest.private_begin(request);
     bool is_private_once = true;
-    // This request is the pack's first holder of the nodes from its anchor up to, and without, `known`.
+    // This request is the pack's first holder of the nodes from its anchor up to `known`, which is not included.
     int32_t node = forest.anchor(request);
     const int32_t known = first == 0 ? -1 : common_[place];
     if (num_requests == 1 && node >= 0) {

@@ -1,4 +1,4 @@
-// Policy::kMemory. A pack has requests that are neighbours in tree order, and all shared KV ranges of these requests.
+// Policy::kMemory. A pack has some requests that are neighbours in tree order, and all KV ranges of these requests.
 #pragma once
 
 #include <cstdint>
@@ -43,7 +43,7 @@ struct Packing {
   std::vector<int32_t> requests;
   std::vector<Segment> segments;
   std::vector<GatherSpan> spans;  // shared ranges, in the order of the slot buffer
-  int64_t packing_slack = 0;      // number of `requests` that kMaxPacksPerRequest would still allow
+  int64_t packing_slack = 0;      // how many more `requests` kMaxPacksPerRequest allows
 
   std::span<const int32_t> requests_of(const Pack& pack) const {
     return std::span(requests).subspan(pack.request_begin, pack.num_requests);
@@ -67,25 +67,26 @@ class SubtreeTiler {
   SubtreeTiler(const PackingCosts& cost, const TileSelection& tiles) : cost_(cost), tiles_(tiles) {}
 
   // Divides the requests, in tree order, into runs that fit into a tile. Each run is a pack. A cut between two
-  // neighbours costs one more work item, and reading again what both share. All other KV is read once, wherever the
-  // cuts are. Finds the cheapest cuts in time linear in nodes, requests and segments. Requests that share nothing are
-  // never in the same run.
+  // neighbours costs one more work item, and one more read of the KV that both share. All other KV is read once,
+  // wherever the cuts are. Finds the cheapest cuts in time linear in nodes, requests and segments. Requests that share
+  // nothing are never in the same run.
   void pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out);
 
  private:
   // For each place in tree order, finds the deepest node that its request shares with the request before it.
   void find_common_nodes(const PrefixForest& forest);
   void choose_cuts(const PrefixForest& forest);
-  // If all neighbours in several runs share the same node, cuts cost the same everywhere. Makes such runs equally long,
-  // so that their tiles need the same time for what they share.
+  // If all neighbours in some consecutive runs share the same node, a cut between any two of them costs the same. Makes
+  // such runs equally long, so that their tiles need the same time for the shared KV.
   void even_out_runs();
   int64_t cost_of_cut(const PrefixForest& forest, int32_t place) const;
-  // Fills `out` with the chosen runs. Nodes that the same requests of a pack hold share a segment if they are short or,
-  // if `fused_levels` is not 0, if they are in the same group of that many levels. Returns false if the batch then has
-  // too many segments.
+  // Fills `out` with the chosen runs. A node shares a segment with its parent if the same requests of a pack hold both
+  // and, if `fused_levels` is 0, both are short, or else both are in the same group of `fused_levels` levels. Returns
+  // false if the batch then has too many segments.
   bool emit(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t fused_levels,
             Packing& out);
-  // Counts the segments of all packs that all requests of the pack read. In a deep tree, these are nearly all segments.
+  // Counts, over all packs, the segments that all requests of their pack read. In a deep tree, these are nearly all
+  // segments.
   int64_t num_common_segments() const;
   void emit_pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t begin,
                  int32_t end, Packing& out);
@@ -96,14 +97,14 @@ class SubtreeTiler {
   TileSelection tiles_;
 
   std::vector<int32_t> depth_;  // per node: its level, 0 for a root
-  std::vector<int32_t>
-      common_before_;            // per node: what its first holder shares with the request before
-  std::vector<int32_t> common_;  // per place in tree order: see find_common_nodes(); -1: none
-  std::vector<int64_t> best_;    // per place: cost of the cheapest cuts before it
+  // Per node: the deepest node that its first holder shares with the request before, in tree order; -1: none.
+  std::vector<int32_t> common_before_;
+  std::vector<int32_t> common_;     // per place in tree order: see find_common_nodes(); -1: none
+  std::vector<int64_t> best_;       // per place: cost of the cheapest cuts before it
   std::vector<int32_t> run_begin_;  // per place: begin of the run that ends before it
-  std::vector<int32_t>
-      candidates_;  // places where the current run may begin, best first; later the ends of all runs
-  // Per node: first node of the segment that ends with this node, if the same requests of a pack hold both.
+  // In choose_cuts(): places where the next run may begin, best first. Afterwards: the ends of all runs.
+  std::vector<int32_t> candidates_;
+  // Per node: first node of the segment that ends with this node, if the same requests of a pack hold both nodes.
   std::vector<int32_t> segment_top_;
   std::vector<int32_t>
       segments_above_;  // per node: number of such segments from the root to this node

@@ -1,4 +1,4 @@
-// Selects the smallest tile that holds a number of query rows: PAT's round-up rule (section 5.2), for any tile table.
+// Selects the smallest tile with room for given query rows: PAT's round-up rule (section 5.2), for any tile table.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@ namespace pat {
 class TileSelection {
  public:
   // table: the tiles of this kind of layer; must outlive the TileSelection. max_block_q: block_q of the largest tile
-  // that the device can run; must be in the table. one_tile: uses this tile for all work items, so that results do not
-  // depend on the tile, whose bodies may sum in different orders.
+  // that the device can run; must be in the table. one_tile: select() always returns this largest tile. The bodies of
+  // different tiles may sum in different orders, so results would otherwise depend on the tile.
   TileSelection(const TileTable& table, int32_t group_size, int32_t max_block_q,
                 bool one_tile = false)
       : table_(&table), group_size_(group_size), one_tile_(one_tile) {
@@ -30,14 +30,14 @@ class TileSelection {
   const TileTable& table() const { return *table_; }
 
   int32_t group_size() const { return group_size_; }
-  // The most requests of a tile. All query rows of a request are in the same tile.
+  // The most requests that fit into a tile. All query rows of a request are in the same tile.
   int32_t requests_per_tile() const { return (*table_)[largest_].block_q / group_size_; }
   // Number of tiles that `num_requests` requests need. Each tile reads the whole KV range.
   int32_t num_tiles(int32_t num_requests) const {
     return (num_requests + requests_per_tile() - 1) / requests_per_tile();
   }
-  // Index of the smallest tile that holds `num_requests` <= requests_per_tile() requests. A larger tile would waste
-  // shared memory and tensor core time on padding rows.
+  // Index of the smallest tile with room for `num_requests` requests, which must be at most requests_per_tile(). A
+  // larger tile would waste shared memory and tensor core time on padding rows. With one_tile: the largest tile.
   int32_t select(int32_t num_requests) const {
     int32_t tile = one_tile_ ? largest_ : 0;
     while ((*table_)[tile].block_q < num_requests * group_size_) ++tile;

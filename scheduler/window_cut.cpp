@@ -12,11 +12,11 @@ namespace pat {
 
 namespace {
 
-constexpr int32_t kNever = std::numeric_limits<int32_t>::max();  // greater than any length
+constexpr int32_t kNever = std::numeric_limits<int32_t>::max();  // no length exceeds it
 constexpr int64_t kClassCost = 64;  // KV tokens that an additional class must save
 
-// Returns the node of the path ending at `last` whose sharing would save the most KV tokens from `cut` on, if all of
-// the node's holders were cut there.
+// Of the nodes on the path that ends at `last`, returns the node that would save the most KV tokens from `cut` on if
+// all holders of the node had this cut.
 int32_t best_node(const PrefixForest& forest, int32_t last, int32_t cut) {
   const std::vector<ForestNode>& nodes = forest.nodes();
   int32_t best = last;
@@ -51,8 +51,8 @@ void WindowCut::add_class(const PrefixForest& forest, std::span<const Row> rows,
   rows_.add_cut_paths(forest, class_, cut);
 }
 
-// Splits rows that hold the same node, sorted by cut, into the runs that save the most tokens. Each run is a class,
-// with the cut of its last row.
+// Divides `rows` into the runs that save the most tokens. All rows hold the same node and are sorted by cut. Each run
+// becomes a class, with the cut of its last row.
 void WindowCut::add_runs(std::span<const Row> rows, int32_t node_end, const PrefixForest& forest) {
   saved_.assign(rows.size() + 1, 0);  // per place: tokens that the rows before it save
   begin_.assign(rows.size() + 1, 0);  // per place: begin of the run that ends there
@@ -62,7 +62,7 @@ void WindowCut::add_runs(std::span<const Row> rows, int32_t node_end, const Pref
     size_t begin = end - 1;
     for (size_t size = 2; size <= std::min(end, rows_per_class_); ++size) {
       const int64_t all = saved_[end - size] + tokens * static_cast<int64_t>(size - 1) - kClassCost;
-      begin = all > most ? end - size : begin;  // without branches, which would be mispredicted
+      begin = all > most ? end - size : begin;  // no branch: it would be mispredicted
       most = std::max(most, all);
     }
     saved_[end] = most;
@@ -113,8 +113,8 @@ void WindowCut::cut(const PrefixForest& forest, std::span<const int32_t> seq_len
   }
 }
 
-// Fills sorted_. Distributes the rows over their nodes before it compares any: comparisons in a new batch are
-// mispredicted.
+// Fills sorted_ from others_. Groups the rows by node without comparing them, and only then sorts within each node: the
+// CPU mispredicts comparisons between the rows of a new batch.
 void WindowCut::sort_rows(size_t num_nodes) {
   begin_.assign(num_nodes + 1, 0);
   for (const Row& row : others_) ++begin_[row.node + 1];
@@ -123,8 +123,8 @@ void WindowCut::sort_rows(size_t num_nodes) {
   for (const Row& row : others_) sorted_[begin_[row.node]++] = row;
   auto first = sorted_.begin();
   for (size_t node = 0; node < num_nodes; ++node) {
-    const auto last =
-        sorted_.begin() + static_cast<std::ptrdiff_t>(begin_[node]);  // by now its end
+    const auto last = sorted_.begin() +
+                      static_cast<std::ptrdiff_t>(begin_[node]);  // end of the node's rows, by now
     if (!std::is_sorted(first, last)) std::sort(first, last);
     first = last;
   }

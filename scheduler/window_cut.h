@@ -1,12 +1,14 @@
-// Cuts the paths of a batch for layers with a sliding window. The remaining rows are planned like an ordinary batch.
+// Cuts the paths of a batch for layers with a window. What is left of each request, its row, is planned like a request
+// of an ordinary batch.
 //
-// A request attends to its last `window` tokens, which form its row. Rows of a class share KV, so they have the same
-// cut: a position in the window of each of them. A row holds first the tokens from the cut on, and then the tokens of
-// the window before the cut. Attention does not depend on the order of keys. So as the window slides, only the last
-// part of the row changes, and the plan stays valid until the window has passed the cut.
+// A request attends to its last `window` tokens, which form its row. Rows that share KV are put into classes. The rows
+// of a class have the same cut, a position that lies in the windows of all of them. A row begins with the tokens from
+// the cut on. The window's tokens before the cut follow, because attention does not depend on the order of keys. So
+// when the window moves on, the shared KV keeps its place in the row, and the plan stays valid until the window's begin
+// has passed the cut.
 //
-// Chunked windows do not slide: a request attends to the tokens from the last multiple of `window` on, which is its
-// cut.
+// Chunked windows do not move on with each token. A request attends to the tokens from its cut on, which is the last
+// multiple of `window` below the request's length.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +21,7 @@ namespace pat {
 
 struct WindowRule {
   int32_t window = 0;  // tokens that a request attends to, including its new one; 0: all
-  int32_t slack = 0;   // tokens by which requests may grow before the next cut
+  int32_t slack = 0;   // tokens by which requests may grow before they need another cut
   int32_t ahead = 0;   // tokens by which a request may be longer on the device than on the host
   bool chunked = false;
 
@@ -30,29 +32,30 @@ struct WindowRule {
   }
 };
 
-// Assigns the requests of a batch to classes and cuts their paths. Calls reuse the buffers.
+// Assigns the requests of a batch to classes and cuts their paths. cut() reuses its buffers.
 class WindowCut {
  public:
-  // rows_per_class: the most rows of a class. For more rows, the kernels would have to read shared KV again. Throws
-  // std::invalid_argument if a number is out of range.
+  // rows_per_class: the most rows of a class, or 2 if that is more. The kernels would read the shared KV of a larger
+  // class more than once. Throws std::invalid_argument if a number of the rule is out of range.
   WindowCut(const WindowRule& rule, int32_t rows_per_class);
 
   // Cuts the paths of a forest that has been arranged for seq_lens. Requests of length 0 are padding. Takes time linear
   // in path nodes, and in requests times rows_per_class.
   void cut(const PrefixForest& forest, std::span<const int32_t> seq_lens);
 
-  // The cut paths. Their positions count from the cuts.
+  // The cut paths. Positions on a path count from its cut.
   PrefixForest& rows() { return rows_; }
   std::span<const int32_t> row_lens() const { return row_lens_; }
   // Per request: position of its cut, or 0 if its row shares nothing.
   std::span<const int32_t> cuts() const { return cuts_; }
-  // Per request: the length up to which its cut is valid. The largest integer if the row shares nothing and slides.
+  // Per request: the length up to which its cut is valid. INT32_MAX if the row shares nothing, unless windows are
+  // chunked.
   std::span<const int32_t> longest() const { return longest_; }
 
  private:
   struct Row {
-    int32_t node;  // node by whose sharing the row may save the most tokens
-    int32_t cut;   // the row's cut if it were alone in its class
+    int32_t node;  // the node that may save the row the most tokens if it is shared
+    int32_t cut;   // the cut that the row would have if it were alone in its class
     int32_t request;
 
     auto operator<=>(const Row&) const = default;
@@ -69,9 +72,9 @@ class WindowCut {
   std::vector<int32_t> cuts_;
   std::vector<int32_t> longest_;
   // Buffers of cut().
-  std::vector<Row> whole_;   // rows shorter than the window, now and for `slack` tokens
+  std::vector<Row> whole_;   // rows that stay shorter than the window for `slack` more tokens
   std::vector<Row> others_;  // the other rows
-  std::vector<Row> sorted_;  // these by node and cut
+  std::vector<Row> sorted_;  // others_, sorted by node and cut
   std::vector<int64_t> saved_;
   std::vector<size_t> begin_;
   std::vector<int32_t> class_;

@@ -26,8 +26,8 @@ LATENT_TILE_TABLE: tuple[tuple[int, int, int], ...]
 MAX_PACKS_PER_REQUEST: int
 """A request of a batch is in at most this many packs on average."""
 PLAN_SECTIONS: tuple[tuple[str, str, int, int], ...]
-"""Every section of a plan after the header, in order: (name, the field of the header with its
-count, entries beyond that count, int32 values per entry)."""
+"""Every section of a plan after the header, in order: (name, header field that counts its entries,
+number of entries beyond that count, int32 values per entry)."""
 
 class _StageTimes(TypedDict):
     forest: int
@@ -41,7 +41,7 @@ class PlanCapacity:
     def __init__(self, **entries: int) -> None:
         """Set the counts of PLAN_SECTIONS. Counts that are not given are 0.
 
-        Raises TypeError for an unknown count, and ValueError for one that does not fit into int32.
+        Raises TypeError for an unknown name, and ValueError for a count beyond int32.
         """
     def entries(self) -> dict[str, int]:
         """Every count, in the order of the sections."""
@@ -63,40 +63,40 @@ def plan_bounds(
     """
 
 def invariant_plan_bounds(max_requests: int, max_seq_len: int) -> tuple[PlanCapacity, int]:
-    """Return the bounds of plan_bounds() for batch-invariant plans.
+    """Return bounds like those of plan_bounds(), but for batch-invariant plans.
 
-    Requests have up to `max_seq_len` tokens.
+    A request has up to `max_seq_len` tokens.
     """
 
 def num_chunks(length: int) -> int:
-    """Number of chunks into which a batch-invariant plan cuts the KV of a request."""
+    """Number of chunks into which batch-invariant plans cut the KV of a request of this length."""
 
 class CostModel:
     """Cost model (scheduler/cost_model.h), in tokens. The defaults are an H100's.
 
-    Costs of packing are in KV tokens that the whole GPU reads: reread_token, partial_row,
-    packed_item. Costs of splitting are in KV tokens that one CTA reads: item, query_row, shortest,
-    and token_<rows> for each tile of the tile table.
+    reread_token, partial_row and packed_item are costs of packing. Their unit is the time in which
+    the whole GPU reads a KV token. item, query_row, shortest, and token_<rows> for each tile of the
+    tile table, are costs of splitting. Their unit is the time in which one CTA reads a KV token.
     """
 
     def __init__(self, **costs: float) -> None:
         """Set the given costs, rounded to 1/64. The others have their defaults.
 
-        Raises TypeError for an unknown cost, and ValueError for one that is negative, above 16384,
-        or not a number.
+        Raises TypeError for an unknown name, and ValueError for a cost that is negative, above
+        16384, or not a number.
         """
     def values(self) -> dict[str, float]:
         """Every cost by its name."""
     def __eq__(self, other: object) -> bool: ...
 
 SHIPPED_COSTS: tuple[tuple[str, bool, CostModel], ...]
-"""(part of the GPU's name, whether the costs were measured there, the costs) of every GPU that has
-costs of its own."""
+"""(part of the GPU's name, whether the costs were measured on this GPU, the costs) for every GPU
+that has costs of its own."""
 SHIPPED_LATENT_COSTS: tuple[tuple[str, bool, CostModel], ...]
 """Like SHIPPED_COSTS, for latent attention. Other GPUs use the costs of the first entry."""
 
 def row_lengths(lengths: _Int32 | _Int64, num_requests: int, num_rows: int) -> _Int32:
-    """Copy the lengths of the first `num_requests` rows from `lengths`, which may have fewer.
+    """Copy the first `num_requests` lengths from `lengths`, which may be shorter.
 
     Returns int32 `[num_rows]`, with 0 after the copied lengths. ValueError if a length does not fit
     into int32, or if `num_requests` or `num_rows` is negative.
@@ -134,10 +134,11 @@ class PrefixForest:
         moved
             id() of requests whose path may have changed.
         read
-            Returns the paths of requests. update() calls it with the requests that joined or moved,
-            and then with those whose nodes the tree has split, or may have split, since their path
-            was read. A node of a path is a tuple of six integers: id, parent's id, first position,
-            end, number of tokens, number of children in the tree.
+            Returns the paths of the requests that it gets. update() calls it first with the
+            requests that joined or moved. Then it may call it with requests whose nodes the tree
+            has split, or may have split, since their paths were read. A node of a path is a tuple
+            of six integers: id, parent's id, first position, end, number of tokens, number of
+            children in the tree.
 
         Returns
         -------
@@ -192,7 +193,7 @@ class PackScheduler:
         kv_end: _Int32,
         seq_lens: _Int32,
     ) -> None:
-        """Build a plan. Rows after the last request of a forest have no path.
+        """Build a plan. `seq_lens` may have more rows than the forest; these rows have no path.
 
         With a window, the plan is for the rows of a WindowCut (scheduler/window_cut.h). ValueError
         on bad input, or if the plan is too large for its format. The last plan is then kept.
@@ -200,15 +201,16 @@ class PackScheduler:
     def check_lengths(self, seq_lens: _Int32) -> tuple[bool, int, int]:
         """Check the last plan against the same batch with these lengths.
 
-        Returns whether the plan is correct and balanced for them, the sum of the lengths, each at
-        most the window, and the longest length.
+        Returns (served, total, longest). served: whether the plan is correct and balanced for the
+        lengths. total: number of tokens to which all requests together attend; without a window,
+        the sum of the lengths. longest: the greatest length.
         """
     def steps_left(self, seq_lens: _Int32, longest: int) -> int:
         """Return by how many tokens every request may grow from `seq_lens`.
 
-        Until then the last plan stays usable and no request exceeds `longest`. Padding (length 0)
-        does not grow. ValueError for negative lengths, or if their number is not that of the plan's
-        requests.
+        Up to this growth, the last plan stays usable and no request exceeds `longest`. Padding
+        (length 0) does not grow. ValueError if a length is negative, or if there are more or fewer
+        lengths than requests in the plan.
         """
     def required_capacity(self) -> PlanCapacity: ...
     def write(
@@ -221,8 +223,9 @@ class PackScheduler:
     ) -> tuple[int, int, int] | None:
         """Write the last plan into `out`, laid out for `capacity`, and return kv_tokens.
 
-        With a window, the cut of each request follows. Returns None, and writes nothing, if the
-        plan needs a larger capacity, more partials, more shared slots or more cuts than given.
+        With a window, the cuts of all requests follow the plan in `out`. Returns None, and writes
+        nothing, if the plan needs a larger capacity, more partials, more shared slots or more cuts
+        than given.
         ValueError if `out` is too short.
         """
     @property
@@ -234,7 +237,7 @@ class PackScheduler:
         """Number of requests of the last plan, or 0 without a window."""
     @property
     def tile_table(self) -> tuple[tuple[int, int, int], ...]:
-        """TILE_TABLE, or LATENT_TILE_TABLE if latent."""
+        """TILE_TABLE, or LATENT_TILE_TABLE if the scheduler is for latent attention."""
     @property
     def kv_tokens(self) -> tuple[int, int, int]:
         """(query_centric, planned, lower_bound) of the last plan, per KV head."""

@@ -45,7 +45,7 @@ from sglang_pat.support import GROWTH_TOKENS
 
 logger = logging.getLogger(__name__)
 
-# Workers per KV head in plain torch, enough that tests cut long ranges.
+# Number of workers per KV head in plain torch, large enough for plans to cut long ranges in tests.
 _TORCH_WORKERS = 32
 INTS = (torch.int64, torch.int32)
 # The error message of torch.compile(fullgraph=True). Without fullgraph, torch breaks its graph and
@@ -135,8 +135,9 @@ class PackAttention:
         num_workers : int, optional
             How many CTAs share the work of one KV head. The default depends on the device.
         growth_tokens : int
-            plan() builds a new plan when a request has grown by more tokens than this, or earlier,
-            after at least 32 tokens, if the CTAs are then out of balance.
+            plan() builds a new plan when a request has grown by more tokens than this. If the CTAs
+            get out of balance, it builds one earlier, but not before a request has grown by 32
+            tokens.
         executor : {"auto", "cuda", "reference"}
             `cuda` runs the kernels, `reference` plain torch. `auto` chooses the kernels on a CUDA
             device, except for float32, for which there are no kernels.
@@ -145,10 +146,11 @@ class PackAttention:
             change, so run() can be captured in a CUDA graph and replayed with other plans. Default:
             buffers grow with the batches.
         max_shared_slots : int
-            The most KV tokens of all shared ranges of a batch, for `max_requests`.
+            With `max_requests`: the most KV tokens of all shared ranges of a batch together.
         batch_invariant : bool
-            Make a request's output have the same bits in every batch, whatever is shared. It then
-            depends only on the request's queries and KV, and on the device. `policy` has no effect.
+            Make a request's output have the same bits in every batch, whatever KV is shared. The
+            output then depends only on the request's queries and KV, and on the device. `policy`
+            has no effect.
         max_seq_len : int, optional
             The most KV tokens of a request. Required for `batch_invariant` with `max_requests`, to
             reserve partials.
@@ -241,7 +243,7 @@ class PackAttention:
         self._scheduler = self._new_scheduler()
         self._plan: DecodePlan | None = None
         self._step: Step | None = None  # tensors of the last plan()
-        self._num_requests = 0  # requests of the plan
+        self._num_requests = 0  # number of requests in the plan
         self._key: Hashable = None
         # These attributes describe the last step.
         self.step_tokens = KvTokens(0, 0, 0)
@@ -307,10 +309,10 @@ class PackAttention:
         return self._prepare(batch, step, begun_ns, lengths)
 
     def plan_as(self, other: PackAttention, batch: DecodeBatch) -> DecodePlan:
-        """Prepare the step that `other` has just prepared, without checking it again.
+        """Prepare the step that `other` has just prepared, without checking its tensors again.
 
         other: an object on the same device, whose last plan() got `batch`. The tensors of that call
-        are borrowed here too. The result and the errors are those of plan().
+        are borrowed here too. Returns and raises the same as plan().
         """
         assert other._step is not None
         return self._prepare(batch, other._step, batch.begun_ns or time.perf_counter_ns())
@@ -322,7 +324,10 @@ class PackAttention:
         begun_ns: int,
         lengths: tuple[bool, int, int] | None = None,
     ) -> DecodePlan:
-        """Reuse the last plan, or build one. lengths: as of `check_lengths`, if it was called."""
+        """Reuse the last plan, or build one.
+
+        lengths: the result of `check_lengths` for the batch, or None if it was not called yet.
+        """
         paths = batch.read_paths() if batch.key is None else None
         key = batch.key if paths is None else paths_key(paths)
         same_batch = key == self._key and len(batch.seq_lens) == self._num_requests
@@ -357,8 +362,8 @@ class PackAttention:
     def advance(self, seq_lens: torch.Tensor, tokens: int) -> None:
         """Use the last plan for a later step with longer requests.
 
-        This is for a few steps whose lengths the host knows only relative to plan(). `stats` does
-        not count them.
+        This is for a few steps after plan(), if the host knows only by how much their requests have
+        grown since then. `stats` does not count these steps.
 
         Parameters
         ----------
@@ -480,7 +485,7 @@ class PackAttention:
         k_scale, v_scale : float or torch.Tensor
             Factors by which the keys and the values in the caches are multiplied. A captured graph
             keeps the value of a float. A tensor (float32, one element) is read in each run() and
-            each replay. It is allowed only if `kv_dtype` is not `dtype`.
+            each replay. A tensor is allowed only if `kv_dtype` is not `dtype`.
         return_lse : bool
             Also return the LSE, by which results over disjoint KV can be merged.
 
@@ -488,8 +493,8 @@ class PackAttention:
         -------
         torch.Tensor or tuple of torch.Tensor
             `out`; with `return_lse` also the natural-log LSE, float32 `[num_requests,
-            num_qo_heads]`. It includes the sink. A request of length 0 has output 0, and LSE -inf,
-            or the sink.
+            num_qo_heads]`. The LSE includes the sink. A request of length 0 has output 0. Its LSE
+            is -inf without sinks, else the sink.
 
         Raises
         ------
@@ -559,10 +564,11 @@ class PackAttention:
         return out if lse is None else (out, lse)
 
     def sharing_buffers(self) -> PackAttention:
-        """Return a PackAttention for other batches that uses this one's buffers.
+        """Return a PackAttention for other batches that uses the buffers of this object.
 
-        The same captured CUDA graph can then run the plans of both objects. Each sends its plan to
-        the device again if the other's plan has replaced it. `max_requests` must have been given.
+        The same captured CUDA graph can then run the plans of both objects. Each object sends its
+        plan to the device again if the plan of the other object has replaced it. This object must
+        have been made with `max_requests`.
         """
         sibling = object.__new__(type(self))
         sibling.__dict__.update(self.__dict__)
@@ -687,7 +693,7 @@ class PackAttention:
     def _check_tensor(
         self, name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], *dtypes: torch.dtype
     ) -> None:
-        """Check a tensor. None as the first number of a shape allows any number of slots."""
+        """Check a tensor. None as the first number of `shape` allows any number of slots."""
         if type(tensor) is not torch.Tensor:  # faster than isinstance()
             _check_is_tensor(name, tensor)
         have = tensor.shape
@@ -720,7 +726,7 @@ def _check_is_tensor(name: str, value: object) -> None:
 
 
 def _check_positive(name: str, value: float, allowed: str = "positive") -> None:
-    """Raise TypeError unless `value` is a number, and ValueError unless it is positive."""
+    """Raise TypeError unless `value` is a number, and ValueError unless 0 < value < inf."""
     _check_number(name, value)
     if not 0 < value < math.inf:
         raise ValueError(f"{name} must be {allowed}, got {value}")
@@ -776,7 +782,7 @@ def _canonical_device(device: torch.device | str) -> torch.device:
 
 
 def default_workers(kernels: LoadedKernels | None, num_kv_heads: int) -> int:
-    """Return the CTAs that the device runs at once, divided by the number of KV heads."""
+    """Return the number of CTAs that the device runs at once for each KV head."""
     if kernels is None:
         return _TORCH_WORKERS
     return max(1, kernels.num_ctas // num_kv_heads)

@@ -39,13 +39,13 @@ class PathNode(NamedTuple):
 class PrefixPaths:
     """The root-to-leaf paths of a batch in flat arrays (CSR).
 
-    The path of request `i` has the nodes `path_begin[i]` to `path_begin[i + 1]` of the three node
+    The path of request `i` is the slice `[path_begin[i]:path_begin[i + 1]]` of the three node
     arrays. The first node begins at position 0, and every other node where the previous one ends. A
     request without shared KV has an empty path. KV after the path is private to the request.
 
-    Shapes: `path_begin` int32 `[num_requests + 1]`; `node_id` int64, `kv_begin` and `kv_end` int32,
-    all `[num_path_nodes]`. Other arrays raise TypeError. The C++ scheduler checks the contents, and
-    its errors name the first request that is wrong.
+    `path_begin` is int32 `[num_requests + 1]`. `node_id` (int64), `kv_begin` and `kv_end` (int32)
+    are `[num_path_nodes]`. Other dtypes or shapes raise TypeError. The C++ scheduler checks the
+    contents, and its errors name the first request that is wrong.
     """
 
     path_begin: IntArray
@@ -68,8 +68,8 @@ class PrefixPaths:
         TypeError
             `paths` is not a list, or a path is not. The message names the request.
         ValueError
-            A node is not three integers, or its id exceeds int64 or a position int32. The message
-            names the node and its request.
+            A node is not three integers, its id does not fit into int64, or a position does not fit
+            into int32. The message names the node and its request.
         """
         path_begin = [0]
         flat: list[PathNode | tuple[int, int, int]] = []
@@ -93,9 +93,9 @@ class PrefixPaths:
 
     @classmethod
     def private(cls, num_requests: int) -> PrefixPaths:
-        """Return empty paths, by which requests share nothing.
+        """Return an empty path for each of `num_requests` requests, so that they share nothing.
 
-        Raises TypeError if the number of requests is not an integer, ValueError if it is negative.
+        Raises TypeError if `num_requests` is not an integer, and ValueError if it is negative.
         """
         check_integers(num_requests=num_requests)
         if num_requests < 0:
@@ -117,13 +117,14 @@ class DecodeBatch(NamedTuple):
 
     seq_lens: int32 `[num_requests]`, the KV length of every request, including this step's token. 0
         marks a padding row, whose output is 0 and whose LSE is -inf.
-    paths: the batch's paths, or a forest that has them until its next update(). Rows after the
-        forest's last request have no path.
-    key: equal keys promise equal paths, equal rows in the same order, and shared KV in the same
-        slots, so that a plan may be reused while `seq_lens` grow. If the key is None, plan()
-        compares the paths themselves, and reads the slots of shared KV again in each step.
-    begun_ns: `time.perf_counter_ns()` when work on the step began, if that was before plan(). The
-        step's planning time counts from then.
+    paths: the batch's paths, or a forest that has these paths until its next update(). Rows after
+        the forest's last request have no path.
+    key: batches with equal keys must have the same paths, the same rows in the same order, and
+        shared KV in the same slots. A plan may then be reused while `seq_lens` grow. If the key is
+        None, plan() compares the paths themselves, and reads the slots of shared KV again in each
+        step.
+    begun_ns: `time.perf_counter_ns()` at the time from which the step's planning time counts. 0:
+        it counts from the call of plan().
     """
 
     seq_lens: IntArray
@@ -145,7 +146,7 @@ class DecodeBatch(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The tensors that an executor reads besides the plan, owned by `plan`'s caller."""
+    """The tensors that an executor reads besides the plan. The caller of plan() owns them."""
 
     req_to_token: torch.Tensor  # int32 [num_rows, max_context_len]
     req_pool_indices: torch.Tensor  # int64 or int32 [num_requests]
@@ -155,7 +156,7 @@ class Step(NamedTuple):
 
 
 def check_integers(**values: int) -> None:
-    """Raise TypeError for a value that is not an integer, ValueError for one beyond int32."""
+    """Raise TypeError for a value that is no integer, ValueError for an integer beyond int32."""
     for name, value in values.items():
         if not is_integer(value):
             raise TypeError(f"{name} must be an integer, got {value!r}")
@@ -204,7 +205,7 @@ def _checked_nodes(
                 "a path node must be three integers (node_id, kv_begin, kv_end), positions within "
                 f"int32, got {node!r} on the path of request {request}"
             )
-    return np.array(flat, dtype=np.int64)  # other integer types
+    return np.array(flat, dtype=np.int64)  # the nodes have other integer types
 
 
 def _is_node(node: object) -> bool:

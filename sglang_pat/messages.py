@@ -24,7 +24,7 @@ def quoted(value: object) -> str:
 
 
 def listed(names: Iterable[object]) -> str:
-    """Return the first few names, each shortened, separated by commas; `(none)` if empty."""
+    """Return the first few names, each shortened, separated by commas, or `(none)`."""
     found = [" ".join(str(name).split()) for name in names]
     shown = [name if len(name) <= _NAME else f"{name[:_NAME]}..." for name in found[:_NAMES]]
     while sum(map(len, shown)) > _LONGEST_RUN:
@@ -39,7 +39,7 @@ def one_line(message: str, words: Iterable[str] = ()) -> str:
     Parameters
     ----------
     words
-        Words of the command line. Long ones are shortened wherever the message has them.
+        Words of the command line. Long words are shortened wherever the message repeats them.
     """
     for word in words:
         for long in {word, repr(word)[1:-1], *word.split("=", 1)[1:]}:

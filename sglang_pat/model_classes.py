@@ -64,8 +64,8 @@ BY_LAYER_TYPES = _names(
     SmolLM3ForCausalLM Spark2_5ForCausalLM Step3p5ForCausalLM Step3p7ForConditionalGeneration
     """
 )
-# The `sliding_window` of these classes does not count the new token: they read one token more.
-# SGLang runs the last three by classes of transformers.
+# The `sliding_window` of these classes does not count the new token, so their layers read one token
+# more. SGLang runs the last three with the model classes of transformers.
 NEW_TOKEN_IS_EXTRA = _names(
     """
     Cohere2ForCausalLM Cohere2MoeForCausalLM Cohere2VisionForConditionalGeneration
@@ -100,7 +100,7 @@ SPARSE_WITH_INDEX = _names(
 )
 # Classes of SPARSE_WITH_INDEX that have `index_topk` by default.
 _INDEX_BY_DEFAULT = frozenset({"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"})
-# Classes that add to the scores a bias that depends on query and distance.
+# Classes that add a bias to each score. The bias depends on the query and on the key's distance.
 WITH_BIAS = frozenset({"InklingForConditionalGeneration"})
 ENCODER_DECODER = _names(
     """
@@ -142,7 +142,7 @@ _BY_TYPE = {
     "longcat_flash": "LongcatFlashForCausalLM",
     "multi_modality": "MultiModalityCausalLM",
 }
-# Names of classes -> class with the same rules.
+# A class -> another class, which has the same rules.
 _ALIASES = {
     "DeepseekV41ForCausalLM": "DeepseekV4ForCausalLM",
     "LongcatCausalLM": "LongcatFlashForCausalLM",
@@ -151,7 +151,7 @@ _ALIASES = {
 
 
 def class_name(config: Mapping[str, Any]) -> str:
-    """Return the class that SGLang builds, by `architectures` or `model_type`, or ""."""
+    """Return the class that SGLang builds, by `architectures` or `model_type`; "" if unknown."""
     names = config.get("architectures")
     if not isinstance(names, list) or not names:
         return _BY_TYPE.get(str(config.get("model_type")), "")
@@ -164,7 +164,7 @@ def is_draft_model(name: str) -> bool:
 
 
 def answers_with_tokens(config: Mapping[str, Any]) -> bool:
-    """Return False if SGLang by default runs a model as an embedding, reward or encoder model."""
+    """Return False if SGLang by default runs the model as an embedding, reward or encoder model."""
     is_embedding_gemma = (
         config.get("model_type") == "gemma3_text"
         and config.get("use_bidirectional_attention") is True
@@ -173,7 +173,7 @@ def answers_with_tokens(config: Mapping[str, Any]) -> bool:
 
 
 def sparse_name(config: Mapping[str, Any]) -> str:
-    """Return the class if SGLang runs it on a backend for sparse attention, else ""."""
+    """Return the model's class if SGLang runs it on a backend for sparse attention, else ""."""
     name = class_name(config)
     index = config.get("index_topk", 2048 if name in _INDEX_BY_DEFAULT else None)
     with_index = name in SPARSE_WITH_INDEX and index is not None

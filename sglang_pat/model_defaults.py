@@ -1,7 +1,7 @@
 """Defaults of transformers' configuration classes, for keys that a `config.json` lacks.
 
-They are grouped by `model_type`. Files of multimodal models leave out values that equal the
-defaults of their decoder's class. Other files may also lack keys.
+The defaults are listed by `model_type`. The `config.json` of a multimodal model leaves out values
+that equal the defaults of its decoder's class. Other files may lack keys, too.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ _FULL_EVERY = {
     "gpt_oss": 2,
     "olmo3": 4,
 }
-# Keys with the decoder of a multimodal model. SGLang uses the first one that is present.
+# Keys whose value is the decoder of a multimodal model. SGLang uses the first key that is present.
 _DECODERS = ("thinker_config", "llm_config", "language_config", "text_config")
 # Top-level keys of a multimodal model that also apply to its decoder.
 _OF_THE_WHOLE = (
@@ -69,7 +69,7 @@ _OF_THE_WHOLE = (
     "dtype",
     "tie_word_embeddings",
 )
-# Names of keys in some families -> usual names of these keys.
+# Name of a key in some model families -> the key's usual name.
 _NAMES = {
     "n_layer": "num_hidden_layers",
     "n_layers": "num_hidden_layers",
@@ -101,13 +101,13 @@ _LARGEST, _MOST_LAYERS = 10**9, 10_000
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer of a decoder. Numbers of heads are those of all GPUs together.
+    """A layer of a decoder. The numbers of heads count the heads of all GPUs together.
 
     Attributes
     ----------
     kind
-        FULL, WINDOW, CHUNK, LATENT, STATE, NO_ATTENTION, or the configuration's name of an unknown
-        kind.
+        FULL, WINDOW, CHUNK, LATENT, STATE or NO_ATTENTION. An unknown kind has its name in the
+        configuration.
     num_qo_heads, num_kv_heads, head_dim, v_head_dim
         Shape of attention layers; 0 for other kinds.
     window
@@ -134,7 +134,7 @@ class Layer:
 
 
 def read_layers(config: Mapping[str, Any], tp: int = 1) -> tuple[Layer, ...]:
-    """Return all layers of a `config.json`'s decoder, and whether pat accelerates them.
+    """Return all layers of the decoder of a `config.json`, each with whether pat accelerates it.
 
     tp: number of GPUs that share the heads. Raises ValueError if the model's class is unknown, or
     if a key is missing or not valid.
@@ -158,7 +158,7 @@ def check_architectures(config: Mapping[str, Any]) -> None:
 
 
 def check_served(config: Mapping[str, Any]) -> None:
-    """Raise ValueError if a configuration is not one of a model, or the model does not decode."""
+    """Raise ValueError if `config` is not a model's configuration, or the model does not decode."""
     check_architectures(config)
     name = class_name(config)
     if not model_classes.answers_with_tokens(config):
@@ -202,7 +202,7 @@ def check_ranks(layers: Sequence[Layer], tp: int) -> None:
 
 
 def check_class(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a class of models without rules here."""
+    """Raise ValueError if this module has no rules for the model's class."""
     name = class_name(config)
     if not name:
         return  # only a part of a configuration
@@ -227,7 +227,7 @@ def whole_refusal(config: Mapping[str, Any]) -> Unsupported | None:
 
 
 def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the decoder's part of a configuration, with the names that most models use.
+    """Return the decoder's part of a configuration, with the keys that most models use.
 
     Multimodal models nest the decoder one or two levels deep, but describe the decoder's
     quantisation at the top level.
@@ -280,7 +280,10 @@ def summary(layers: Sequence[Layer]) -> list[tuple[int, str, bool]]:
 
 
 def positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A count in a config. Null means the default, as in Transformers. ValueError names the key."""
+    """Return the count `config[key]`, or `default` for null, as in Transformers.
+
+    Raises ValueError, which names the key, if the count is not valid.
+    """
     value = config.get(key)
     if value is None:
         value = default
@@ -292,12 +295,12 @@ def positive(config: Mapping[str, Any], key: str, default: int | None = None) ->
 
 
 def count(config: Mapping[str, Any], key: str) -> int:
-    """Return a count that may be 0, null or missing."""
+    """Return the count `config[key]`, or 0 if it is null or missing."""
     return positive(config, key) if config.get(key) else 0
 
 
 def _numbers(config: Mapping[str, Any], key: str) -> list[int]:
-    """Return a list of integers. ValueError names the key."""
+    """Return the list of integers `config[key]`. If it is not one, ValueError names the key."""
     listed = config.get(key)
     if not isinstance(listed, list) or any(type(each) is not int for each in listed):
         raise ValueError(f"{key}={reprlib.repr(listed)}; allowed: a list of whole numbers")
@@ -348,7 +351,7 @@ def _num_layers(config: Mapping[str, Any]) -> int:
 
 def _plain(config: Mapping[str, Any]) -> list[str]:
     blocks = config.get("block_configs")
-    if blocks is not None:  # a Nemotron found by architecture search
+    if blocks is not None:  # a Nemotron model that was found by architecture search
         layers = range(_num_layers(config))
         return [NO_ATTENTION if _block(config, i).get("no_op") else FULL for i in layers]
     return [FULL] * (attentions_per_layer(config) * _num_layers(config))
@@ -360,7 +363,7 @@ def attentions_per_layer(config: Mapping[str, Any]) -> int:
 
 
 def _block(config: Mapping[str, Any], index: int) -> Mapping[str, Any]:
-    """Return the attention of a block of a Nemotron found by architecture search."""
+    """Return the `attention` of a block, for Nemotron models found by architecture search."""
     blocks = config.get("block_configs")
     block = blocks[index] if isinstance(blocks, list) and index < len(blocks) else None
     attention = block.get("attention") if isinstance(block, Mapping) else None
@@ -370,7 +373,7 @@ def _block(config: Mapping[str, Any], index: int) -> Mapping[str, Any]:
 
 
 def _every(config: Mapping[str, Any], every: int, others: str) -> list[str]:
-    """Return the kinds of layers if each `every`-th is FULL and the others are `others`."""
+    """Return the kinds of all layers if every `every`-th layer is FULL, and others are `others`."""
     return [FULL if (index + 1) % every == 0 else others for index in range(_num_layers(config))]
 
 
@@ -543,7 +546,7 @@ def _query_heads(config: Mapping[str, Any], kind: str, index: int) -> int:
 def _attention_shape(
     config: Mapping[str, Any], kind: str, index: int, qo_heads: int
 ) -> tuple[int, int, int]:
-    """Return KV heads, head_dim and v_head_dim, which depend on `kind` in some families."""
+    """Return (KV heads, head_dim, v_head_dim). In some model families, they depend on `kind`."""
     heads = positive(config, "num_attention_heads", qo_heads)
     kv_heads = positive(config, "num_key_value_heads", heads)
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
@@ -588,7 +591,7 @@ def has_float8_cache(config: Mapping[str, Any]) -> bool:
     """Return True if the checkpoint requires fp8 KV.
 
     With `--kv-cache-dtype auto`, the newest SGLang then stores fp8 KV. Older versions ignore this
-    for compressed-tensors checkpoints.
+    requirement of compressed-tensors checkpoints.
     """
     quantisation = quantisation_of(config)
     scheme = quantisation.get("kv_cache_scheme")

@@ -1,8 +1,8 @@
 """Checks the files that a command will write, before the work starts.
 
-`output_file` and `output_or_stdout` are argparse types of one option. `check_outputs` checks all
-options of a command together. `write_output` writes a file at the end. `replace_file` is for files
-that another process may be reading.
+`output_file` and `output_or_stdout` are argparse types, which check one option. `check_outputs`
+checks all options of a command together. `write_output` writes a file at the end. `replace_file` is
+for files that another process may be reading.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def problem_with(path: Path) -> str | None:
 
 
 class OutputError(Exception):
-    """A file could be written when the command started, and cannot now. The message is one line."""
+    """A file that passed the checks cannot be written any more. The message is one line."""
 
 
 class StdoutError(OutputError):
@@ -186,7 +186,8 @@ def written(option: str, path: Path) -> Iterator[Path]:
     """Yield the path of a draft, which replaces the file of `option` when it is complete.
 
     If the folder is not writable, or the path is a device, the draft is the file itself. If writing
-    fails, a new file is removed. Raises OutputError, for example if the disk is full.
+    fails, the draft is removed, unless it is a file that existed before. Raises OutputError, for
+    example if the disk is full.
     """
     target = path.resolve()
     is_new = not path.exists()
@@ -210,7 +211,7 @@ def written(option: str, path: Path) -> Iterator[Path]:
 
 def replace_file(path: Path, text: str) -> None:
     """Replace the contents of a file atomically. OSError if it cannot be written."""
-    # Nobody can predict the name of the new file and put a link there.
+    # mkstemp() makes a name that nobody can predict, so nobody can put a link there in advance.
     descriptor, new = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(descriptor, "w") as file:

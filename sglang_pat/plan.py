@@ -34,7 +34,7 @@ from sglang_pat.reasons import StepReason
 from sglang_pat.support import GROWTH_TOKENS, is_latent
 
 MIN_ITEM_TOKENS = 256
-_ONE_BYTE_LATENT_TILE = 32  # query rows of a tile
+_ONE_BYTE_LATENT_TILE = 32  # query rows of a tile of latent attention over fp8 KV
 _Integers = TypeVar("_Integers", int, npt.NDArray[np.int64])
 
 
@@ -65,9 +65,10 @@ def new_scheduler(
 ) -> PackScheduler:
     """Make a scheduler, with PackAttention's constants for growth and item lengths.
 
-    by_time: give a small step other packs than those of `memory`, or none, if it then ends earlier
-    by the cost model. latent: plan for latent attention. one_byte: the KV cache is fp8. cost: None
-    for an H100's costs. window, slack, ahead, chunked: see scheduler/window_cut.h.
+    by_time: with the policy `memory`, a small step may get other packs, or packs that share
+    nothing, if the cost model predicts an earlier end of the step. latent: plan for latent
+    attention. one_byte: the KV cache is fp8. cost: None for an H100's costs. window, slack, ahead,
+    chunked: see scheduler/window_cut.h.
     """
     return PackScheduler(
         group_size=group_size,
@@ -89,11 +90,11 @@ def new_scheduler(
 
 
 def largest_tile(group_size: int, *, latent: bool = False, one_byte: bool = False) -> int:
-    """Return the query rows of the largest tile that plans use.
+    """Return the number of query rows of the largest tile that plans use.
 
-    With fp8 KV, latent attention uses tiles of 32 rows. Two of them take 0.64 to 0.94 times as long
-    as one tile of 64 rows (the shared cases of `benchmarks/kernel mla`). A group of more than 16
-    query heads needs the tile of 64 rows.
+    With fp8 KV, latent attention uses tiles of 32 rows, because two such tiles take 0.64 to 0.94
+    times as long as one tile of 64 rows (the shared cases of `benchmarks/kernel mla`). A group of
+    more than 16 query heads needs the tile of 64 rows.
     """
     if latent and one_byte and 2 * group_size <= _ONE_BYTE_LATENT_TILE:
         return _ONE_BYTE_LATENT_TILE
@@ -101,7 +102,7 @@ def largest_tile(group_size: int, *, latent: bool = False, one_byte: bool = Fals
 
 
 def shipped_latent_costs(gpu: str) -> CostModel:
-    """Return the shipped costs of latent attention on a GPU, or the H100's if it is unknown."""
+    """Return the shipped costs of latent attention on a GPU, or an H100's for an unknown GPU."""
     first = SHIPPED_LATENT_COSTS[0][2]
     return next((costs for name, _, costs in SHIPPED_LATENT_COSTS if name in gpu), first)
 
@@ -130,7 +131,7 @@ class LayerKind(NamedTuple):
 
     heads: HeadConfig
     window: int = 0  # the most tokens that a request attends to; 0: all
-    chunked: bool = False  # whether the window is a chunk, which does not slide
+    chunked: bool = False  # whether the window is a chunk, with fixed bounds
 
 
 class PlanHeader(NamedTuple):
@@ -165,7 +166,7 @@ class KvTokens(NamedTuple):
 
 
 class _Section:
-    """Descriptor of a DecodePlan's section: an int32 view of the buffer, named as the section.
+    """Descriptor of a DecodePlan's section: an int32 view of the buffer, named like the section.
 
     Its shape is `[entries]` if an entry is one integer, else `[entries, integers per entry]`.
     """
@@ -228,7 +229,7 @@ class DecodePlan:
         return PlanHeader(*self.buffer[begin : begin + len(PlanHeader._fields)].tolist())
 
     def live_requests(self) -> IntArray:
-        """Requests that each run() reads up to the current length, not the planned length."""
+        """Return the requests that run() reads up to their current length, not the planned one."""
         segments = self.kv_segments
         live: IntArray = segments[segments[:, 2] == OPEN_END, 0]
         return live
@@ -276,7 +277,7 @@ class DecodePlan:
 
 
 def segment_interval(requests: _Integers) -> tuple[_Integers, _Integers]:
-    """Return the first and the end of a segment's requests, counted within its work item."""
+    """Return (first, end) of a segment's requests, counted from the work item's first request."""
     return requests & (READ_ONCE - 1), requests >> 16
 
 
@@ -370,8 +371,9 @@ class BufferSizes(NamedTuple):
     ) -> BufferSizes:
         """Return the capacity for the plan of any batch of up to `max_requests` requests.
 
-        Plans always fit, unless they have more shared slots than `num_shared_slots`, which only the
-        KV pool bounds. `plan_bounds` in scheduler/pack_scheduler.cpp gives the other bounds.
+        Plans always fit, unless they have more shared slots than `num_shared_slots`. Only the KV
+        pool bounds how many shared slots a plan has. `plan_bounds` in scheduler/pack_scheduler.cpp
+        gives the other bounds.
 
         Parameters
         ----------

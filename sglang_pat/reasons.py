@@ -14,7 +14,7 @@ class StepReason(StrEnum):
     meaning: str
 
     def __new__(cls, value: str, meaning: str = "") -> StepReason:
-        """Make a member. A value that needs no explanation has no meaning."""
+        """Make a member. If no `meaning` is given, it is the value itself."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.meaning = meaning or value

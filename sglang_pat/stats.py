@@ -35,9 +35,9 @@ def bound_of(nanoseconds: int) -> int:
 class PlanningTimes(dict[str, Counter[int]]):
     """Histograms of planning times, by kind of step.
 
-    A histogram maps each bound, in ns, to the number of times between the next smaller bound and
-    it. There are 16 bounds per octave, so a percentile is at most 1/16 too high. Histograms can be
-    added with `+` and serialised to JSON.
+    A histogram maps each bound, in ns, to how many planning times lie between the next smaller
+    bound and this bound. There are 16 bounds per octave, so a percentile is at most 1/16 too high.
+    Histograms can be added with `+` and serialised to JSON.
 
     "unchanged": the plan was reused. "changed": a plan was built, and the forest had kept at least
     one path. "cold": a plan was built, and all paths were new or came as arrays.
@@ -65,7 +65,7 @@ class PlanningTimes(dict[str, Counter[int]]):
         return total
 
     def percentile_us(self, kind: PlanningClass, percent: float) -> float:
-        """Return the bound, in us, below which `percent` % of the times lie; nan without times.
+        """Return the bound, in us, below which `percent` % of the times lie; nan if there are none.
 
         Raises ValueError if percent is not above 0 and at most 100.
         """
@@ -87,8 +87,8 @@ class PlanStats:
     `causes` splits plans_built by cause. "first": there was no plan. "batch_changed": the step had
     another key or number of rows. "tail_growth": a request outgrew its planned length, or became
     shorter. The kv_tokens_* fields are sums of `KvTokens` over the steps, at each step's lengths.
-    planning_ns has one time per step. It begins at `DecodeBatch.begun_ns` or at the call of plan(),
-    and ends when plan() returns, or when the step is known to repeat the last one.
+    planning_ns has one time per step: from `DecodeBatch.begun_ns`, or from the call of plan(),
+    until plan() returns, or until the step is known to repeat the last step.
     """
 
     plans_built: int = 0
@@ -111,9 +111,9 @@ Counters = dict[str, Any]
 
 
 def read_counters(stats: Sequence[PlanStats], **more: Sequence[Mapping[str, int]]) -> Counters:
-    """Return the sums of `stats`, field by field, and of further mappings, by name.
+    """Return the sum of each field over all `stats`, and of the mappings of each keyword in `more`.
 
-    The result is a copy. Any thread may call this while another thread counts.
+    The result is a copy. Any thread may call this function while another thread counts.
     """
     counters: Counters = {}
     for name in (each.name for each in fields(PlanStats)):
@@ -128,5 +128,5 @@ def read_counters(stats: Sequence[PlanStats], **more: Sequence[Mapping[str, int]
 def _sum(mappings: Sequence[Mapping[str, int]]) -> dict[str, int]:
     total: Counter[str] = Counter()
     for numbers in mappings:
-        total.update(dict(numbers))  # copied, because it may grow during iteration
+        total.update(dict(numbers))  # a copy, because `numbers` may grow during iteration
     return dict(total)

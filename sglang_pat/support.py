@@ -20,8 +20,8 @@ KERNEL_DTYPES = ("float16", "bfloat16")  # dtypes in which the kernels compute
 # dtypes of the KV cache other than the dtype of the queries.
 CONVERTED_KV_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 WIDE_HEAD_DIMS = (512, 512)  # the full layers of Gemma 4
-# (head_dim of keys and queries, head_dim of values) of layers whose KV heads store both. All other
-# pairs are refused.
+# (head_dim of keys and queries, head_dim of values) of layers whose KV heads store keys and values
+# separately. All other pairs are refused.
 GQA_HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), WIDE_HEAD_DIMS)
 # Latent attention (MLA, absorbed): all query heads attend to one KV head, whose values are the
 # first numbers of its keys.
@@ -44,21 +44,21 @@ CAPABILITIES = (
 # GPUs with kernels for latent attention. The list leaves out GPUs on which default backends use
 # instructions (tcgen05) that pat's kernels do not use.
 LATENT_CAPABILITIES = (OLDEST_CAPABILITY, (8, 6), (8, 7), (8, 9), (9, 0), (12, 0), (12, 1))
-# GPUs with kernels for head_dim 512, which need wgmma because two warpgroups share a row.
+# GPUs with kernels for head_dim 512. These kernels need wgmma, because two warpgroups share a row.
 WIDE_CAPABILITIES = ((9, 0),)
 # Must equal kMaxGroupSize and kMaxLatentGroupSize of kernels/contract/tile_table.h.
 MAX_GROUP_SIZE = 16
 MAX_LATENT_GROUP_SIZE = 64
-# How many requests a tile of latent attention must hold for pat to be 3% faster on a shared prefix
-# than the better of FA3 and FlashMLA (`h100/mla-near-tile*.json`): in general, and with an fp8
-# cache beside FlashMLA, which multiplies fp8 numbers directly. Other backends first convert the
-# whole pool.
+# pat decodes latent attention if a tile holds at least this many requests. On a shared prefix, pat
+# is then 3% faster than the better of FA3 and FlashMLA (`h100/mla-near-tile*.json`). The second
+# number applies where the cache is fp8 and FlashMLA is the default backend. FlashMLA multiplies fp8
+# numbers directly, while other backends first convert the whole pool.
 _LEAST_IN_TILE, _LEAST_BESIDE_FLASHMLA = 1.5, 4
 # SGLang's fa3 converts the whole pool of latent KV from fp8 in every layer, which takes 1.65 ns per
-# token on an H200. If requests fill a tile of 64 rows, pat takes 0.45 ns longer per token of a tile
-# (`h200/mla-fp8-pool-*.json`). So pat needs a pool of at least _POOL_PER_ROW tokens for each query
-# row of the largest step. With that pool, pat is faster for requests of up to about 60,000 tokens
-# on average.
+# token on an H200. If one request fills a tile of 64 rows, pat's attention itself takes 0.45 ns
+# longer per token of a tile (`h200/mla-fp8-pool-*.json`). So pat needs a pool of at least
+# _POOL_PER_ROW tokens for each query row of the largest step. With such a pool, pat is faster for
+# requests of up to about 60,000 tokens on average.
 _CONVERTS_POOL, _POOL_PER_ROW = "fa3", 256
 GROWTH_TOKENS = 256  # default of SGLANG_PAT_GROWTH_TOKENS and of PackAttention
 # SGLang's backends in whose place pat can decode, because they compute dense attention over the
@@ -114,8 +114,8 @@ def fills_tile(
 ) -> bool:
     """Return True if a tile holds so few requests of latent attention that packing does not pay.
 
-    num_drafts: rows of a request in a step, each with `num_heads` query heads. one_byte: the KV
-    cache is fp8. default: the backend that decodes if pat does not.
+    num_drafts: number of tokens of a request in a step, each with `num_heads` query rows. one_byte:
+    the KV cache is fp8. default: the backend that decodes if pat does not.
     """
     beside_flashmla = one_byte and default == "flashmla"
     least = _LEAST_BESIDE_FLASHMLA if beside_flashmla else _LEAST_IN_TILE
@@ -123,7 +123,7 @@ def fills_tile(
 
 
 def pool_decides(num_heads: int, *, one_byte: bool = False, default: str = "") -> bool:
-    """Return True if pat is faster with a large pool even if `fills_tile` is true."""
+    """Return True if, with a large pool, pat is faster even where `fills_tile` returns True."""
     return one_byte and default == _CONVERTS_POOL and num_heads <= MAX_LATENT_GROUP_SIZE
 
 
@@ -151,7 +151,7 @@ def has_kernels(
 def device_reason(
     head_dim: int, v_head_dim: int, capability: tuple[int, int]
 ) -> Unsupported | None:
-    """Return why pat does not decode these head_dims on GPUs of this compute capability."""
+    """Return why pat does not decode these head_dims on this compute capability, or None."""
     if has_kernels(head_dim, v_head_dim, capability):
         return None
     where = "on compute capability {}.{}".format(*capability)
@@ -301,7 +301,7 @@ def shape_reason(
 ) -> Unsupported | None:
     """Return why pat does not decode a layer of this shape, or None if it does.
 
-    num_qo_heads, num_kv_heads: heads of one rank.
+    num_heads, num_kv_heads: numbers of query heads and KV heads of one rank.
 
     one_byte, default: see `fills_tile`.
     """
@@ -323,7 +323,10 @@ def shape_reason(
 def nothing_to_gain(
     num_heads: int, num_drafts: int = 1, *, one_byte: bool = False, default: str = ""
 ) -> Unsupported | None:
-    """Return why latent attention falls back, by the arguments of `fills_tile` alone."""
+    """Return why latent attention falls back whatever the pool's size, or None if it need not.
+
+    The arguments are those of `fills_tile`.
+    """
     if not fills_tile(num_heads, num_drafts, one_byte=one_byte, default=default):
         return None
     if pool_decides(num_heads, one_byte=one_byte, default=default):
@@ -341,9 +344,10 @@ def pool_too_small(
     one_byte: bool = False,
     default: str = "",
 ) -> Unsupported | None:
-    """Return why latent attention falls back with a small pool, if `pool_decides`.
+    """Return why latent attention falls back with a pool of this size, or None if it does not.
 
-    max_requests: the number of requests in the largest step.
+    Only for layers for which `pool_decides` returns True. max_requests: the number of requests in
+    the largest step.
     """
     is_full = fills_tile(num_heads, num_drafts, one_byte=one_byte, default=default)
     needed = _POOL_PER_ROW * num_heads * num_drafts * max_requests

@@ -28,7 +28,8 @@ from sglang_pat.batch import check_integers
 from sglang_pat.executors.window_rows import Window
 
 # A request may grow by SLACK tokens, or by 1 / SLACK_PART of a small window, before it gets another
-# cut. So cuts lie that many tokens after the window's begin, and the tokens between are private.
+# cut. So a cut lies that many tokens after the window's begin, and the tokens in between are
+# private.
 SLACK, SLACK_PART = 64, 8
 AHEAD = 4  # the default of `ahead`
 _MAX_INT32 = 2**31 - 1
@@ -37,9 +38,10 @@ _MAX_INT32 = 2**31 - 1
 class WindowAttention(PackAttention):
     """Decode attention over the last `window` tokens of each request.
 
-    It is used like PackAttention, with three differences. On the device, a request may be up to
-    `ahead` tokens longer than in `batch.seq_lens`, and not shorter. plan() and refill() read the
-    `seq_lens` on the device; a captured graph must begin with refill(). There is no advance().
+    It is used like PackAttention, with three differences. First, a request may be up to `ahead`
+    tokens longer on the device than in `batch.seq_lens`, but not shorter. Second, only plan() and
+    refill() read the `seq_lens` on the device, so a captured graph must begin with refill(). Third,
+    there is no advance().
     """
 
     def __init__(
@@ -61,13 +63,13 @@ class WindowAttention(PackAttention):
         num_qo_heads, num_kv_heads, head_dim
             As in PackAttention.
         window : int
-            Tokens that a request attends to, including its new token. With `chunked`, the tokens of
-            a chunk.
+            Number of tokens that a request attends to, including its new token. With `chunked`,
+            the number of tokens of a chunk.
         chunked : bool
             A request of n tokens attends to those from `(n - 1) // window * window` on.
         slot_map : torch.Tensor, optional
-            int64 or int32 `[num_slots]`: the slot in the layers' caches for each slot in
-            `req_to_token`. Borrowed, and read in each step. Default: both slots are equal.
+            int64 or int32 `[num_slots]`: for each slot in `req_to_token`, the slot in the caches of
+            these layers. Borrowed, and read in each step. Default: both slots are equal.
         ahead : int
             Tokens by which a request may be longer on the device than `batch.seq_lens` says.
             Default: AHEAD, or 0 with `chunked`, which allows no other value.
@@ -102,12 +104,12 @@ class WindowAttention(PackAttention):
         self.slot_map = slot_map
 
     def attended(self, length: int) -> int:
-        """Return to how many tokens a request of this length attends."""
+        """Return the number of tokens to which a request of this length attends."""
         assert self._window is not None
         return int(self._window.attended(np.int64(length)))
 
     def refill(self) -> None:
-        """Write the rows again, from the current tensors of the last plan().
+        """Write the rows again, from the current values of the tensors that the last plan() got.
 
         A captured graph must call this before its layers.
         """

@@ -9,7 +9,7 @@ namespace pat {
 
 // One tile of the decode kernel. A query row is a (request, query head of the group) pair.
 struct TileConfig {
-  int32_t block_q;    // query rows of one CTA; a pack with more rows takes several tiles
+  int32_t block_q;    // query rows of one tile; a pack with more rows takes several tiles
   int32_t block_kv;   // KV tokens per step of the main loop
   int32_t num_warps;  // consumer warps
 };

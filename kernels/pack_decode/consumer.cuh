@@ -1,6 +1,6 @@
 // What the bodies of pack_decode have in common: a consumer warp's position in the rings, and how it releases what it
-// has read. Every lane arrives for its own reads, so the order in which the lanes of a warp run does not matter. Where
-// wgmma reads, one lane arrives for its whole warp.
+// has read. If lanes have read the data, every lane arrives at the barrier for its own reads, so the order in which the
+// lanes of a warp run does not matter. If wgmma has read the data, one lane arrives for its whole warp.
 #pragma once
 
 #include "pack_decode/work_queue.cuh"
@@ -28,7 +28,7 @@ struct Consumer {
     return storage.records[position.record()];
   }
 
-  // Waits for the next item's record and queries. Returns false if there is none.
+  // Waits for the next item's record and queries. Returns false if no item is left.
   __device__ __forceinline__ bool wait_for_item() const {
     ptx::barrier_wait(ptx::shared_address(&storage.queries_full[position.record()]),
                       position.item_parity());
@@ -41,8 +41,8 @@ struct Consumer {
     return query_tile(storage, position.first_unit(units));
   }
 
-  // Releases the item's record and queries to the producer. First copies the fields that the warp needs at the end of
-  // the item to the warp's own shared memory, because no register is free for them.
+  // Releases the item's record and queries to the producer. First copies some fields of the record to the warp's own
+  // shared memory: the warp needs them at the end of the item, and no register is free for them.
   __device__ __forceinline__ void release_queries(int units, int first_row, uint32_t lane) {
     if (lane < kUnitRows) storage.row_targets[warp][lane] = record().targets[first_row + lane];
     if (lane == 0) storage.mixed_items[warp] = record().mixed_item;
@@ -60,10 +60,10 @@ struct Consumer {
     return wait_for_stage(storage.kv_full, ring);
   }
   __device__ __forceinline__ uint32_t wait_for_wgmma_stage() const {
-    // Why this waits for kv_full first: small tiles do not wait for the converters, so the converters may be a whole
-    // ring late when this item begins. The last completed phase of kv_ready is then two laps old, and has the same
-    // parity as this lap. A stage is filled again only after the converters have finished its previous lap, so kv_full
-    // rules this out.
+    // Waits for kv_full first, because kv_ready alone is ambiguous. Consumers of small tiles do not wait for the
+    // converters, so when this item begins, the converters may be a whole lap late. The last completed phase of
+    // kv_ready would then be that of two laps ago, which has the same parity as this lap's phase. After the wait for
+    // kv_full this cannot be: a stage is filled again only after the converters have finished its previous lap.
     if constexpr (kHasConverters<Dims>) wait_for_stage();
     return wait_for_wgmma_stage(ring);
   }
@@ -71,7 +71,7 @@ struct Consumer {
   // The record of the stage for which the warp has waited.
   __device__ __forceinline__ StageRecord stage_record() const { return stage_record(ring); }
 
-  // Waits for the values of the same stage. Needed for wide rows only, whose values have their own barriers.
+  // Waits for the values of the stage. Needed only for wide rows, because their values have their own barriers.
   __device__ __forceinline__ void wait_for_values() const {
     if constexpr (Dims::kIsWide) {
       wait_for_stage(storage.values_full, ring);
@@ -79,7 +79,7 @@ struct Consumer {
     }
   }
 
-  // The same functions for the stage after the current one.
+  // Like wait_for_wgmma_stage() and stage_record(), for the stage after the current one.
   __device__ __forceinline__ uint32_t wait_for_following_wgmma_stage() const {
     return wait_for_wgmma_stage(following());
   }
@@ -93,13 +93,14 @@ struct Consumer {
     ring.advance();
   }
 
-  // Releases the stage after wgmma has read it; of wide rows, releases only the values.
+  // Releases the stage after wgmma has read it. With wide rows, releases only the values: release_keys() has already
+  // released the keys.
   __device__ __forceinline__ void release_wgmma_stage() {
     hand_back(Dims::kIsWide ? storage.values_empty : storage.kv_empty, ring);
     ring.advance();
   }
 
-  // Release the keys of the stage, or of the following stage, after wgmma has read them. Needed for wide rows only.
+  // Release the keys of the stage, or of the following stage, after wgmma has read them. Needed only for wide rows.
   __device__ __forceinline__ void release_keys() const {
     if constexpr (Dims::kIsWide) hand_back(storage.kv_empty, ring);
   }
@@ -121,8 +122,8 @@ struct Consumer {
     }
   }
 
-  // Broadcasts the record from lane 0, so that ptxas knows that it is uniform. Lane 0 also releases the stage, so no
-  // other lane may still be reading it then.
+  // Broadcasts the record that lane 0 has read, so that ptxas knows that the record is uniform. Also, lane 0 may
+  // release the stage for its whole warp; what another lane reads later could be another stage's record.
   __device__ __forceinline__ StageRecord
   stage_record(const RingPosition<Storage::kStages>& at) const {
     return {__shfl_sync(kFullWarp, storage.stage_records[at.stage].packed, 0)};

@@ -1,6 +1,6 @@
 // Converter warps of pack_decode for one-byte KV on Hopper. They convert the values of each stage to fp16, in place,
-// for wgmma. Keys need no conversion (query_fp8_terms.cuh). So a value is converted once per tile, and ahead of the
-// consumers.
+// for wgmma. So each value is converted only once per tile, and before the consumers need it. Keys need no conversion
+// (query_fp8_terms.cuh).
 #pragma once
 
 #include "pack_decode/work_queue.cuh"
@@ -29,17 +29,17 @@ class Converter {
         __syncwarp();
       }
       if (lane_ == 0) ptx::barrier_arrive(ready);
-      // The consumers of tiles on mma.sync do not wait for kv_ready. The converters wait in their place, so that no
-      // phase of the barrier completes without a waiter.
+      // If the stage is for a tile on mma.sync, its consumers do not wait for kv_ready. The converters wait in their
+      // place, so that no phase of kv_ready completes without a waiter.
       if (!record.is_for_wgmma()) ptx::barrier_wait(ready, ring_.parity);
-      // This arrival comes last, so that a stage is filled again only after all converters have arrived at kv_ready
-      // too. Every lane arrives for its own writes.
+      // Arrives here last, so that the stage is filled again only after all converters have also arrived at kv_ready.
+      // Every lane arrives for its own writes.
       ptx::barrier_arrive(ptx::shared_address(&storage_.kv_empty[stage]));
     }
   }
 
  private:
-  // Converts this warp's half of a stage's tokens.
+  // Converts the values of this warp's half of a stage's tokens.
   __device__ __forceinline__ void convert(uint32_t stage) {
     using Conversion = ValueConversion<Dims::kValue>;
     static_assert(Conversion::kFits);

@@ -12,8 +12,8 @@ namespace pat {
 // kPart: only the first num_tokens tokens.
 enum class StageCopy { kWhole, kWholeOnce, kPart };
 
-// Issues the copies of the keys or the values of one stage. Rows from `num_tokens` on are zeroed: a probability of 0
-// times leftover data could be NaN.
+// Issues the copies of the keys or the values of one stage. With kPart, zeroes the rows from num_tokens on, because a
+// probability of 0 times leftover data could be NaN.
 template <int kRowBytes, StageCopy kKind>
 __device__ __forceinline__ void copy_stage(uint32_t shared, const char* cache, uint32_t slot_bytes,
                                            int32_t lane_slot, int num_tokens,
@@ -44,9 +44,9 @@ __device__ __forceinline__ void copy_stage(uint32_t shared, const char* cache, u
   }
 }
 
-// The addresses of the rows of 32 slots, which a warp copies panel by panel.
+// The cache addresses of 32 rows, which a warp copies panel by panel.
 struct PanelSources {
-  const char* rows[PanelCopy::kCopies];  // each address points to this lane's chunk
+  const char* rows[PanelCopy::kCopies];  // this lane's chunk in each row that the lane copies
 
   // cache: address of the KV head's row in slot 0. lane_slot: the slot of row `lane`.
   __device__ __forceinline__ PanelSources(const char* cache, uint32_t slot_bytes, int32_t lane_slot,
@@ -58,7 +58,8 @@ struct PanelSources {
     }
   }
 
-  // Copies one panel. Rows from `num_tokens` on are zeroed: a probability of 0 times leftover data could be NaN.
+  // Copies one panel. With kPart, zeroes the rows from num_tokens on, because a probability of 0 times leftover data
+  // could be NaN.
   template <StageCopy kKind>
   __device__ __forceinline__ void copy_panel(uint32_t shared, int panel, int num_tokens,
                                              const PanelCopy& copy) const {
@@ -104,7 +105,7 @@ class KvStages {
     }
   }
 
-  // Sets whether KV that only one work item reads is copied as kWholeOnce.
+  // streams: whether KV that only one work item reads is copied as kWholeOnce.
   __device__ __forceinline__ void set_streams(bool streams) { streams_ = streams; }
 
   // Fills the next stage. lane_slot: the slot of the stage's token `lane`.

@@ -1,11 +1,12 @@
 // The wgmma body of pack_decode for latent attention: two warpgroups share a tile of 64 query rows and 512 output
-// columns. They take an item's stages in pairs. The first warpgroup computes the scores of a pair's first stage, the
-// second warpgroup those of its second stage. Each then multiplies the weights (unnormalised probabilities) of both
-// stages with its own 256 columns of the values. Its own weights are in registers. The other warpgroup's weights are in
-// shared memory, in place of the last key panel of the other warpgroup's stage.
+// columns. They take an item's stages in pairs. The first warpgroup computes the scores of the pair's first stage, the
+// second warpgroup those of the pair's second stage. Each warpgroup then multiplies the weights (unnormalised
+// probabilities) of both stages with its own 256 columns of the values. It has its own weights in registers. It reads
+// the other warpgroup's weights from shared memory, where they replace the last key panel of the other warpgroup's
+// stage.
 //
 // Both warpgroups use the same maximum for a row's weights: a warpgroup passes its maximum on together with its
-// weights. So while one warpgroup turns scores into weights, the other multiplies.
+// weights. While one warpgroup turns scores into weights, the other multiplies.
 #pragma once
 
 #include "decode_params.h"
@@ -47,7 +48,7 @@ struct LatentConsumer {
     return storage.records[num_items % kLatentRecords];
   }
 
-  // Waits for the next item's record and queries. Returns false if there is none.
+  // Waits for the next item's record and queries. Returns false if no item is left.
   __device__ __forceinline__ bool wait_for_item() const {
     ptx::barrier_wait(ptx::shared_address(&storage.queries_full), num_items & 1);
     return __shfl_sync(kFullWarp, record().tile, 0) != kNoMoreItems;
@@ -60,14 +61,15 @@ struct LatentConsumer {
   __device__ __forceinline__ uint32_t address(const Ring& at) const {
     return ptx::shared_address(storage.kv[at.stage]);
   }
-  // Waits for a part of a stage. Some parts are released by the other warpgroup alone and may be refilled before this
-  // one has waited. So this warpgroup waits for them only while the other still waits for this one's weights.
+  // Waits for a part of a stage. The other warpgroup alone releases some of the parts, so such a part could be refilled
+  // before this warpgroup has waited for it. To prevent that, this warpgroup waits for such a part before it hands over
+  // its weights of the stage, without which the other warpgroup cannot release the part.
   __device__ __forceinline__ void wait_for_part(const Ring& at, int part) const {
     ptx::barrier_wait(ptx::shared_address(&storage.kv_full[at.stage][part]), at.parity);
     ptx::fence_shared_memory();
   }
-  // The stage's record, which arrives with the stage's last part. The broadcast from lane 0 tells ptxas that it is
-  // uniform.
+  // The stage's record, which arrives with the stage's last part. The broadcast from lane 0 tells ptxas that the record
+  // is uniform.
   __device__ __forceinline__ StageRecord stage_record(const Ring& at) const {
     return {__shfl_sync(kFullWarp, storage.stage_records[at.stage].packed, 0)};
   }
@@ -75,8 +77,8 @@ struct LatentConsumer {
     if (lane == 0) ptx::barrier_arrive(ptx::shared_address(&storage.kv_empty[at.stage][part]));
   }
 
-  // Starts the multiplication of the queries with a stage's keys. Waits for each part of the keys just before its first
-  // use.
+  // Starts the multiplication of the queries with a stage's keys. Waits for each part of the keys just before the
+  // part's first use.
   __device__ __forceinline__ void start_scores(Scores& scores, const Ring& at) const {
     const Columns queries(ptx::shared_address(storage.queries)), keys(address(at));
     wgmma::tie(scores);

@@ -1,4 +1,4 @@
-// pack_decode for latent attention (MLA) on wgmma. pack_decode.cuh describes how it works; here a CTA has two
+// pack_decode for latent attention (MLA) on wgmma. pack_decode.cuh describes how pack_decode works; here, a CTA has two
 // warpgroups of consumers and one warpgroup of producers.
 #pragma once
 

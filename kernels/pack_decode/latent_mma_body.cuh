@@ -72,7 +72,7 @@ struct LatentMmaConsumer {
     }
   }
 
-  // The factors by which this warp has divided its columns of the queries (narrow_queries()).
+  // The factors by which narrow_queries() has divided this warp's columns of each query row.
   __device__ __forceinline__ float* query_factors() const {
     return storage.query_factors[Dims::kIsFp8 ? pass_unit * LatentPart::kParts + share.part : 0];
   }
@@ -120,8 +120,9 @@ struct LatentMmaConsumer {
     }
   }
 
-  // Adds up the partial scores of the unit's four warps, which all call it. Each warp adds up 8 tokens and gives the
-  // sums to the other three. This moves half as many bytes through shared memory as if every warp added up all tokens.
+  // Adds up the partial scores of the unit's four warps. All four must call it. Each warp adds up the scores of 8
+  // tokens and gives the sums to the other three. This moves half as many bytes through shared memory as if every warp
+  // added up all tokens.
   __device__ __forceinline__ void add_up(Scores& scores, uint32_t lane) const {
     static_assert(kTokens / 8 == LatentPart::kParts);
     auto& parts = storage.exchange[pass_unit];
@@ -143,8 +144,8 @@ struct LatentMmaConsumer {
       }
       parts[tile][tile][lane] = make_float4(sum[0], sum[1], sum[2], sum[3]);
     }
-    // After this wait, the next call may overwrite the partial scores. It overwrites the sums only after its first
-    // wait, when all warps have read them.
+    // After this wait, the next call may overwrite the partial scores. The next call overwrites the sums only after its
+    // own first wait. By then, all warps have read them.
     wait_for_unit();
 #pragma unroll
     for (int tile = 0; tile < LatentPart::kParts; ++tile) {
@@ -190,7 +191,7 @@ struct LatentMmaConsumer {
     }
   }
 
-  // Executes the next pass. Returns false if there is none.
+  // Executes the next pass. Returns false if no pass is left.
   __device__ __forceinline__ bool execute_pass() {
     const uint32_t query_stage = wait_for_stage();
     const int first_unit = __shfl_sync(kFullWarp, record().first_unit, 0);

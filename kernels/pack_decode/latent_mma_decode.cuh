@@ -1,5 +1,5 @@
-// pack_decode for latent attention (MLA) on mma.sync. pack_decode.cuh describes how it works; here a CTA has eight
-// consumer warps.
+// pack_decode for latent attention (MLA) on mma.sync. pack_decode.cuh describes how pack_decode works; here, a CTA has
+// eight consumer warps.
 #pragma once
 
 #include "pack_decode/latent_mma_body.cuh"

@@ -20,12 +20,13 @@ static_assert(kLatentTileTable[0].block_q == kPassRows &&
               kLatentTileTable[0].block_kv == LatentPart::kRows &&
               kLatentTileTable[0].num_warps == kLatentConsumerWarps &&
               kLatentTiles.largest_block_q() <= kMaxTileRows);
-// Number of pass records in shared memory. A pass has at least two stages. When a producer refills a stage, a consumer
-// may still be at the end of the pass before the oldest pass in the ring.
+// Number of pass records in shared memory. The ring holds the first stages of at most (kMaxPassStages + 1) / 2 passes,
+// because a pass has at least two stages. One more record is needed: a consumer may still be at the end of the pass
+// before these.
 inline constexpr int kPassRecords = (kMaxPassStages + 1) / 2 + 1;
 
 struct PassRecord {
-  int32_t first_unit;  // first unit of the pass in the item, or kNoMoreItems
+  int32_t first_unit;  // the pass's first unit, counted in the item; or kNoMoreItems
   int32_t mixed_item;  // ItemRecord::mixed_item
   RowTarget targets[kPassRows];
 };
@@ -34,7 +35,8 @@ struct PassRecord {
 template <typename Dims>
   requires(kHasPasses<Dims>)
 struct SharedState<Dims> {
-  // [unit][warp][group of 8 tokens][lane]: the warp's partial scores. In the group that the warp adds up, the sums.
+  // exchange[unit][warp][group of 8 tokens][lane]: the warp's partial scores. For the group that the warp adds up: the
+  // sums.
   alignas(kSharedAlignment) float4 exchange[kPassUnits][LatentPart::kParts][Dims::kTokens / 8][32];
   PassRecord records[kPassRecords];
   StageRecord stage_records[kMaxPassStages];
@@ -43,7 +45,7 @@ struct SharedState<Dims> {
   uint64_t kv_empty[kMaxPassStages];
   uint64_t drawn_full[kDrawsAhead];
   uint64_t drawn_empty[kDrawsAhead];
-  float query_factors[Dims::kIsFp8 ? kLatentConsumerWarps : 1][kUnitRows];  // WarpAttention
+  float query_factors[Dims::kIsFp8 ? kLatentConsumerWarps : 1][kUnitRows];  // narrow_queries()
 };
 
 // Fills half of the panels of every stage, in the order of the stages.
@@ -66,7 +68,7 @@ class KvStages<Dims, kIsKey> {
     first_byte_ = kv_head * Dims::kTokenBytes;
   }
 
-  // Sets whether KV that only one work item reads is copied as kWholeOnce.
+  // streams: whether KV that only one work item reads is copied as kWholeOnce.
   __device__ __forceinline__ void set_streams(bool streams) { streams_ = streams; }
 
   // Fills this producer's panels of the next stage. lane_slot: the slot of the stage's token `lane`.
@@ -150,8 +152,8 @@ class KvStages<Dims, kIsKey> {
     return ptx::shared_address(storage_.kv[ring_.stage]);
   }
 
-  // Copies this producer's panels. Tokens from num_tokens on are zeroed: a probability of 0 times leftover data could
-  // be NaN.
+  // Copies this producer's panels. With kPart, zeroes the tokens from num_tokens on, because a probability of 0 times
+  // leftover data could be NaN.
   template <StageCopy kKind>
   __device__ __forceinline__ void copy(int32_t lane_slot, int num_tokens) const {
     const char* cache = static_cast<const char*>(params_.k_cache) + first_byte_ + copy_.source();
@@ -182,8 +184,8 @@ class KvStages<Dims, kIsKey> {
     }
   }
 
-  // Copies query panels. lane_chunk: chunk of `queries` at which this lane's row begins. Rows from rows_left on are
-  // zeroed.
+  // Copies query panels. lane_chunk: chunk of `queries` at which row `lane` of the pass begins. Zeroes the rows from
+  // rows_left on.
   template <int kBeginPanel, int kEndPanel>
   __device__ __forceinline__ void copy_queries(const QueryArray& queries, uint32_t lane_chunk,
                                                int rows_left) const {

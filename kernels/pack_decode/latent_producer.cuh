@@ -27,7 +27,7 @@ class KvStages<Dims, kIsKey> {
     first_byte_ = kv_head * Dims::kTokenBytes;
   }
 
-  // Sets whether KV that only one work item reads is copied as kWholeOnce.
+  // streams: whether KV that only one work item reads is copied as kWholeOnce.
   __device__ __forceinline__ void set_streams(bool streams) { streams_ = streams; }
 
   // Fills this warp's half of the next stage. lane_slot: the slot of token `lane` of this half.
@@ -51,8 +51,8 @@ class KvStages<Dims, kIsKey> {
   }
 
  private:
-  // Copies this warp's tokens. Tokens from num_tokens on are zeroed: a probability of 0 times leftover data could be
-  // NaN.
+  // Copies this warp's tokens. With kPart, zeroes the tokens from num_tokens on, because a probability of 0 times
+  // leftover data could be NaN.
   template <StageCopy kKind>
   __device__ __forceinline__ void copy(uint32_t target, int32_t lane_slot,
                                        const StageRecord& record) const {
@@ -116,7 +116,7 @@ class KvStages<Dims, kIsKey> {
   RingPosition<Storage::kStages> ring_;
 };
 
-// Loads 32 of the 64 query rows of each item of a CTA, and writes these rows' part of the item's record.
+// Of each item of a CTA, loads 32 of the 64 query rows and writes their part of the item's record.
 template <typename Dims>
 class LatentQueryProducer {
  public:
@@ -196,7 +196,7 @@ class LatentQueryProducer {
     release();
   }
 
-  // Copies query panels. lane_chunk: chunk of `queries` at which this lane's row begins.
+  // Copies query panels. lane_chunk: chunk of `queries` at which row first_row_ + lane of the item begins.
   template <int kBegin, int kEnd>
   __device__ __forceinline__ void copy_panels(const QueryArray& queries, uint32_t lane_chunk,
                                               int num_rows) const {

@@ -1,5 +1,5 @@
-// Shared memory of pack_decode for latent attention on wgmma. A CTA computes one tile of 64 query rows at a time. It
-// loads each token once, because the value is a part of the key.
+// Shared memory of pack_decode for latent attention on wgmma. A CTA computes one tile of 64 query rows at a time. The
+// CTA loads each token once, because the token's value is a part of its key.
 //
 //   queries     64 rows. The next item's queries are loaded after the current item's last scores have been computed.
 //   KV ring     2 stages of 64 tokens. A stage has three parts with their own barriers: the values that the first
@@ -30,7 +30,7 @@ struct SharedState<Dims> {
                 Dims::kKeyPanels == kLatentGroups * kPartPanels + 1);
   alignas(kSharedAlignment) uint8_t queries[kMaxTileRows * Dims::kQueryPanels * kPanelRowBytes];
   float maxima[kMaxTileRows];
-  float sums[kLatentRecords][kLatentGroups][kMaxTileRows];  // softmax sums of two items in turn
+  float sums[kLatentRecords][kLatentGroups][kMaxTileRows];  // softmax sums of item i: [i % 2]
   ItemRecord records[kLatentRecords];
   StageRecord stage_records[kLatentStages];
   int32_t drawn[kDrawsAhead];  // draws that the K producer passes to the other producers

@@ -1,6 +1,7 @@
 // The bodies of pack_decode on mma.sync (Ampere and newer), one for each tile of the tile table. The four consumer
-// warps first split a tile's query rows, 16 rows each. If warps are left, they split the KV as well. Each warp has its
-// own online softmax, and the warps combine their results at the end of the item.
+// warps first split a tile's query rows, 16 rows each. If a tile has fewer than 64 rows, several warps have the same
+// rows and split the KV. Each warp has its own online softmax, and the warps combine their results at the end of the
+// item.
 #pragma once
 
 #include "pack_decode/consumer.cuh"
@@ -108,7 +109,8 @@ __device__ __forceinline__ void execute_item_mma(const DecodeParams& params,
   constexpr int kUnits = kTileRows / kUnitRows;
   constexpr int kTokens = Layout::kWarpTokens;
 
-  // Read for each item, because the lane addresses of three bodies do not fit in registers.
+  // Reads the lane id again for each item. Otherwise the compiler would keep values that derive from it for all three
+  // bodies, and these do not fit in registers.
   const uint32_t lane = ptx::lane_id();
   const int num_rows = consumer.record().num_rows;
   const int first_row = consumer.warp / Layout::kKvWarps * kUnitRows;
@@ -164,7 +166,7 @@ __device__ __forceinline__ void execute_tile(const DecodeParams& params, Consume
   execute_item_mma<T, Dims, kSoftCap, kTile>(params, consumer);
 }
 
-// Executes one item. Has a body for each tile of the tile table.
+// Executes one item. Used if all tiles of the tile table run on mma.sync.
 template <typename T, typename Dims, bool kSoftCap>
   requires(kFirstWgmmaTile<Dims> == kNumTiles)
 __device__ __forceinline__ void execute_item(const DecodeParams& params, Consumer<Dims>& consumer) {

@@ -26,8 +26,8 @@ __device__ __forceinline__ uint64_t find_nan(const float2 (&values)[kTiles]) {
   return __ballot_sync(kFullWarp, total != total);
 }
 
-// Loads columns [4 * group, 4 * group + 4) of a row. The row is in the cache or, with KvType::kAsQueries, in the
-// queries.
+// Loads columns [4 * group, 4 * group + 4) of a row of keys, values or queries. kType: type of the row's numbers
+// (kAsQueries for queries). T: their type after the conversion to 16 bits.
 template <typename T, KvType kType>
 __device__ __forceinline__ float4 load_columns(const char* row, int group) {
   uint2 packed;
@@ -50,8 +50,8 @@ __device__ __forceinline__ void add_product(float4& sum, float factor, const flo
 // Computes some of a warp's 16 rows again and stores their columns [first_column, end_column). It is slow, with one row
 // and 32 tokens at a time, but hardly ever called.
 //
-// targets: where each of the 16 rows is stored. first_row: the first of them in the item. rows: four bits per row, as
-// find_nan() returns them. A row is computed if any of its bits is set.
+// targets: where each of the 16 rows is stored. first_row: index in the item of the first of the 16 rows. rows: four
+// bits per row, as find_nan() returns them. A row is computed if any of the row's bits is set.
 template <typename T, typename Dims, bool kSoftCap>
 __device__ __noinline__ void recompute_rows(const DecodeParams& params, const RowTarget* targets,
                                             int item, int first_row, uint64_t rows,
@@ -75,7 +75,8 @@ __device__ __noinline__ void recompute_rows(const DecodeParams& params, const Ro
     };
     const char* query =
         row_of(params.q, Dims::kIsLatent ? params.q.head_chunks : Dims::kKey * 2 / kChunkBytes);
-    // Base address for the rope's column groups, whose numbers continue those of the query's other columns.
+    // Address to which the offsets of the rope's column groups are relative. In latent attention, the numbers of these
+    // groups continue those of the query's other groups.
     const char* rope = query;
     if constexpr (Dims::kIsLatent) {
       rope = row_of(params.q_rope, params.q_rope.head_chunks) - Dims::kValue * 2;
@@ -85,7 +86,7 @@ __device__ __noinline__ void recompute_rows(const DecodeParams& params, const Ro
     const char* values =
         static_cast<const char*>(params.v_cache) + kv_head * Dims::kValue * Dims::kElementBytes;
 
-    float maximum = -INFINITY, total = 0.f;  // base-2 logit; sum of this lane's weights
+    float maximum = -INFINITY, total = 0.f;  // largest base-2 logit; sum of the lane's weights
     float4 sums[kGroups] = {};
 #pragma unroll 1
     for (int i = 0; i < work.num_segments; ++i) {

@@ -1,10 +1,10 @@
 // pack_decode: the attention of one decode step over the plan's work items.
 //
 // The kernel is persistent. A CTA draws tickets until none is left: its block index gives the first ticket, and a
-// counter all later ones. So a CTA that finishes early draws more. Two producer warps keep a ring of KV stages and a
-// ring of queries full across items and tickets. Four consumer warps execute each item with the body of the item's
-// tile. For one-byte KV on Hopper, two converter warps prepare the stages for wgmma. If a request is in one work item
-// only, its rows are stored to the output. All other rows are stored as partials, which merge_partials reads.
+// counter gives all later tickets. So a CTA that finishes early draws more tickets. Two producer warps keep a ring of
+// KV stages and a ring of queries full across items and tickets. Four consumer warps execute each item with the body of
+// the item's tile. For one-byte KV on Hopper, two converter warps prepare the stages for wgmma. If a request is in one
+// work item only, its rows are stored to the output. All other rows are stored as partials, which merge_partials reads.
 #pragma once
 
 #include "pack_decode/converter.cuh"
@@ -29,7 +29,7 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
 
-  // Each thread initialises one barrier of every kind.
+  // Thread i initialises barrier i of every kind.
   const int i = threadIdx.x;
   if (i < Storage::kStages) {
     constexpr int kWarps = Dims::kIsWide ? 1 : kProducerWarps;

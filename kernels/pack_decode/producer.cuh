@@ -6,12 +6,12 @@
 //
 // The walk is in the first state of this list whose condition holds. look_ahead() leaves one state after the other
 // until it has a batch of stages, or until there are no more items. Latent attention on mma.sync reads an item's
-// segments once for every 32 rows; each time is a pass. Elsewhere an item is one pass.
+// segments once for every 32 rows; each time is a pass. Elsewhere, an item has one pass.
 //
 //   state        holds if                               left by
 //   in segment   left_ > 0                              take_whole_stages(), take_last_stages(): a batch
 //   listed       listed_ != 0                           begin_segment() -> in segment
-//   unlisted     next_segment_ < end_segment_           list_segments() -> listed, or the next that holds
+//   unlisted     next_segment_ < end_segment_           list_segments() -> listed, or the next state that holds
 //   unclosed     !is_closed_: last stage not taken yet  take_empty_stage(): a batch
 //   pass ended   has_pass()                             begin_pass() -> unlisted
 //   item ended   next_item_ < ticket_.end_item          begin_item() -> unlisted
@@ -78,8 +78,9 @@ class Producer {
         if constexpr (kPublishes) publish();
         if constexpr (kHasPasses<Dims>) publish_pass();
       }
-      // Calls look_ahead() once per batch: before the copies or, if the batch begins a pass, after the first copy,
-      // because the consumers wait for it. One loop does both, so that there is one copy of the code.
+      // Calls look_ahead() once per batch. If the batch begins a pass, the consumers already wait for its first stage,
+      // so that stage is filled before the call. Otherwise the call comes first. One loop does both, so that there is
+      // one copy of the code.
       const int turn = batch.begins_pass ? 0 : -1;
       int i = turn;
 #pragma unroll 1  // unrolled copies would fill the instruction cache
@@ -103,15 +104,15 @@ class Producer {
   }
 
  private:
-  // True if the plan reads so much KV that the L2 cannot keep it. If it reads less, eviction hints cost up to 2% of the
-  // kernel's time.
+  // True if the plan reads so much KV that the L2 cannot keep it. If the plan reads less, eviction hints cost up to 2%
+  // of the kernel's time.
   __device__ __forceinline__ bool exceeds_l2(int32_t num_kv_tokens) const {
     constexpr int64_t kBytes = 16'000'000;  // tuned on an H100, which has 50 MB of L2
     return num_kv_tokens * (int64_t{Dims::kTokenBytes} * params_.num_kv_heads) > kBytes;
   }
 
-  // kIsFirst: after the plan has been read, waits for the preceding kernel. That kernel may write anything that this
-  // one reads, except the plan, which was complete before.
+  // Makes `ticket` the current ticket. Returns false if it is empty. kIsFirst: reads the plan, and then waits for the
+  // preceding kernel, which may write everything that this kernel reads except the plan.
   template <bool kIsFirst>
   __device__ __forceinline__ bool begin_ticket(const TicketRange& ticket) {
     ticket_ = ticket;
@@ -130,8 +131,8 @@ class Producer {
     lane_item_ = ItemSource::load(params_, min(next_item_ + lane_, ticket_.end_item - 1));
   }
 
-  // Loads the ticket's next 32 segments, one per lane. kWaits: waits for the preceding kernel before it reads more than
-  // the plan.
+  // Loads the ticket's next 32 segments, one per lane. kWaits: waits for the preceding kernel after it has read the
+  // plan, and before it reads anything else.
   template <bool kWaits = false>
   __device__ __forceinline__ void load_segments() {
     first_lane_segment_ = next_segment_;
@@ -148,7 +149,7 @@ class Producer {
     }
   }
 
-  // Makes the next item the current one. Returns false if there is none.
+  // Makes the next item the current one. Returns false if no item is left.
   __device__ __forceinline__ bool begin_item() {
     if (next_item_ == ticket_.end_item) return begin_ticket<false>(tickets_.next());
     if (next_item_ == first_lane_item_ + 32) load_items();
@@ -183,7 +184,7 @@ class Producer {
     return true;
   }
 
-  // Sets listed_ to the lanes that hold one of the item's next segments, if the segment has KV.
+  // Lists the item's next segments that have KV: sets listed_ to the lanes that hold them.
   __device__ __forceinline__ void list_segments() {
     if (next_segment_ == first_lane_segment_ + 32) load_segments();
     const int first = next_segment_ - first_lane_segment_;
@@ -199,7 +200,7 @@ class Producer {
     next_segment_ = first_lane_segment_ + end;
   }
 
-  // Returns true if the walk is in a segment. Begins the next listed segment if the previous one has ended.
+  // If the current segment has ended, begins the next listed segment. Returns false if no segment is listed.
   __device__ __forceinline__ bool has_stage() {
     if (left_ > 0) return true;
     if (listed_ == 0) return false;
@@ -221,8 +222,8 @@ class Producer {
                   .as_read_once(segment.is_read_once());
   }
 
-  // Puts the walk's next stages into next_ and starts to load their slots. If an item begins with them, also starts to
-  // load the item's requests. The stages of the previous batch may not be filled yet.
+  // Puts the walk's next stages into next_ and starts to load their slots. If these stages begin an item, also starts
+  // to load the item's requests. Some stages of the previous batch may still have to be filled.
   __device__ __forceinline__ void look_ahead() {
     while (!has_stage()) {
       if (next_segment_ < end_segment_) {
@@ -278,8 +279,8 @@ class Producer {
     for (int i = 0; i < StageBatch::kStages; ++i) {
       if (!has_stage()) break;
       const int num_tokens = min(left_, Dims::kTokens);
-      // The load comes before the next has_stage(): the warp will wait for the batch's first slots, so their load must
-      // start early.
+      // Issues this load before it calls has_stage() for the next stage: the warp will soon wait for the batch's first
+      // slots, so their load must start early.
       const int token = kFirstToken + lane_;
       next_.slots[i] = token < num_tokens ? slots_[token] : 0;
       slots_ += Dims::kTokens;
@@ -322,7 +323,7 @@ class Producer {
     if (lane_ == 0) {
       record.tile = item_.tile;
       record.num_rows = num_rows;
-      // If the item has no KV, record_ still belongs to an earlier item. Then `mixes` may have either value.
+      // If the item has no KV, record_ still belongs to an earlier item. Then either value of `mixes` is correct.
       const bool mixes = item_.num_segments > 1 || !record_.counts_for_all_rows();
       record.mixed_item = mixes ? next_item_ - 1 : kNotMixed;
     }
@@ -378,7 +379,7 @@ class Producer {
   int first_lane_item_;
   int first_lane_segment_;
   uint32_t not_empty_;           // bit mask of the lanes whose segment has KV
-  int tokens_left_ = INT32_MAX;  // tokens left in the ticket, once known
+  int tokens_left_ = INT32_MAX;  // tokens left in the ticket; INT32_MAX: unknown
   int next_item_;
   int next_segment_ = 0;   // the item's first unlisted segment
   ItemSource item_;        // the current item

@@ -1,11 +1,11 @@
 // Writes queries as sums of e4m3 numbers, so that one-byte keys can be multiplied without conversion.
 //
-// A row is scaled by a power of 2, so that its largest number is at least 2^7 and less than 2^8. The first term is the
-// number rounded to e4m3, which has four significant bits. Each further term is the remainder, rounded to e4m3 too. Its
-// highest bit is at least one bit below the lowest bit of the term before it. So two terms are exact for bf16, which
-// has eight significant bits, down to 2^-10 of the row's largest number. Three terms are exact for fp16, which has
-// eleven significant bits, down to 2^-7 of the largest number. The error of smaller numbers is at most 2^-10, which is
-// at most 2^-17 of the largest number.
+// A row is scaled by a power of 2, so that its largest number is at least 2^7 and less than 2^8. A number's first term
+// is the number rounded to e4m3, which has four significant bits. Each further term is the remainder, also rounded to
+// e4m3. The highest bit of a further term is at least one bit below the lowest bit of the term before it. So two terms
+// represent a bf16 number (eight significant bits) exactly if it is at least 2^-10 of the row's largest number. Three
+// terms represent an fp16 number (eleven significant bits) exactly if it is at least 2^-7 of the row's largest number.
+// For smaller numbers, the error is at most 2^-10, which is at most 2^-17 of the row's largest number.
 #pragma once
 
 #include <type_traits>
@@ -37,12 +37,12 @@ struct QueryTerms {
     }
   }
 
-  // Loads the terms of a warp's 16 rows, which begin at row first_row of the tile_rows query rows in `tile`. factors:
-  // for each of the lane's two rows, the number that undoes the scaling in the row's scores. It is NaN if the row has
-  // an infinite number.
+  // Loads a warp's 16 rows and computes their terms. The rows begin at row first_row of the tile_rows query rows at
+  // `tile`. factors: for each of the lane's two rows, the factor that undoes the scaling in the row's scores, or NaN if
+  // the row has an infinite number.
   __device__ __forceinline__ void load(uint32_t tile, int tile_rows, int first_row,
                                        float (&factors)[2], uint32_t lane) {
-    // In every 16 columns, a lane has four neighbouring ones.
+    // Of every 16 columns, a lane has four neighbouring ones.
     const uint32_t first =
         tile + swizzled_offset(tile_rows, first_row + lane / 4, lane / 2 % 2) + lane % 2 * 8;
     const auto four_columns = [&](int step, int h) {

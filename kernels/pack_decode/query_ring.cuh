@@ -18,9 +18,9 @@ __device__ __forceinline__ uint32_t wait_for_unit(Storage& storage, int unit) {
   return empty;
 }
 
-// Waits for the units [position.next_unit, end_unit). The item skips the units before first_unit. The producer arrives
-// for them at once, in place of the consumers, because the item's last rows may need the same unit again, one round of
-// the ring later.
+// Waits until the units [position.next_unit, end_unit) are free. The item skips the units before first_unit, so no
+// consumer will release them. The producer releases them at once, in place of the consumers, because the item's last
+// rows may need a skipped unit again, one lap of the ring later.
 template <typename Dims>
 __device__ __forceinline__ void wait_for_units(SharedStorage<Dims>& storage,
                                                const QueryPosition& position, int first_unit,

@@ -1,5 +1,5 @@
 // The end of a work item in pack_decode. Combines the results of the warps that split a tile's KV, normalises each row,
-// and stores it. If the request is in no other work item, the row goes to the output, else it is a partial.
+// and stores it. If the row's request is in no other work item, the row is stored to the output, else as a partial.
 #pragma once
 
 #include "decode_params.h"
@@ -96,9 +96,9 @@ __device__ __forceinline__ void store_lse(const DecodeParams& params, RowTarget 
   }
 }
 
-// Stores columns of 16 rows of latent attention: kTiles * 8 columns from `first_column` on. The first of these rows is
-// row first_row of the item. If first_column is 0, stores the LSEs too. total: sums of exponentials relative to the
-// maximum score of each row.
+// In latent attention, stores kTiles * 8 columns, from first_column on, of the 16 rows from row first_row of the item
+// on. If first_column is 0, stores the LSEs too. maximum, total: of each of this lane's two rows, the score to which
+// the exponentials are relative, and the sum of the exponentials.
 template <typename T, typename Dims, int kTiles>
 __device__ __forceinline__ void store_latent_unit(
     const DecodeParams& params, const KvScales<Dims::kIsFp8>& scales, const RowTarget* targets,
@@ -132,7 +132,7 @@ __device__ __forceinline__ void store_latent_unit(
 }
 
 // Stores a row's columns from `first_column` on, and the row's LSE if `first_column` is 0. total: sum of the
-// exponentials, relative to the score `maximum`.
+// exponentials, which are relative to the score `maximum`.
 template <typename T, typename Dims, bool kSoftCap, bool kMayEnd, int kTiles>
 __device__ __forceinline__ void store_row(const DecodeParams& params,
                                           const KvScales<Dims::kIsFp8>& scales, RowTarget row,
@@ -149,8 +149,8 @@ __device__ __forceinline__ void store_row(const DecodeParams& params,
   if (first_column == 0 && lane % 4 == 0) store_lse(params, row, log2_sum);
 }
 
-// Stores a tile whose KV was not split among warps. Every warp stores its own 16 rows, or its own columns of them. The
-// warp's first row is row first_row of the item.
+// Stores a tile whose KV was not split among warps. Every warp stores its own columns of its own 16 rows. The first of
+// these rows is row first_row of the item.
 template <typename T, typename Dims, bool kSoftCap>
 __device__ __forceinline__ void store_item(const WarpAttention<T, Dims, kSoftCap>& part,
                                            SharedStorage<Dims>& storage, const DecodeParams& params,
@@ -229,7 +229,7 @@ __device__ __forceinline__ void combine_and_store_item(const WarpAttention<T, Di
         states[other] = storage.row_states[first_warp + other][state_row + 8 * h];
       maximum = fmaxf(maximum, states[other].x);
     }
-    const float shift = maximum == -INFINITY ? 0.f : maximum;  // -inf if the row has no KV
+    const float shift = maximum == -INFINITY ? 0.f : maximum;  // 0 if the row has no KV
 #pragma unroll
     for (int other = 0; other < kKvWarps; ++other) {
       total += states[other].y * ptx::exp2((states[other].x - shift) * scale.outer);

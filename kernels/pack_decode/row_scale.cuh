@@ -37,7 +37,7 @@ __device__ __forceinline__ RowScale row_scale(const DecodeParams& params,
                                               const KvScales<Dims::kIsFp8>& scales, RowTarget row,
                                               float maximum, float total) {
   const bool empty = total == 0.f;
-  // Partials of one-byte KV are fp16. Unscaled values always fit there, so merge_partials applies the value scale
+  // Partials of one-byte KV are fp16. Unscaled values always fit into fp16, so merge_partials applies the value scale
   // later.
   const float v_scale = Dims::kIsFp8 && row >= 0 ? 1.f : scales.value(params);
   float scale = empty ? 0.f : ptx::reciprocal(total) * v_scale;

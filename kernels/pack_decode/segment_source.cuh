@@ -7,7 +7,7 @@
 
 namespace pat {
 
-// Where a segment's KV lies, and its length at this step.
+// Where a segment's KV lies in this step, and how many tokens it has.
 struct SegmentSource {
   const int32_t* slots;  // slots of the segment, from its first token on
   int32_t num_tokens;    // the segment is empty if <= 0

@@ -1,5 +1,5 @@
-// Layout of keys, values and queries in shared memory, and which part of them each lane copies. Plain arithmetic, so
-// that host tests can check that the producers and the consumers address the same bytes.
+// Layout of keys, values and queries in shared memory, and which part of them each lane copies. All of it is plain
+// arithmetic, so that host tests can check that producers and consumers address the same bytes.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,9 @@ inline constexpr int kUnitRows = 16;
 
 // Layout of a matrix in shared memory. It is cut into panels of 64 columns of 2 bytes. Within a row of a panel, the
 // index of each 16-byte chunk is XORed with the row number. This is the 128-byte swizzle of wgmma and TMA, and ldmatrix
-// reads it without bank conflicts. Columns of the last panel beyond the matrix are never written, and no sum over
-// columns reads them. A multiplication may compute columns of its result from them, but these are not stored.
+// reads it without bank conflicts. The last panel may have more columns than the matrix needs. The surplus columns are
+// never written, and no sum over columns reads them. A multiplication may compute result columns from them, but those
+// result columns are not stored.
 inline constexpr int kChunkBytes = 16;
 inline constexpr int kPanelRowBytes = 128;
 inline constexpr int kPanelColumns = 64;
@@ -36,8 +37,9 @@ PAT_HOST_DEVICE constexpr int panels(int row_bytes) {
   return (row_bytes + kPanelRowBytes - 1) / kPanelRowBytes;
 }
 
-// Number of columns of keys (and queries) and of values, and their type in the cache. kLatentTokens: tokens per stage
-// in latent attention. kQueryTerms: terms per query over one-byte keys (query_fp8_terms.cuh).
+// kKeyColumns: columns of keys and queries. kValueColumns: columns of values. kCacheType: type of keys and values in
+// the cache. kLatentTokens: tokens per stage in latent attention. kQueryTerms: terms per query over one-byte keys
+// (query_fp8_terms.cuh).
 template <int kKeyColumns, int kValueColumns, KvType kCacheType = KvType::kAsQueries,
           int kLatentTokens = 2 * kStageTokens, int kQueryTerms = 2>
 struct HeadDims {
@@ -74,7 +76,7 @@ struct RowCopy {
   static constexpr int kChunks = kRowBytes / kChunkBytes;
   // True if one copy of 32 chunks covers whole rows, so that a lane copies the same chunk of each of its rows.
   static constexpr bool kWholeRows = 32 % kChunks == 0;
-  // Number of copies, and number of rows, after which the swizzle of a lane's chunks repeats.
+  // The swizzle of a lane's chunks repeats after kPeriod copies, which cover kPeriodRows rows.
   static constexpr int kPeriod = 8 * kChunks / std::gcd(32, 8 * kChunks);
   static constexpr int kPeriodRows = 32 * kPeriod / kChunks;
 
@@ -101,21 +103,21 @@ struct PanelCopy {
   int lane;
 
   PAT_HOST_DEVICE constexpr int row(int copy) const { return 4 * copy + lane / 8; }
-  PAT_HOST_DEVICE constexpr int source() const {
-    return lane % 8 * kChunkBytes;
-  }  // byte offset in a row of the panel
+  // Byte offset in a row of the panel.
+  PAT_HOST_DEVICE constexpr int source() const { return lane % 8 * kChunkBytes; }
   // Byte offset in the panel.
   PAT_HOST_DEVICE constexpr uint32_t target(int copy) const {
     return swizzled_offset(0, row(copy % 2), lane % 8) + copy / 2 * 8 * kPanelRowBytes;
   }
 };
 
-// How a stage's one-byte values are converted to fp16 in place. The copies write the one-byte values to the end of the
-// space for the fp16 values. So a token's fp16 values cover its own bytes and the panels before them, but no other
-// token's bytes. A warp reads all of its tokens before it writes.
+// How a stage's one-byte values are converted to fp16 in place. The asynchronous copies write the one-byte values to
+// the end of the space for the fp16 values. A token has the same row in every panel, so its fp16 values overwrite its
+// own one-byte values, but no other token's. A warp reads all of its tokens before it writes.
 //
-// Within each group of 16 columns, the order changes so that a lane of an accumulator has four neighbouring columns, as
-// in mma_body.cuh. The 16 columns become two chunks, of which the first has columns 0, 1, 4, 5, 8, 9, 12 and 13.
+// Within each group of 16 columns, the conversion changes the order so that a lane of an accumulator has four
+// neighbouring columns, as in mma_body.cuh. The 16 columns become two chunks, of which the first has columns 0, 1, 4,
+// 5, 8, 9, 12 and 13.
 template <int kColumns>
 struct ValueConversion {
   static constexpr int kWarps = 2;
@@ -128,7 +130,8 @@ struct ValueConversion {
   int lane;
 
   PAT_HOST_DEVICE constexpr uint32_t chunk() const { return lane % kChunks; }
-  // Tokens of the second panel are swapped in pairs, so that simultaneous writes cause no bank conflicts.
+  // For chunks whose fp16 values go to the second panel, neighbouring tokens are swapped, so that the lanes'
+  // simultaneous writes cause no bank conflicts.
   PAT_HOST_DEVICE constexpr uint32_t token(int copy) const {
     return warp * kTokens + (lane / kChunks ^ chunk() / 4 % 2) + copy * (32 / kChunks);
   }
@@ -145,13 +148,13 @@ struct ValueConversion {
 
 // The right-hand sides of wgmma in a stage: their addresses, and the distances that go into wgmma's descriptors.
 struct KeyOperand {                                            // 32 tokens by 16 columns
-  static constexpr uint32_t kGroupBytes = 8 * kPanelRowBytes;  // distance of groups of 8 tokens
+  static constexpr uint32_t kGroupBytes = 8 * kPanelRowBytes;  // distance between 8-token groups
   PAT_HOST_DEVICE static constexpr uint32_t address(uint32_t keys, int step) {
     return keys + step / 4 * (kStageTokens * kPanelRowBytes) + step % 4 * 2 * kChunkBytes;
   }
 };
 struct ValueOperand {                                          // 16 tokens by all columns
-  static constexpr uint32_t kGroupBytes = 8 * kPanelRowBytes;  // distance of groups of 8 tokens
+  static constexpr uint32_t kGroupBytes = 8 * kPanelRowBytes;  // distance between 8-token groups
   static constexpr uint32_t kPanelBytes = kStageTokens * kPanelRowBytes;
   PAT_HOST_DEVICE static constexpr uint32_t address(uint32_t values, int step) {
     return values + step * 2 * kGroupBytes;
@@ -161,7 +164,7 @@ struct ValueOperand {                                          // 16 tokens by a
 // The operands of wgmma in latent attention. A row of a matrix is a query row or a token of a stage.
 struct LatentOperand {
   static constexpr int kRows = 2 * kStageTokens;
-  static constexpr uint32_t kGroupBytes = 8 * kPanelRowBytes;  // distance of groups of 8 rows
+  static constexpr uint32_t kGroupBytes = 8 * kPanelRowBytes;  // distance between 8-row groups
   static constexpr uint32_t kPanelBytes = kRows * kPanelRowBytes;
   // Address of 16 columns of all rows of queries, keys or weights.
   PAT_HOST_DEVICE static constexpr uint32_t columns(uint32_t matrix, int step) {
@@ -174,8 +177,8 @@ struct LatentOperand {
 };
 
 // The columns of a warp in latent attention on mma.sync, where four warps share a unit of 16 query rows. A warp has 16
-// columns of every panel of queries and keys, and two panels of the values. A row of a matrix is a query row or a
-// token.
+// columns of every panel of queries and of two-byte keys, and a quarter of the panels of the values. A row of a matrix
+// is a query row or a token.
 struct LatentPart {
   static constexpr int kParts = kPanelColumns / 16;
   static constexpr int kRows = kStageTokens;

@@ -33,7 +33,7 @@ struct StageBatch {
 
   int32_t slots[kStages];        // lane l: the slot of token l of each stage
   StageRecord records[kStages];  // record of each stage
-  int count = 0;                 // stages; 0 if there are no more items
+  int count = 0;                 // number of stages; 0 if no item is left
   bool begins_pass = false;
 
   __device__ __forceinline__ int32_t pop_front() {

@@ -30,8 +30,8 @@ class TicketQueue {
   // Returns the first ticket. Its draw is the block index, so that a CTA starts without waiting for the counter.
   __device__ __forceinline__ TicketRange first() {
     const TicketRange range = range_of(blockIdx.x);
-    // The header is loaded after the ticket, so that neither load waits for the other. If there is no such ticket,
-    // range holds arbitrary data and is not used.
+    // Loads the ticket before it checks in the header whether there is such a ticket, so that neither load waits for
+    // the other. If there is none, `range` holds arbitrary data and is not used.
     const PlanHeader& header = *params_.plan.header;
     const int4 identity = *reinterpret_cast<const int4*>(&header);  // the first four fields
     num_draws_ = header.num_tickets * params_.num_kv_heads;
@@ -59,7 +59,7 @@ class TicketQueue {
     return draw < num_draws_ ? range_of(draw) : TicketRange::none();
   }
 
-  // The K producer calls end() after its last draw. The last CTA that calls it resets the counter to zero.
+  // The K producer calls this after its last draw. The last CTA that gets here resets the counter to zero.
   __device__ __forceinline__ void end() {
     if (all_drawn_at_once() || lane_ != 0) return;
     __threadfence();
@@ -110,7 +110,7 @@ class TicketQueue {
   Storage& storage_;
   const int lane_;
   int num_draws_ = 0;  // draws of the plan: tickets times KV heads
-  int drawn_ = 0;      // the drawn count, in lane 0 of the K producer
+  int drawn_ = 0;      // what the counter gave; only in lane 0 of the K producer
   bool is_drawn_ = false;
   int32_t num_kv_tokens_ = 0;
   uint32_t handed_on_ = 0;  // draws passed from the K producer to the V producer so far

@@ -23,8 +23,9 @@ template <typename T, typename Dims, bool kSoftCap, int kColumns = kOutColumns<D
 struct WarpAttention {
   using Number = ComputeType<T, Dims>;
   static constexpr int kColumnTiles = kColumns / 8;
-  // Unnormalised probabilities are relative to exp2(maximum). They may exceed 1 when a score rises above `maximum`: the
-  // sums are rescaled only if a probability would exceed 2^kSlack. A 16-bit number above 1 is as exact as one below 1.
+  // Unnormalised probabilities are relative to exp2(maximum). If a score is above `maximum`, its probability exceeds 1.
+  // `maximum` is raised, and the sums are rescaled, only if a probability would exceed 2^kSlack. This costs no
+  // precision: a 16-bit number above 1 is as exact as one below 1.
   static constexpr float kSlack = 8.f;
   // With one-byte KV, probabilities are fp16 even if the model is bf16. They are multiplied by 2^kHeadroom, because
   // fp16 loses precision below 2^-14, and a million of such small probabilities may have a large sum.
@@ -32,9 +33,9 @@ struct WarpAttention {
 
   WarpQueries<T, Dims> queries;
   float out[kColumnTiles][4];  // columns beyond Dims::kValue are arbitrary
-  float maximum[2];            // of each row's scores, or up to kSlack lower; at first -inf
-  float sum[2];                // sums of weights; only of this lane's columns until finish()
-  bool has_factors;            // some queries were too large for fp16 and divided
+  float maximum[2];            // of each row's scores, or lower by up to kSlack; at first -inf
+  float sum[2];                // of each row's weights; before finish(), only of this lane's tokens
+  bool has_factors;            // some queries were too large for fp16 and have been divided
 
   // Begins a tile, whose tile_rows query rows lie at `tile`. This warp has the 16 rows from first_row on.
   __device__ __forceinline__ void begin(uint32_t tile, int tile_rows, int first_row,
@@ -67,8 +68,8 @@ struct WarpAttention {
 
   // Turns the scores of tokens [first_token, first_token + kTokens) of a stage into unnormalised probabilities. The
   // warp's first row is row first_row of the item. Some row of the warp must attend to one of these tokens. `out` is
-  // not touched, so a multiplication may still write it. Call rescale() with the result before the probabilities are
-  // multiplied with values.
+  // not touched, so a multiplication may still be writing it. Call rescale() with the result before the probabilities
+  // are multiplied with values.
   template <int kTokens, typename Scale>
   __device__ __forceinline__ Rescaling softmax_weights(float (&scores)[kTokens / 8][4],
                                                        const StageRecord& stage, int first_row,
@@ -93,7 +94,7 @@ struct WarpAttention {
     return rescaling;
   }
 
-  // Adopts the rows' maxima of another warp, which has computed the weights of later tokens.
+  // Adopts another warp's maxima of the same rows. That warp has computed the weights of later tokens.
   __device__ __forceinline__ Rescaling follow(const float (&raised)[2], const LogitScale& scale) {
     Rescaling rescaling{};
     rescaling.any = __any_sync(kFullWarp, raised[0] != maximum[0] || raised[1] != maximum[1]);
@@ -152,8 +153,8 @@ struct WarpAttention {
     }
   }
 
-  // Sorts a lane's four columns of every 16. Needed if one-byte values were converted in registers, which changes their
-  // order.
+  // Sorts a lane's four columns of every 16. Needed if one-byte values were converted in registers, because that
+  // changes the order of the columns.
   __device__ __forceinline__ void order_columns() {
 #pragma unroll
     for (int tile = 0; tile < kColumnTiles; tile += 2) {
@@ -245,8 +246,8 @@ struct WarpAttention {
     limit_[h] = latest + kSlack / scale.outer;
   }
 
-  // What is subtracted from logits: the scaled maximum. Before a row's first token it is 0, so that masked weights are
-  // 0 instead of NaN.
+  // The number to subtract from a row's logits: the scaled maximum minus kHeadroom. Before the row's first token, the
+  // number is 0, so that weights of masked scores are 0 instead of NaN.
   float shift_[2];
   float limit_[2];  // a score above it raises the maximum
 };

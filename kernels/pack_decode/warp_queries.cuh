@@ -8,8 +8,8 @@
 
 namespace pat {
 
-// Type in which a model of type T is multiplied. With one-byte KV it is fp16, which represents one-byte numbers
-// exactly, with one conversion instruction, and probabilities eight times as exactly as bf16.
+// Type in which the kernel multiplies for a model of type T. With one-byte KV it is fp16: one instruction converts
+// one-byte numbers to fp16, without error, and fp16 represents probabilities eight times as exactly as bf16.
 template <typename T, typename Dims>
 using ComputeType = std::conditional_t<Dims::kIsFp8, __half, T>;
 
@@ -21,13 +21,13 @@ inline constexpr int kDepthSteps = Dims::kKey / 16;
 template <typename T, typename Dims>
 using WarpQueries = ptx::Fragment[kDepthSteps<Dims>];
 
-// Converts bf16 queries to fp16. Divides rows with numbers of 2^15 or more by a power of 2, which it stores in
-// query_factors. Numbers below 2^-14 become subnormal, which changes a score by less than its rounding. Returns true if
-// any row of the warp was divided.
+// Converts bf16 queries to fp16. If a row has numbers of 2^15 or more, divides the row by a power of 2 and stores that
+// power in query_factors. Numbers below 2^-14 become subnormal, which changes a score by less than rounding does.
+// Returns true if any row of the warp was divided.
 template <typename T, typename Number, int kSteps>
 __device__ __forceinline__ bool narrow_queries(ptx::Fragment (&queries)[kSteps],
                                                float* query_factors, uint32_t lane) {
-  uint32_t exceeds = 0;  // top bit of a half: some number is 2^15 or more
+  uint32_t exceeds = 0;  // a half's top bit is set if some number is 2^15 or more
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
@@ -66,15 +66,15 @@ __device__ __forceinline__ bool narrow_queries(ptx::Fragment (&queries)[kSteps],
   return has_factors;
 }
 
-// Loads the warp's 16 rows, which begin at row first_row of the tile_rows query rows at `tile`. Writes has_factors only
-// if kNarrowsQueries.
+// Loads the warp's 16 rows, which begin at row first_row of the tile_rows query rows at `tile`. Sets has_factors only
+// if kNarrowsQueries is true.
 template <typename T, typename Dims>
 __device__ __forceinline__ void load_queries(WarpQueries<T, Dims>& queries, bool& has_factors,
                                              uint32_t tile, int tile_rows, int first_row,
                                              float* query_factors, uint32_t lane) {
   if constexpr (Dims::kIsFp8) {
-    // In every 16 columns, a lane has four neighbouring ones, of the queries as of the keys. This differs from mma's
-    // column order, which is fine because a score is a sum over all columns.
+    // Of every 16 columns, a lane has the same four neighbouring ones of the queries and of the keys. This differs from
+    // mma's column order, which is fine because a score is a sum over all columns.
     const uint32_t first =
         tile + swizzled_offset(tile_rows, first_row + lane / 4, lane / 2 % 2) + lane % 2 * 8;
 #pragma unroll

@@ -4,7 +4,8 @@
 // another.
 //
 // Stages overlap: while the warps turn a stage's scores into probabilities, wgmma multiplies the values of the previous
-// stage. Each point of the code always has the same multiplications in flight. Otherwise ptxas would serialise them.
+// stage. At each point of the code, the same multiplications are always in flight. Otherwise ptxas would serialise the
+// multiplications.
 #pragma once
 
 #include "pack_decode/consumer.cuh"

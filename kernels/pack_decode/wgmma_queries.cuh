@@ -102,7 +102,7 @@ struct Queries<T, Dims, kSoftCap> {
     for (int h = 0; h < 2; ++h) {
       scales[h] = scale;
       (kSoftCap ? scales[h].inner : scales[h].outer) *= factors[h];
-      // A row's scale is never 0, because 0 times a maximum of -inf would be NaN.
+      // A row's scale must not be 0, because 0 times a maximum of -inf would be NaN.
       constexpr float kLeast = 1.17549435e-38f;
       if (scales[h].outer < kLeast) scales[h].outer = kLeast;
       if (lane % 4 == 0) kept[lane / 4 + 8 * h] = factors[h];
@@ -136,8 +136,8 @@ struct Queries<T, Dims, kSoftCap> {
     return scales;
   }
 
-  // Multiplies the maximum with the row's factor, so that the scale that is common to all rows applies to it. With a
-  // soft-cap, the factor is already in the maximum.
+  // Multiplies each row's maximum by the row's factor. Then the scale that is common to all rows applies to the
+  // maximum. With a soft-cap, the maximum already includes the factor.
   __device__ __forceinline__ void finish(Attention& part, const Consumer<Dims>& consumer,
                                          uint32_t lane) const {
     if constexpr (!kSoftCap) {

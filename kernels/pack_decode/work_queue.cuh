@@ -1,8 +1,8 @@
-// Shared memory of pack_decode, through which the producer warps pass data to the consumers, and positions in its
-// rings.
+// The shared memory through which the producer warps of pack_decode pass data to the consumers, and the positions in
+// its rings.
 //
 //   KV ring     kStages stages. A stage has the keys and values of up to 32 tokens of one segment, and a record that
-//               describes them (StageRecord). Stages of one work item follow those of another, so loads never drain.
+//               describes them (StageRecord). The next item's stages follow at once, so loads never pause.
 //   query ring  4 units of 16 query rows. An item takes block_q / 16 units, aligned to that number.
 //   records     what the consumers must know of an item (ItemRecord), for up to 4 items
 #pragma once
@@ -18,7 +18,8 @@
 #ifndef PAT_TARGET_ARCH
 #error "PAT_TARGET_ARCH must be the compute capability the kernels are compiled for, e.g. 90"
 #endif
-// PAT_FORCE_MMA_SYNC: compiles for Hopper what Ampere, Ada and Blackwell run, so that tests on Hopper can execute it.
+// PAT_FORCE_MMA_SYNC: compiles for Hopper the code that Ampere, Ada and Blackwell run, so that tests on Hopper can
+// execute it.
 #if PAT_TARGET_ARCH == 90 && !defined(PAT_FORCE_MMA_SYNC)
 #define PAT_USES_WGMMA
 #endif
@@ -30,15 +31,15 @@ inline constexpr int kConsumerWarps = 4;  // per warpgroup
 inline constexpr int kProducerWarps = 2;  // one for keys, one for values
 inline constexpr int kQueryUnits = 4;
 inline constexpr int kMaxTileRows = kQueryUnits * kUnitRows;
-inline constexpr int kDrawsAhead = 2;  // draws by which the K producer may lead
+inline constexpr int kDrawsAhead = 2;  // draws by which the K producer may lead the V producer
 
 #ifdef PAT_USES_WGMMA
 inline constexpr bool kHasWgmma = true;
 #else
 inline constexpr bool kHasWgmma = false;
 #endif
-// True if separate warps convert one-byte values for wgmma (converter.cuh). This needs registers for the terms of a
-// thread's queries and for its accumulators.
+// True if separate warps convert one-byte values for wgmma (converter.cuh). True only if a thread has enough registers
+// for the terms of its queries and for its accumulators.
 template <typename Dims>
 inline constexpr bool kHasConverters =
     kHasWgmma && Dims::kIsFp8 && !Dims::kIsLatent && Dims::kKey % 32 == 0 &&
@@ -51,7 +52,7 @@ inline constexpr int kFirstWgmmaTile = !kHasWgmma             ? kNumTiles
                                        : kHasConverters<Dims> ? 1
                                                               : kNumTiles;
 template <typename Dims>
-inline constexpr bool kUsesWgmma = kFirstWgmmaTile<Dims> == 0;  // for all tiles
+inline constexpr bool kUsesWgmma = kFirstWgmmaTile<Dims> == 0;  // true if all tiles run on wgmma
 
 template <typename Dims>
 inline constexpr int kConsumerGroups = Dims::kIsWide ? 2 : 1;
@@ -60,8 +61,8 @@ inline constexpr int kAllConsumerWarps = kConsumerGroups<Dims> * kConsumerWarps;
 inline constexpr int kConverterWarps = ValueConversion<16>::kWarps;
 // Consumer warps in latent attention, and warps that load queries for its wgmma body.
 inline constexpr int kLatentConsumerWarps = 8, kLatentQueryWarps = 2;
-// True for latent attention on mma.sync. It executes an item in passes of 32 rows, each of which reads all of the
-// item's KV.
+// True for latent attention on mma.sync, which executes an item in passes of 32 rows. Each pass reads all of the item's
+// KV.
 template <typename Dims>
 inline constexpr bool kHasPasses = Dims::kIsLatent && Dims::kTokens == kStageTokens;
 template <typename Dims>
@@ -90,7 +91,9 @@ inline constexpr int kLatentConsumerRegisters = 216, kLatentProducerRegisters = 
 template <typename Dims>
 inline constexpr int kStageArrivals = kUsesWgmma<Dims> ? 1 : 32;
 
-// A stage holds keys, then values. If values are converted in place, the copies write them to the end of their room.
+// A stage holds keys, then values. kValueRoom: bytes for the values. kLandingOffset: where the asynchronous copies
+// write the values. If the values are converted in place, that is the end of the room, because the converted values
+// take all of it.
 template <typename Dims>
 inline constexpr int kValueRoom =
     kHasConverters<Dims> ? Dims::Converted::kValueBytes : Dims::kValueBytes;
@@ -117,7 +120,7 @@ inline constexpr int kOutColumns =
     (kUsesWgmma<Dims> ? panels(Dims::kValue * 2) * kPanelColumns : Dims::kValue) /
     kConsumerGroups<Dims>;
 
-// True if TMA copies consecutive slots. It can do so for rows that are whole panels.
+// True if TMA copies consecutive slots. TMA can do so only if the rows are whole panels.
 inline constexpr bool kHasTma = PAT_TARGET_ARCH == 90;
 
 __device__ __forceinline__ int request_of_row(const QueryRows& rows, int row) {
@@ -129,8 +132,8 @@ __device__ __forceinline__ int head_of_row(const QueryRows& rows, int row) {
   return row - request_of_row(rows, row) * rows.group_size;
 }
 
-// Where a query row's result is stored: row r of partial_out and partial_lse, or row ~r of out and out_lse if r is
-// negative.
+// Where a query row's result is stored. If the RowTarget r is negative: row ~r of out and out_lse, else row r of
+// partial_out and partial_lse.
 using RowTarget = int32_t;
 inline constexpr RowTarget kNoTarget = INT32_MIN;  // padding rows are not stored
 
@@ -147,8 +150,8 @@ inline constexpr int32_t kNotMixed = -1;
 struct ItemRecord {
   int32_t tile;      // index in the tile table, or kNoMoreItems
   int32_t num_rows;  // query rows in use
-  int32_t
-      mixed_item;  // the item's index if some rows do not attend to all of its KV, else kNotMixed
+  // The item's index in the plan if some rows do not attend to all of the item's KV, else kNotMixed.
+  int32_t mixed_item;
   RowTarget targets[kMaxTileRows];
 };
 
@@ -162,12 +165,12 @@ struct StageRecord {
 
   uint32_t packed;
 
-  // The record of a full stage of num_tokens tokens to which rows [first_row, end_row) of the item's num_rows rows
-  // attend.
+  // Makes the record of a full stage, which has num_tokens tokens. Of the item's num_rows rows, [first_row, end_row)
+  // attend to the stage.
   __device__ __forceinline__ static StageRecord of_rows(int first_row, int end_row, int num_rows,
                                                         int num_tokens) {
     const uint32_t any = (1u << units(end_row)) - 1 & -(1u << first_row / kUnitRows);
-    // If the item's last row attends, so do the padding rows after it. Then no masking is needed for them.
+    // If the item's last row attends, lets the padding rows after it attend too, so that no masking is needed for them.
     if (end_row == num_rows) end_row = kMaxTileRows;
     const uint32_t whole = (1u << end_row / kUnitRows) - 1 & -(1u << units(first_row));
     return {static_cast<uint32_t>(first_row | end_row << kEndRow | num_tokens << kTokens) |
@@ -177,7 +180,7 @@ struct StageRecord {
   // The record that marks the end after the last stage.
   __device__ __forceinline__ static StageRecord end() { return {1u << kEnd}; }
 
-  // Returns this record with another number of tokens. The record must be that of a full stage.
+  // Returns this record with another number of tokens. This record must be that of a full stage.
   __device__ __forceinline__ StageRecord with_tokens(int num_tokens) const {
     if (num_tokens == this->num_tokens()) return *this;
     constexpr uint32_t kOthers = (1u << kTokens) - 1 | 1u << kWgmma | 15u << kAny;
@@ -187,12 +190,12 @@ struct StageRecord {
     return {packed | uint32_t{is_last} << kLast};
   }
 
-  // Sets the bit for KV that no other item reads (KvSegment::kReadOnce). Only producers use it.
+  // Sets the bit for KV that no other item reads (KvSegment::kReadOnce). Only producers read this bit.
   __device__ __forceinline__ StageRecord as_read_once(bool is_read_once) const {
     return {packed | uint32_t{is_read_once} << kReadOnce};
   }
 
-  // Sets the bit for stages that wgmma reads. Only converters use it.
+  // Sets the bit for stages that wgmma reads. Only converters read this bit.
   template <typename Dims>
   __device__ __forceinline__ StageRecord of_tile(int tile) const {
     if constexpr (!kHasConverters<Dims>) return *this;
@@ -221,11 +224,11 @@ struct StageRecord {
 // The swizzle depends on the address, and its pattern repeats after this many bytes.
 inline constexpr int kSharedAlignment = 1024;
 
-// Tiles of 8 columns that each of `warps` warps combines and stores when they have split the KV of a row. The last warp
+// If `warps` warps have split a row's KV, each of them combines and stores this many tiles of 8 columns. The last warp
 // may have fewer tiles.
 template <typename Dims>
 __host__ __device__ constexpr int own_tiles(int warps) {
-  constexpr int kTogether = Dims::kIsFp8 ? 2 : 1;  // tiles with a lane's neighbouring columns
+  constexpr int kTogether = Dims::kIsFp8 ? 2 : 1;  // tiles that hold a lane's neighbouring columns
   return (Dims::kValue / 8 / kTogether + warps - 1) / warps * kTogether;
 }
 
@@ -270,23 +273,24 @@ inline constexpr int kHalfBytes =
                          : static_cast<int>(sizeof(SharedState<Dims>)) +
                                kRingBytes / kStageBytes<Dims> * kStageBytes<Dims>;
 
-// Two CTAs share an SM if the columns are few enough for the registers of a thread, of which the mma.sync bodies need
-// more, and if both rings fit. An SM has 1 KB more than one CTA can have, and the hardware reserves 1 KB per CTA.
+// Two CTAs share an SM if a thread has enough registers for the columns, and if the SM has enough shared memory for
+// both CTAs. The mma.sync bodies need more registers, so they allow fewer columns. An SM has 1 KB more shared memory
+// than one CTA can have, and the hardware reserves 1 KB per CTA.
 template <typename Dims>
 inline constexpr int kCtasPerSm = Dims::kKey + Dims::kValue <= (kUsesWgmma<Dims> ? 320 : 256) &&
                                           2 * (kHalfBytes<Dims> + 1024) <= kMaxSharedBytes + 1024
                                       ? 2
                                       : 1;
 
-// True if some warpgroups give registers to others (setmaxnreg). Not needed with one CTA per SM, where each thread
-// already has the largest number of registers, except for wide rows, which have more threads.
+// True if some warpgroups give registers to others (setmaxnreg). With one CTA per SM, only wide rows need this, because
+// their CTAs have more threads. Otherwise, each thread of the CTA already has the largest possible number of registers.
 template <typename Dims>
 inline constexpr bool kMovesRegisters =
     Dims::kIsWide || kHasConverters<Dims> && kCtasPerSm<Dims> == 2;
 
 template <typename Dims>
 inline constexpr int kRoom = kMaxSharedBytes - static_cast<int>(sizeof(SharedState<Dims>));
-// Bytes for the KV ring. If an SM has one CTA, its ring is as long as fits.
+// Bytes for the KV ring. If an SM has only one CTA, the ring takes all that is left of the shared memory.
 template <typename Dims>
 inline constexpr int kKvRoom =
     kCtasPerSm<Dims> == 1 ? kRoom<Dims>
@@ -337,8 +341,8 @@ struct QueryPosition {
 
   __device__ __forceinline__ int record() const { return item % kQueryUnits; }
   __device__ __forceinline__ uint32_t item_parity() const { return (item / kQueryUnits) & 1; }
-  // The first unit of an item that takes `units` (1, 2 or 4) units, aligned to that number. Units in between stay
-  // unused.
+  // The first unit of an item that takes `units` (1, 2 or 4) units, aligned to that number. The units before it, from
+  // next_unit on, stay unused.
   __device__ __forceinline__ int first_unit(int units) const {
     return (next_unit + units - 1) & -units;
   }

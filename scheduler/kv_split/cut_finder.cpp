@@ -36,7 +36,7 @@ void CutFinder::cut_at(const Tile& tile, const Position& at, int32_t segment, in
   cut.both_requests = both_requests;
   cut.is_end = false;
   if (offset == 0 && segments[segment - 1].first < first && first > at.first) {
-    // The cut is between two requests. The next item may read again what the requests on both sides share.
+    // The cut is between two requests. The next item may read the KV again that requests on both sides share.
     int64_t reread_load = 0;
     int32_t num_segments = 0;
     for (int32_t s = at.base; s < segment && num_segments <= kMaxSegmentsPerCut; ++s) {
@@ -75,7 +75,7 @@ bool CutFinder::find(const Tile& tile, const Position& at, int64_t budget_left, 
   const int64_t fit = for_tokens < 0 ? -1 : for_tokens / item.token;
   const int64_t left = tile.kv_load - at.assigned + at.reread_load;
   int64_t taken = at.reread_load;
-  int32_t border = -1;  // a cut before this segment fits the budget
+  int32_t border = -1;  // last segment before which a cut fits the budget; -1: none
   int64_t border_taken = 0;
   for (int32_t s = at.segment; s < tile.segment_end; ++s) {
     const int32_t begin = s == at.segment ? at.offset : 0;

@@ -13,12 +13,13 @@ namespace pat {
 struct Position {
   int32_t segment;  // first segment that is not assigned fully
   int32_t offset;   // tokens of that segment that are assigned
-  int32_t first;    // first request that is not done
-  // Segment and offset from which the next item reads KV again, for the requests from `first` on.
+  int32_t first;    // first request whose KV is not assigned fully
+  // Segment and offset at which the next item begins. Before `segment` and `offset`, it reads KV again that the
+  // requests from `first` on share with requests of earlier items.
   int32_t base;
   int32_t base_offset;
   int64_t assigned;     // assigned load, without repeated reads
-  int64_t reread_load;  // load of what the next item reads again
+  int64_t reread_load;  // load of the KV that the next item reads again
 
   static Position begin_of(const Tile& tile) {
     return {.segment = tile.segment_begin,
@@ -34,8 +35,8 @@ struct Position {
 struct Cut {
   Position next;
   int64_t cost;           // cost of the item before the cut
-  int32_t last;           // end of the requests of that item
-  int32_t both_requests;  // requests that have KV on both sides of the cut
+  int32_t last;           // end of the requests of the item before the cut
+  int32_t both_requests;  // number of requests that have KV on both sides of the cut
   bool is_end;            // the item ends the tile
 };
 
@@ -44,7 +45,7 @@ struct TilePart {  // a part of a tile, up to a cut
   Cut cut;
 };
 
-// Finds cuts. Results are written in place, because a plan tries hundreds of cuts.
+// Finds cuts. Functions write into the caller's Cut, which saves time, because a plan tries hundreds of cuts.
 class CutFinder {
  public:
   // aligned: all tiles that read the same range are cut at the same positions, for any number of requests.
@@ -62,7 +63,7 @@ class CutFinder {
     cut.is_end = true;
   }
   // Finds the best cut for which the item from `at` to the cut costs at most `budget_left`, the rest of a ticket's
-  // `budget`. Returns false if there is none.
+  // `budget`. Returns false if there is no such cut.
   bool find(const Tile& tile, const Position& at, int64_t budget_left, int64_t budget,
             Cut& cut) const {
     return find(tile, at, budget_left, budget, false, cut);

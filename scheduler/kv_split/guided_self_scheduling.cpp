@@ -15,13 +15,13 @@ constexpr int64_t kItemPerCut = 32;
 // but would make partials.
 constexpr double kWorstUncutImbalance = 1.05;
 constexpr int64_t kMostUncutTiles = 8;  // per worker; more tiles are balanced without cuts
-// Shrinking tickets even out that CTAs with equal work end up to 12% apart. If the tickets' costs are less balanced
-// than that, StreamKSplit is better.
+// CTAs with equal work end up to 12% apart, and shrinking tickets even that out. If the tickets' costs are less
+// balanced than that, StreamKSplit is better.
 constexpr double kWorstGuidedImbalance = 1.12;
 // A chunk has at most this many tokens, so that it is still in the L2 when the last tile starts to read it.
 constexpr int64_t kLongestChunk = 4096;
 
-// Assigns a run of the tile list to tickets.
+// Assigns tiles [begin, end) of the tile list to tickets.
 class Stream {
  public:
   Stream(const SplitContext& context, const Packing& packing, const TileList& list, size_t begin,
@@ -40,7 +40,7 @@ class Stream {
 
   bool is_empty() const { return tile_ == end_; }
   // Assigns the next tiles, or parts of them, to a ticket, and returns the ticket's cost. cuts_left: how many more cuts
-  // chunks may make.
+  // between chunks are allowed.
   int64_t assign(int64_t budget, int64_t cuts_left, int32_t ticket) {
     return tiles_[tile_].is_chunked ? assign_chunk(budget, cuts_left, ticket)
                                     : assign_ticket(budget, ticket);
@@ -48,13 +48,13 @@ class Stream {
 
   TicketProgress progress;
   int64_t cuts = 0;
-  int64_t cut_requests = 0;  // sum over the cuts of the requests that have KV on both sides
+  int64_t cut_requests = 0;  // number of requests with KV on both sides of a cut, summed over cuts
 
  private:
   void begin_tile() {
     if (!is_empty()) part_.begin = Position::begin_of(tiles_[tile_]);
   }
-  // The number of tokens that a cut should leave on both sides.
+  // The fewest tokens that a cut should leave on each side.
   int64_t shortest_item(int32_t num_requests) const {
     const int64_t rows = int64_t{num_requests} * context_.tiles.group_size();
     const int64_t partials = rows * context_.costs->packing.partial_row / kCostUnit;
@@ -136,15 +136,15 @@ int64_t Stream::assign_ticket(int64_t budget, int32_t ticket) {
     Cut& cut = part_.cut;
     cut_finder_.take_rest(tile, at, cut);
     if (cut.cost > budget_left) {
-      if (budget_left < budget) break;       // the next ticket has more budget
-      if (cut.cost > budget + budget / 2) {  // smaller excess is not worth a cut
+      if (budget_left < budget) break;       // an empty ticket has more budget
+      if (cut.cost > budget + budget / 2) {  // a smaller excess is not worth a cut
         const int32_t num_requests = tile.num_requests - at.first;
         const int64_t shortest = shortest_item(num_requests);
         cut_finder_.force(tile, at, std::max(budget, context_.cost(num_requests, shortest)), cut);
       }
     }
-    // A tile that was not cut is added as a whole. An is_rest tile may have requests without KV, so it is added as a
-    // part, which leaves them out.
+    // A tile that was not cut is added as a whole. A tile with `is_rest` may have requests without KV. It is added as a
+    // part, because parts leave such requests out.
     if (cut.is_end && at.assigned == 0 && !tile.is_rest) {
       assignment_.add(tile_, ticket);
     } else {

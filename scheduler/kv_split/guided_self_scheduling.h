@@ -15,9 +15,9 @@ namespace pat {
 
 // Guided self-scheduling: the first tickets are large. The last are small, to even out differences that the cost model
 // does not predict. Tickets of shared packs read mostly from the L2, and tickets of private packs from device memory,
-// so both kinds alternate. A range that several tiles read and that is too long for the L2 is cut into chunks. Each
-// chunk is assigned to all of these tiles before the next, so that they read it at about the same time, and from device
-// memory once.
+// so both kinds alternate. A range that several tiles read and that is too long for the L2 is cut into chunks. All of
+// these tiles get a chunk before any of them gets the next chunk. So they read a chunk at about the same time, and from
+// device memory only once.
 class GuidedSelfScheduling {
  public:
   // Makes each tile a ticket. Returns false, with an undefined assignment, if workers would then end too far apart.
@@ -27,7 +27,7 @@ class GuidedSelfScheduling {
   // many requests with very long KV would exceed it.
   bool choose(const SplitContext& context, const Packing& packing, const TileList& list);
 
-  // The assignments of the last choice. Tickets are numbered across both.
+  // The assignments of the last choice. No ticket has the same number in both.
   const Assignment& shared_work() const { return shared_work_; }
   const Assignment& private_work() const { return private_work_; }
   int32_t num_tickets() const { return static_cast<int32_t>(ticket_costs_.size()); }

@@ -10,7 +10,8 @@ namespace {
 
 // These constants are fitted to runs of the trees of benchmarks/kernel/workloads.py on an H100. Costs are in tokens.
 
-// Up to this cost per worker, each worker gets one ticket: a second ticket would take more time than its balance saves.
+// Up to this cost per worker, each worker gets one ticket: second tickets would take more time than they save by better
+// balance.
 constexpr int64_t kOneTicketEach = 1300;
 // The same limit if nothing is shared. It is higher, because all tickets then wait for device memory, which evens out
 // their times.
@@ -18,7 +19,7 @@ constexpr int64_t kOneTicketEachUnshared = 5000;
 // Tiles that read the same long range are cut at the same positions if the slowest worker then costs at most this many
 // times the mean.
 constexpr double kWorstAlignedImbalance = 1.08;
-// If the workers have fewer items of the usual length than this on average, items may be shorter.
+// Items may be shorter than usual if the work is less than this many items of the usual length per worker.
 constexpr int64_t kItemsEach = 4;
 
 }  // namespace

@@ -20,8 +20,9 @@ namespace pat {
 
 struct SplitConfig {
   int32_t num_workers;  // CTAs per KV head
-  // A cut leaves at least this many tokens of the item, and of the segment in which it lies, on both sides. A quarter
-  // of it is enough if workers would otherwise have less than four items each. Must be a multiple of kCutGranularity.
+  // On each side, a cut leaves an item of at least this many tokens and, if the cut lies within a segment, at least
+  // this many tokens of the segment. A quarter of this number is enough if workers would otherwise have fewer than four
+  // items each. Must be a multiple of kCutGranularity.
   int32_t min_item_tokens;
 };
 inline constexpr int32_t kMaxWorkers = 1 << 16;
@@ -32,13 +33,16 @@ class KvSplitter {
   // multiple of kCutGranularity.
   KvSplitter(const SplitConfig& config, const CostModel& cost, const TileSelection& tiles);
 
-  // Tries these in turn. StreamKSplit, for a little work, or if tiles that read the same long range can be cut at the
-  // same positions and the workers are balanced. Else one ticket per tile, if the workers are balanced. Else shrinking
-  // tickets by GuidedSelfScheduling.
+  // Makes the first of these splits that is possible:
+  // - StreamKSplit, if there is little work, or if tiles that read the same long range can be cut at the same positions
+  //   and the workers are then balanced
+  // - one ticket per tile, if no shared range is long and the workers are then balanced
+  // - shrinking tickets by GuidedSelfScheduling, if the workers are then balanced
+  // - StreamKSplit
   //
   // A cut is between two segments if the ticket is then nearly full, else within a segment. A request with KV on both
   // sides of a cut gets a partial from each side. At a cut between two requests, the item after the cut may instead
-  // read again what the requests of both sides share, if that costs less.
+  // read the KV again that requests on both sides share, if that costs less.
   void split(const Packing& packing, SplitTask task, Split& out);
 
   // A lower bound for Split::time of any split whose items read `num_tokens` tokens and share none of them.

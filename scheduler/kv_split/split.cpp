@@ -52,7 +52,7 @@ int64_t Split::balanced_growth(int32_t num_workers) const {
   for (const Load& load : loads) {
     if (load.num_open == 0) continue;
     int64_t most = (longest + slack - load.tokens) / load.num_open;
-    // By how many tokens the ticket may exceed the mean of the workers, multiplied by num_workers.
+    // How many tokens the ticket is below the workers' mean plus `slack`, multiplied by num_workers.
     const int64_t room = total.tokens + (slack - load.tokens) * num_workers;
     const int64_t faster = load.num_open * num_workers - total.num_open;
     if (room >= 0) most = std::max(most, faster > 0 ? room / faster : kUnlimited);

@@ -19,8 +19,8 @@ inline constexpr int32_t kMaxSegmentsPerCut = 8;
 struct Ticket {
   int32_t item_begin = 0;
   int32_t item_end = 0;
-  // True if the first item is the remainder of a tile that the previous ticket has cut. The CTA executes it last. So
-  // all tickets start at the beginnings of tiles, and read the KV that tiles share at about the same time.
+  // True if the first item is the remainder of a tile that the previous ticket has cut. The CTA executes this item
+  // last. So all tickets start at the beginning of a tile, and read the KV that tiles share at about the same time.
   bool rest_comes_last = false;
 };
 
@@ -50,9 +50,10 @@ struct Split {
 
   void clear();
   void list_ticket_costs(std::vector<int64_t>& costs) const;
-  // By how many tokens each request may grow before the split is out of balance: before a ticket exceeds both the
-  // workers' mean and the originally longest ticket by more than 1/16 of the latter. Returns the largest integer if
-  // there are more tickets than workers, because tickets that are drawn later even out such differences.
+  // By how many tokens each request may grow before the split is out of balance. It is out of balance if a ticket is
+  // longer than the workers' mean, and longer than the originally longest ticket, in both cases by more than 1/16 of
+  // the originally longest ticket. Returns INT64_MAX if there are more tickets than workers, because tickets that are
+  // drawn later even out such differences.
   int64_t balanced_growth(int32_t num_workers) const;
 };
 

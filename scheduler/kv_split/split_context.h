@@ -10,7 +10,7 @@
 
 namespace pat {
 
-// Cost of a work item, in 1 / kCostUnit tokens.
+// Cost of a work item, in 1 / kCostUnit tokens: a fixed cost, and the cost of each token of KV load.
 struct ItemCost {
   int64_t fixed;
   int64_t token;
@@ -30,11 +30,12 @@ struct SplitContext {
   TileSelection tiles;
   const CostModel* costs;
   const ItemCost* item_costs;
-  // True if loads count whole stages and the starts of segments. False if these make no difference: with much work, if
-  // nothing is shared or some shared range is long.
+  // True if loads are in whole stages and include the starts of segments. False if this makes no difference: for much
+  // work, if nothing is shared or a shared range is long.
   bool counts_stages;
   int64_t min_item_tokens;  // a cut must leave items of at least this length
-  // Whether a cut between requests may merge partials instead of reading shared ranges again, if that costs less.
+  // If true, the item after a cut between two requests reads their shared KV again only if this costs less than
+  // partials do. If false, it always reads their shared KV again.
   bool may_merge = true;
 
   int64_t kv_load_of(int64_t num_tokens) const {
@@ -48,8 +49,8 @@ struct SplitContext {
   }
 };
 
-// Upper bound for the number of cuts of a split. Plus Packing::packing_slack, it is also the upper bound for the sum,
-// over the cuts, of the requests with KV on both sides, each of which gets one more partial.
+// Upper bound for the number of cuts of a split. At a cut, each request with KV on both sides gets one more partial.
+// The number of these requests, summed over the cuts, is at most this bound plus Packing::packing_slack.
 inline int64_t max_cut_requests(int32_t num_workers, const TileSelection& tiles) {
   return int64_t{num_workers} * tiles.requests_per_tile();
 }

@@ -7,21 +7,21 @@ namespace pat {
 
 namespace {
 
-// The constants are fitted to the kernel times, of up to 62 us, of 2,664 plans for 106 batches on an H100, where a
-// token takes 7.2 ns. Within a batch, measured times differ from the model by 2.9% (root mean square).
+// The constants are fitted to times of the kernels on an H100: 2,664 plans for 106 batches, up to 62 us each. A token
+// takes 7.2 ns there. Within a batch, measured times differ from the model by 2.9% (root mean square).
 
-// Time of a chain for each segment and for each query row, in addition to its stages, in tokens.
+// What each segment and each query row add to a chain, in tokens, besides the stages of KV.
 constexpr int64_t kSegmentInChain = 13;
 constexpr int64_t kRowInChain = 2;
-// Weight of the slowest chain if other chains keep the memory busy, and if it runs alone.
+// Weights of the slowest chain: if other chains keep the memory busy, and if the slowest chain runs alone.
 constexpr int64_t kSlowestPercent = 100;
 constexpr int64_t kAlonePercent = 226;
 // Weights of the mean chain per worker, and of the distinct KV per worker, which device memory must deliver.
 constexpr int64_t kMeanPercent = 97;
 constexpr int64_t kUniquePercent = 433;
 // Penalties for a plan that shares nothing although requests have KV in common: one per plan, and one per token that is
-// read again. Without them, the planner chose plans without sharing that took up to 1.3 times as long as plans with
-// sharing (H200, both kinds of plan for 101 small batches).
+// read again. Without these penalties, the planner chose plans without sharing that took up to 1.3 times as long as
+// plans with sharing (H200, both kinds of plan for 101 small batches).
 constexpr int64_t kSharingNothing = 83;
 constexpr int64_t kRereadPercent = 200;
 // Costs of merging: one per plan with partials, and one per partial row, divided by the workers. The last two are added

@@ -1,4 +1,4 @@
-// Estimates the time of a stream-K split, in hundredths of tokens.
+// Estimates the time of a stream-K split, in hundredths of the time of a token.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The tiles and parts of tiles of each ticket (Assignment), and how they become the work items of a Split.
+// Assignment: the tiles and parts of tiles of each ticket. SplitWriter turns them into the work items of a Split.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct AssignedPart {
   int32_t part;  // index in Assignment::parts; -1: the whole tile
 };
 
-// The tiles and parts of all tickets, in order. SplitWriter turns it into a Split.
+// The tiles and parts of tiles of all tickets, in the order of the tickets.
 struct Assignment {
   std::vector<AssignedPart> assigned_parts;
   std::vector<TilePart> parts;
@@ -42,7 +42,7 @@ struct Assignment {
 
 class SplitWriter {
  public:
-  // Appends the assignment's work items to `out`, which must already have the tickets.
+  // Appends the assignment's work items to `out`, and fills its tickets, which must already exist.
   void add(const Packing& packing, const SplitContext& context, std::span<const Tile> tiles,
            const Assignment& assignment, Split& out);
 

@@ -103,8 +103,8 @@ bool StreamKSplit::choose(const SplitContext& context, const Packing& packing,
   AssignResult result = assign(context, packing, tiles, budget, false, assignment_);
   while (!result.fits) {
     low = budget;
-    // The next budget fits the item that no cut can shorten. If there is none, it also covers a ticket's share of the
-    // load that was not assigned.
+    // If an item is too costly and cannot be cut, the next budget is at least the item's cost. Otherwise the budget
+    // grows by at least a ticket's share of the load that was not assigned.
     const int64_t missing = (kv_load - result.kv_load) * (total / kv_load) / workers;
     budget = std::max(low + step(low), result.uncut > 0 ? result.uncut : low + missing);
     result = assign(context, packing, tiles, budget, false, assignment_);

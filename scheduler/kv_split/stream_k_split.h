@@ -16,15 +16,15 @@ namespace pat {
 
 // Stream-K: a contiguous split, balanced by cost, with at most num_workers - 1 cuts. Bisection finds the smallest
 // ticket budget for which all tiles fit, to within a few tokens. Each step is linear in the tiles. Tiles that read the
-// same range are cut at the same positions if that costs little. They then read the range at the same time, and from
-// device memory once ("aligned").
+// same range are cut at the same positions if that costs little ("aligned"). They then read the range at the same time,
+// and from device memory only once.
 //
 // split() makes a few such splits, and chooses the one with the shortest expected time, including the merge. They
 // differ in how short items may be, and in whether cuts between two requests may make partials.
 class StreamKSplit {
  public:
-  // is_little: items may be shorter than in `context`, and CTAs draw larger tickets first, because CTAs start one after
-  // the other. Returns true if the split is aligned.
+  // is_little: there is little work. Items may then be shorter than in `context`, and CTAs draw larger tickets first,
+  // because CTAs start one after the other. Returns true if the split is aligned.
   bool split(const SplitContext& context, const SplitTask& task, const Packing& packing,
              const TileList& list, bool is_little, Split& out);
 
@@ -36,7 +36,7 @@ class StreamKSplit {
     bool fits;        // all tiles are assigned
   };
   // Assigns the tiles to tickets of at most `budget` each, until no worker is left or an item is too long. aligned: a
-  // tile begins a ticket if other tiles read its first range too, unless it fits uncut into the current ticket.
+  // tile whose first range is also read by other tiles begins a ticket, unless it fits uncut into the current ticket.
   static AssignResult assign(const SplitContext& context, const Packing& packing,
                              std::span<const Tile> tiles, int64_t budget, bool aligned,
                              Assignment& assignment);

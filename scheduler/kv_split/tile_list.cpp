@@ -7,8 +7,8 @@ namespace pat {
 namespace {
 
 // Tiles that read the same range may be cut at the same positions if the range has at least this many tokens. With cuts
-// at different positions, each CTA reads the range from device memory: 5 times the bytes for 8 tiles of 32,768 tokens
-// and 33 workers.
+// at different positions, each CTA reads the range from device memory. For 8 tiles of 32,768 tokens and 33 workers,
+// that is 5 times as many bytes.
 constexpr int32_t kAlignedRange = 512;
 
 }  // namespace

@@ -21,9 +21,9 @@ struct Tile {
   int32_t tile;
   bool is_shared;
   bool is_chunked;  // the tile is one range of kLongRange tokens or more
-  bool is_rest;     // the rest of a tile whose long range became another tile
-  // The largest number of requests of the tiles that read the first segment's range. 0 if only this tile reads the
-  // range.
+  bool is_rest;     // the rest of a tile whose long range became a tile of its own
+  // If several tiles read the first segment's range: the number of requests of the tile that has the most. 0 if only
+  // this tile reads the range, or if the range is too short.
   int32_t widest_reader;
   int64_t num_tokens;
   int64_t kv_load;
@@ -35,14 +35,14 @@ struct Tile {
 // The tiles of all packs, with their loads and costs in the context that make() gets.
 class TileList {
  public:
-  // parted: if several tiles read the same long range, each of them is parted into one tile with that range and one
-  // with the rest.
+  // parted: if several tiles read the same long range, each of them is parted into two: a tile with that range, and a
+  // tile with the rest.
   void make(const Packing& packing, const SplitContext& context, bool parted);
 
   // The tiles of the shared packs, then those of the private packs.
   const std::vector<Tile>& tiles() const { return tiles_; }
   size_t num_shared() const { return num_shared_; }
-  // Number of tiles that were parted, and of their requests.
+  // Number of tiles that were parted, and number of requests of these tiles.
   int64_t num_parted() const { return num_parted_; }
   int64_t parted_requests() const { return parted_requests_; }
   int64_t total_cost(size_t begin, size_t end) const;

@@ -144,7 +144,7 @@ Batch extreme_batch(Random& random) {
       requests.assign(some(100), {static_cast<int>(nodes.size()) - 1, tail});
       break;
     }
-    default: {  // documents below the prefix, with equally many requests
+    default: {  // documents below the prefix, each with the same number of requests
       const int documents = some(40), each = some(20);
       nodes = {{-1, prefix}};
       for (int i = 1; i <= documents; ++i) {

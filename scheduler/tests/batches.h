@@ -44,7 +44,8 @@ struct Batch {
   PathArrays arrays() const;
 };
 
-// nodes: a (parent or -1, tokens) pair each. requests: a (node or -1, private tokens) pair each.
+// nodes: one pair (index of the parent or -1, number of tokens) per node. requests: one pair (index of the last node or
+// -1, number of private tokens) per request.
 Batch make_batch(const std::vector<std::pair<int, int32_t>>& nodes,
                  const std::vector<std::pair<int, int32_t>>& requests);
 
@@ -53,20 +54,20 @@ struct BatchShape {
   int64_t max_requests = 40;
   int64_t max_tokens = 2500;
 };
-// Makes a random batch, from flat to a chain. Lengths are near the constants at which the scheduler's behaviour
-// changes.
+// Makes a random batch, whose tree is anything between flat and a chain. Many ranges are about as long as the constants
+// at which the scheduler's behaviour changes.
 Batch random_batch(Random& random, const BatchShape& shape);
 
 // Makes a balanced tree. levels: number of nodes of each level, for example {1, 4, 8, 256}. Each node has `tokens`
 // tokens. The nodes of the last level are the requests' private ranges.
 Batch balanced_batch(const std::vector<int>& levels, int32_t tokens);
-// Makes a balanced tree from a name such as "1,4,256_32,256,128": number of nodes of each level, and tokens of a node
-// there.
+// Makes a balanced tree from a name such as "1,4,256_32,256,128": the number of nodes of each level, then the number of
+// tokens of a node of each level.
 Batch tree_batch(const std::string& name);
 // Makes a batch of a shape that random_batch() seldom makes: deep chains, wide stars, one long document, equal
 // requests, one-token tails, prefixes of 128k tokens and more.
 Batch extreme_batch(Random& random);
-// Makes a chain of shared nodes, which each request leaves one node later than the previous request.
+// Makes a chain of shared nodes. Each request holds one node more of the chain than the previous request.
 Batch caterpillar_batch(int num_requests, int32_t node_tokens, int32_t private_tokens);
 
 SchedulerConfig config(int32_t group_size = 4, int32_t num_workers = 33,

@@ -31,7 +31,7 @@ class Readers {
 
   // Records that a work item reads a range of positions of this request.
   void add(int32_t request, Range range, bool is_read_once) {
-    int32_t end = 0;  // end of the node or of the private range
+    int32_t end = 0;  // end of the path so far
     for (const Node& node : batch_.paths[request]) {
       add({true, node.id}, range, {node.kv_begin, node.kv_end}, is_read_once);
       end = node.kv_end;
@@ -53,7 +53,7 @@ class Readers {
   }
 
  private:
-  using Owner = std::pair<bool, int64_t>;  // a node's id, or a request
+  using Owner = std::pair<bool, int64_t>;  // (true, a node's id) or (false, a request)
   struct Read {
     Range range;
     bool is_read_once;
@@ -192,7 +192,8 @@ void check_plan(const PackScheduler& scheduler, const SchedulerConfig& config, c
     check_tokens(scheduler.last_plan().kv_tokens(), batch);
   }
 
-  // Checks the merges: one for each request without exactly one read. Its partials follow one another, by position.
+  // Checks the merges. A request has one unless exactly one work item reads its KV. The request's partials follow one
+  // another, in the order of positions.
   int32_t next_partial = 0, next_merge = 0;
   for (size_t request = 0; request < reads.size(); ++request) {
     std::vector<Read>& all = reads[request];

@@ -116,7 +116,7 @@ RadixTree::Tokens Engine::random_tokens() {
 void Engine::operate() {
   const int64_t what = draw(random_, 0, 99);
   if (what < 30 || running_.empty()) {
-    // Often several requests join at once, so that the splits that they show add up.
+    // Often several requests join at once, so that one update meets several splits.
     for (int64_t i = one_in(random_, 3) ? 6 : 1; i > 0 && running_.size() < 24; --i) {
       auto request = std::make_unique<Running>(random_tokens(), 0);
       request->node = tree_.insert(request->tokens);

@@ -1,5 +1,5 @@
-// A prefix cache that behaves like SGLang's: when it splits a node, the upper part gets a new id, and it reuses freed
-// ids.
+// A prefix cache that behaves like SGLang's: when it splits a node, the upper part gets a new id. The ids of evicted
+// nodes are used again.
 #pragma once
 
 #include <cstdint>

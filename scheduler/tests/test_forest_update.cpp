@@ -131,7 +131,8 @@ TEST(forest_split_at_the_level_of_the_roots) {
   CHECK((batches.reads == Reads{{3}}));
 }
 
-// Two requests join below the same parent, where two siblings were split. The smaller end counts, in either order.
+// Two requests join below the same parent, where two siblings were split. The smaller end of the upper parts counts,
+// whichever request comes first.
 TEST(forest_splits_that_two_newcomers_suggest) {
   for (const bool shallow_first : {true, false}) {
     FakeRequest a{{kSystem, {2, 100, 200}}}, b{{kSystem, {3, 100, 300}}};
@@ -220,7 +221,7 @@ TEST(forest_places_and_ids_are_used_again) {
     for (FakeRequest& request : requests) batch.push_back(&request);
     if (wave % 3 == 0) batches.before.clear();
     batches.go_to(batch);
-    // Some requests leave. Searches in the table of ids must still find the entries after theirs.
+    // Some requests leave. Searches in the table of ids must still find the entries behind those of removed nodes.
     std::erase_if(batch, [&](FakeRequest*) { return one_in(random, 2); });
     batches.go_to(batch);
     FakeRequest again = requests.empty() ? FakeRequest{} : requests.back();

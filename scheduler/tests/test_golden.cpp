@@ -8,7 +8,7 @@
 namespace pat::testing {
 namespace {
 
-// PAT_TREES of benchmarks/kernel/pat_trees.py: number of nodes of each level, and tokens of a node there.
+// PAT_TREES of benchmarks/kernel/pat_trees.py, as names for tree_batch().
 const std::array<std::string, 20> kTrees = {
     "1,10_4096,416",
     "1,256_256,32",

@@ -112,7 +112,7 @@ TEST(kv_split_cuts_no_item_short_and_not_too_often) {
   }
 }
 
-// Items may be shorter than usual, but a batch of many rows must not get more partials per row than a warp merges.
+// Items may be shorter than usual, but if a batch has many rows, a row must not get more partials than one warp merges.
 TEST(kv_split_gives_idle_workers_something_to_do) {
   const auto longest_item = [](const Batch& batch, int32_t num_workers) {
     int64_t longest = 0;
@@ -164,8 +164,8 @@ TEST(kv_split_deals_out_a_long_shared_range_chunk_by_chunk) {
         make_batch({{-1, tokens}}, std::vector<std::pair<int, int32_t>>(200, {0, 256}));
     const Made result = split(batch, made);
     check_split(result, made);
-    // Where the shared KV of each ticket begins. All 25 tiles get a chunk before any gets the next one. One ticket per
-    // tile would leave workers idle, and two per tile are more tickets than workers.
+    // Where the shared KV of each ticket begins. All 25 tiles get a chunk before any tile gets its next chunk. One
+    // ticket per tile would leave workers idle, and two per tile are more tickets than workers.
     std::vector<int32_t> begins;
     for (const Ticket& ticket : result.split.tickets) {
       const Split::WorkItem& item = result.split.work_items[ticket.item_begin];
@@ -177,7 +177,7 @@ TEST(kv_split_deals_out_a_long_shared_range_chunk_by_chunk) {
     CHECK(std::ranges::is_sorted(begins));
     CHECK(begins.size() >= 50 && begins.size() % 25 == 0);
     for (size_t i = 0; i < begins.size(); ++i) CHECK_EQ(begins[i], begins[i / 25 * 25]);
-    // Tickets of tails are among the tickets of chunks.
+    // Tickets of tails come between tickets of chunks.
     const auto is_tail = [&](const Ticket& ticket) {
       const Split::WorkItem& item = result.split.work_items[ticket.item_begin];
       return result.split.segments[item.segment_begin].is_private();
@@ -205,8 +205,8 @@ TEST(kv_split_counts_what_parting_tiles_costs) {
 }
 
 TEST(kv_split_cuts_tiles_of_a_long_shared_range_at_the_same_places) {
-  // Eight, two and three tiles for 33 workers: the number of workers per tile is not an integer. If 16 of 24 requests
-  // share more, the tiles are unequal, and items with more rows have higher fixed costs.
+  // Except with three tiles, the 33 workers cannot be divided evenly among the tiles. In the last case, 16 of 24
+  // requests share more than the others, so the tiles are unequal, and items with more rows have higher fixed costs.
   using Requests = std::vector<std::pair<int, int32_t>>;
   struct Case {
     int32_t num_tokens;
@@ -351,7 +351,7 @@ TEST(kv_split_draws_large_tickets_of_a_small_step_first) {
 }
 
 TEST(kv_split_begins_tiles_that_share_kv_at_the_same_time) {
-  // Each of the five tiles is more than a worker's share, so each begins a ticket.
+  // Each of the five tiles has more work than a worker's share, so each tile begins a ticket.
   SchedulerConfig made = config();
   made.max_block_q = 64;
   const Batch batch = make_batch({{-1, 1'000}}, std::vector<std::pair<int, int32_t>>(80, {0, 300}));
@@ -396,7 +396,7 @@ TEST(kv_split_reads_more_again_where_nothing_is_merged_then) {
 }
 
 TEST(kv_split_reads_few_segments_again) {
-  // 15 levels of one token, each of which one request leaves. By tokens alone, reading them again is cheaper than
+  // 15 levels of one token. One request ends at each level. By tokens alone, reading the levels again is cheaper than
   // partials.
   std::vector<std::pair<int32_t, int32_t>> nodes;
   std::vector<std::pair<int, int32_t>> requests;

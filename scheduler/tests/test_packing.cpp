@@ -77,15 +77,16 @@ TEST(packing_of_a_pack_per_node_or_of_none) {
   CHECK((shared_ranges(one_holder, Policy::kPerNode) == Ranges{{0, 100, 2}}));
 }
 
-// Algorithm 1 splits off a child if 4 * c.size < root.len. So children of three requests are merged up to 12 tokens.
+// Algorithm 1 splits off a child if 4 * c.size < root.len. So children of three requests are merged if the root has at
+// most 12 tokens.
 TEST(packing_of_the_paper_merges_at_four_requests_per_token) {
   CHECK((shared_ranges(siblings(12, 400), Policy::kPaper) == Ranges{{0, 412, 3}, {0, 412, 3}}));
   CHECK((shared_ranges(siblings(13, 400), Policy::kPaper)[0] == std::array{0, 13, 6}));
 }
 
-// A child merges if padding does not grow. The root has 19 requests and the child 16 of them. Unmerged, the root's 76
-// rows need two tiles of 64 rows, with 52 rows of padding. Merged, the root's pack keeps 3 requests, which fit into 16
-// rows.
+// A child is merged if padding does not grow. The root has 19 requests, and 16 of them hold the child. If the child is
+// not merged, the root's 76 rows need two tiles of 64 rows, with 52 rows of padding. If it is merged, the root's pack
+// keeps 3 requests, which fit into 16 rows.
 TEST(packing_by_compute_merges_where_tiles_are_padded_no_more) {
   const auto tree = [](int of_child, int of_root) {
     std::vector<std::pair<int, int32_t>> requests(of_child, {1, 1000});
@@ -105,7 +106,8 @@ TEST(packing_by_memory_fills_as_few_tiles_of_equal_size_as_it_can) {
   CHECK((sizes_of(packs_of(one_node, 16)) == std::vector<size_t>(10, 4)));
 }
 
-// A tile of 16 requests has parts of two children of 10 requests only if the children are short.
+// There are 10 requests per child, and 16 fit into a tile. A tile has requests of two children only if the children are
+// short.
 TEST(packing_by_memory_cuts_where_neighbours_share_least) {
   const auto children = [](int32_t tokens) {
     std::vector<std::pair<int, int32_t>> requests;
@@ -202,7 +204,7 @@ TEST(packing_of_deep_trees_stays_within_its_budget) {
         const auto [forest, packing] = pack(batch, policy);
         CHECK(packing.requests.size() <= size_t{kMaxPacksPerRequest} * num_requests);
         CHECK(packing.segments.size() <= size_t{kMaxSegmentsPerRequest} * num_requests);
-        // Deep packs still share: without sharing, a chain of n nodes is read n(n + 1) / 2 times in total.
+        // Deep packs still share. Without sharing, the requests of a chain of n nodes read n(n + 1) / 2 nodes in total.
         const bool merges_little = policy == Policy::kMemory || policy == Policy::kPerNode;
         if (num_requests < 256 || node_tokens < 300 || !merges_little) continue;
         const int64_t unshared = int64_t{node_tokens} * num_requests * (num_requests + 1) / 2;

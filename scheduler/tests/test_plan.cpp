@@ -126,7 +126,7 @@ TEST(plan_bounds_grow_with_the_requests) {
   CHECK_THROWS(plan_bounds(INT32_MAX, 33, tiles), "max_requests 2147483647 is too large");
 }
 
-// With tiles of 32 instead of 64 query rows, shared KV is read more often. They pay if more workers get work.
+// With tiles of 32 instead of 64 query rows, shared KV is read more often. Such tiles pay if more workers get work.
 TEST(plans_of_small_steps_may_have_narrow_tiles) {
   const auto largest_tile = [](SchedulerConfig made, const std::vector<int>& levels,
                                int32_t tokens) {
@@ -142,12 +142,12 @@ TEST(plans_of_small_steps_may_have_narrow_tiles) {
   made.max_block_q = 64;
   CHECK_EQ(largest_tile(made, {1, 16, 64}, 200), 1);
   CHECK_EQ(largest_tile(made, {1, 16, 64}, 20'000), 2);
-  // The device has no wider tile here.
+  // All requests together have 32 query rows, so a wider tile is never used.
   CHECK_EQ(largest_tile(made, {1, 4}, 20'000), 1);
   // The smallest steps share nothing.
   CHECK_EQ(largest_tile(made, {1, 4}, 200), 0);
-  // Narrow tiles are not tried if they are too narrow for a request, with another policy, or in the batch-invariant
-  // mode.
+  // Narrow tiles are not tried if a request does not fit into them, with one_tile, in the batch-invariant mode, or with
+  // another policy.
   made.group_size = made.max_block_q = 16;
   CHECK_EQ(largest_tile(made, {1, 16, 64}, 200), 0);
   made.group_size = 8;
@@ -200,7 +200,7 @@ TEST(latent_plans_are_expected_to_take_no_longer_than_without_sharing) {
   check_no_dearer_than_unshared(true, 5'000);
 }
 
-// A tile of 64 rows has room for one such request, so no KV can be read once for two requests.
+// A tile of 64 rows has room for only one such request, so no KV can be read once for two requests.
 TEST(latent_requests_that_fill_a_tile_are_never_packed) {
   Random random(5);
   for (int round = 0; round < 1'000; ++round) {
@@ -289,7 +289,7 @@ TEST(plan_costs_are_checked) {
 
 TEST(plan_serves_no_token_that_it_does_not_read) {
   PackScheduler scheduler(config());
-  // The first request has no private range, which could grow.
+  // The first request has no private range that could grow.
   plan(scheduler, make_batch({{-1, 100}}, {{0, 0}, {0, 50}}));
   const auto serves = [&](int32_t a, int32_t b) {
     return scheduler.check_lengths(std::array{a, b}).served;

@@ -33,7 +33,7 @@ Batch rows_of(WindowCut& cut) {
   return rows;
 }
 
-// Returns the id of the node of a path at a position.
+// Returns the id of the path's node that contains a position.
 int64_t node_at(const Path& path, int32_t position) {
   const auto found =
       std::ranges::find_if(path, [&](const Node& node) { return position < node.kv_end; });
@@ -62,7 +62,7 @@ TEST(rows_share_only_what_their_windows_share) {
     const auto [window, slack, ahead, chunked] = made.window;
     WindowCut cut = cut_batch(batch, made.window, made.max_block_q / made.group_size);
     const Batch rows = rows_of(cut);
-    std::map<int64_t, std::pair<int32_t, int64_t>> seen;  // (cut, node of the batch)
+    std::map<int64_t, std::pair<int32_t, int64_t>> seen;  // id in rows: (cut, id in the batch)
     for (size_t i = 0; i < rows.paths.size(); ++i) {
       const Path& path = rows.paths[i];
       const int32_t length = batch.seq_lens[i];

@@ -45,13 +45,15 @@ class Answer:
 
     @classmethod
     def parse(cls, answer: dict[str, Any]) -> Answer:
-        """Return the answer in SGLang's reply to a request `with_candidates`."""
+        """Parse SGLang's reply to a request that has the fields of `with_candidates()`."""
         positions = answer["meta_info"]["output_top_logprobs"]
         return cls(answer["output_ids"], [candidates_of(each) for each in positions])
 
 
 class Parting(NamedTuple):
-    """The position at which two answers first differ. token None: the answer has ended there.
+    """The position at which two answers first differ.
+
+    tokens: the token of each answer at the position, or None if that answer has ended before.
 
     gap: the reference's log-probability of its own token minus its log-probability of the other
     token. None if the other token is not among the reference's candidates, if one token is None, or
@@ -67,7 +69,7 @@ class Parting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far two runs of the same requests agree. positions: number of equal tokens."""
+    """How far two runs of the same requests agree. positions: number of equal leading tokens."""
 
     requests: int
     positions: int
@@ -92,7 +94,7 @@ def agreement(answers: Sequence[Answer], reference: Sequence[Answer], tie: float
     """Compare the answers to all requests.
 
     tie: largest gap of two tokens that tie. If logits may differ by d between the runs, tie is 2 d,
-    because one token may have gained d, and the other lost d. Other tokens do not matter.
+    because one token may have gained d, and the other lost d. Other tokens do not change the gap.
     """
     positions, partings = 0, []
     for request, (a, b) in enumerate(zip(answers, reference, strict=True)):
@@ -107,7 +109,7 @@ def agreement(answers: Sequence[Answer], reference: Sequence[Answer], tie: float
 def _parting(
     left: Sequence[int], right: Sequence[int]
 ) -> tuple[int, tuple[int | None, int | None] | None]:
-    """Return the number of equal tokens, and the first two that differ or None."""
+    """Return how many tokens at the beginning are equal, and the first two that differ, or None."""
     for position, tokens in enumerate(zip_longest(left, right)):
         if tokens[0] != tokens[1]:
             return position, tokens

@@ -1,12 +1,13 @@
 """Measures plans on this GPU and fits the cost model to them, for `sglang-pat calibrate`.
 
 A set of designed plans is timed, each in a graph of several layers. The model of a layer's time is
-a sum: a constant, and a cost for each KV token from memory, each token that is read again, each
-partial row, each work item and each query row of an item. A short item takes as long as an item of
-`shortest` tokens. The sum is fitted by non-negative least squares on the relative error, for
-several values of `shortest`, and the best fit is kept. The tiles are timed separately, with
-prefixes that have exactly as many query rows as a tile. Latent attention has separate costs. They
-are measured with 16 query heads, with a cache of the queries' dtype and with an fp8 cache.
+a sum: a constant, another constant if partials are merged, and a cost for each KV token from
+memory, each token that is read again, each partial row, each work item and each query row of an
+item. An item with fewer than `shortest` tokens takes as long as one with `shortest` tokens. The sum
+is fitted by non-negative least squares on the relative error, for several values of `shortest`, and
+the best fit is kept. The tiles are timed separately, with prefixes that have exactly as many query
+rows as a tile. Latent attention has separate costs. They are measured with 16 query heads, once
+with a cache of the queries' dtype and once with an fp8 cache.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from sglang_pat.support import LATENT_HEAD_DIMS
 
 FloatArray = npt.NDArray[np.float64]
 
-LARGEST_ERROR = 0.10  # largest RMS of the relative errors
+LARGEST_ERROR = 0.10  # a fit is refused if the RMS of its relative errors is larger
 LAYERS = 8
 ROUNDS = 9
 POOL_BYTES = 8 << 30  # upper limit
@@ -95,7 +96,7 @@ class Features(NamedTuple):
     layer: float  # always 1
     merge: float  # 1 if partials are merged
     token: float  # tokens read from memory
-    reread: float  # repeated reads of tokens
+    reread: float  # tokens read again from memory or the L2
     partial_row: float
     item: float
     query_row: float
@@ -115,7 +116,7 @@ class Features(NamedTuple):
 
 
 def missing_tokens(plan: DecodePlan, seq_lens: IntArray, num_kv_heads: int) -> list[float]:
-    """Return how many tokens all shorter items lack, for each length of `SHORTEST`."""
+    """For each length in `SHORTEST`, return how many tokens the shorter items lack in total."""
     kv_request, begin, end, _ = plan.kv_segments.T
     end = np.where(end == OPEN_END, seq_lens[np.maximum(kv_request, 0)], end)
     ends = np.concatenate([[0], np.cumsum(end - begin)])
@@ -176,7 +177,7 @@ def designs(kind: str = PLAIN) -> list[Design]:
         Design(256, 512, 16, 0),
     ]
     cut = [Design(1, 65536, sharers, 0) for sharers in (4, 8, 16)]  # many partials, many query rows
-    shared = [  # a pack per node, and so partials
+    shared = [  # one pack per node, so that there are partials
         Design(*shape, "per-node")
         for shape in (
             (64, 256, 4, 64),
@@ -189,7 +190,7 @@ def designs(kind: str = PLAIN) -> list[Design]:
             (128, 64, 16, 16),
         )
     ]
-    # Several tiles read a prefix at the same time, as in real plans, so that it comes from the L2.
+    # As in real plans, several tiles read a prefix at the same time, so that most reads hit the L2.
     read_again = [
         Design(*shape)
         for shape in (
@@ -217,7 +218,7 @@ def _for_body(rows: int, shape: HeadConfig) -> Design:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The measured time of a layer of one design. missing: see `missing_tokens`."""
+    """The time of one layer with the plan of a design. missing: see `missing_tokens`."""
 
     design: Design
     features: Features
@@ -240,7 +241,7 @@ def measure(report: Callable[[str], None], kind: str = PLAIN) -> list[Measuremen
 
 
 class _Timer:
-    """Times designs, with its own K and V. In latent attention, V is a view of K."""
+    """Times designs, with K and V caches of its own. In latent attention, V is a view of K."""
 
     def __init__(self, layers: Layers, most_tokens: int) -> None:
         self._of = layers
@@ -294,7 +295,7 @@ class _Timer:
         return Measurement(design, features, missing, us / len(layers))
 
     def _layers(self, num_slots: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield layers of `num_slots` slots each. If memory is short, they overlap."""
+        """Yield K and V of each layer, `num_slots` slots. If memory is short, layers overlap."""
         stride = min(num_slots, (len(self._k) - num_slots) // (LAYERS - 1))
         for begin in range(0, LAYERS * stride, stride):
             yield self._k[begin : begin + num_slots], self._v[begin : begin + num_slots]
@@ -304,9 +305,9 @@ class _Timer:
 class Fit:
     """Fitted costs.
 
-    microseconds: cost of each feature. shortest: tokens that a short item costs at least. bodies:
-    query rows of a tile -> cost of a token there, relative to a token from memory. errors: relative
-    error of each fitted plan.
+    microseconds: cost of each feature. shortest: an item costs at least as much as one with this
+    many tokens. bodies: query rows of a tile -> cost of a token in this tile (`_rate`). errors:
+    relative error of each fitted plan.
     """
 
     microseconds: Features
@@ -323,7 +324,7 @@ class Fit:
         return float(np.abs(self.errors).max())
 
     def costs(self) -> dict[str, float]:
-        """Return the arguments of CostModel, in tokens that are read from memory."""
+        """Return the arguments of CostModel. Their unit is the cost of a token from memory."""
         us = self.microseconds
         costs = {
             "reread_token": us.reread / us.token,
@@ -364,7 +365,7 @@ def _fit(measurements: Sequence[Measurement], shortest: int) -> Fit:
 
 
 def _counted(measured: Measurement, shortest: int) -> Features:
-    """Return the features, with the tokens added that short items lack."""
+    """Return the features. Their `token` includes the tokens that short items lack."""
     missing = measured.missing[SHORTEST.index(shortest)]
     return measured.features._replace(token=measured.features.token + missing)
 
@@ -437,9 +438,9 @@ def _check(found: Fit) -> None:
 
 
 def _rate(measured: Measurement, found: Fit) -> float:
-    """Return the cost of a token in a tile, relative to a token from memory.
+    """Return what a KV token costs in the measured tile, relative to its load from memory.
 
-    The time of the tokens is the measured time minus all other costs.
+    The time of the tile's tokens is the measured time minus all other costs.
     """
     us = found.microseconds
     tokens = measured.features.token * us.token

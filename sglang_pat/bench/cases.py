@@ -1,4 +1,4 @@
-"""The batches of requests by which servers are timed. The requests of a batch start together."""
+"""Batches of requests to time servers with. The requests of a batch start together."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ FIRST_TOKEN = 256  # lower ids are special tokens in some models
 class Case:
     """A batch of requests to time.
 
-    `batch / groups` requests share each of the `groups` prefixes of `prefix` tokens. A request has
-    `private` more prompt tokens and generates `generated` tokens. With temperature 0, answers can
-    be compared.
+    There are `groups` prefixes of `prefix` tokens, and `batch / groups` requests share each prefix.
+    A request has `private` more prompt tokens and generates `generated` tokens. With temperature 0,
+    the answers of two servers can be compared.
     """
 
     batch: int

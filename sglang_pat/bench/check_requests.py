@@ -1,11 +1,11 @@
-"""Requests of `sglang-pat check`: shared prefixes that change while others decode.
+"""Requests of `sglang-pat check`: they share prefixes, and join and leave while others decode.
 
 Generated requests share up to three levels (root, document, thread) and have tails of different
-lengths. Some branch within a level, so that SGLang splits a node of its radix tree. Some repeat or
-continue another request, some share nothing, and some are longer than a prefill chunk. Answers
-differ in length. The server runs fewer requests at once than it gets, so that requests join while
-others leave. The KV pool is large enough for half of the running requests, so that nodes are
-evicted and requests retracted.
+lengths. Some requests branch within a level, so that SGLang splits a node of its radix tree. Some
+repeat or continue another request, some share nothing, and some are longer than a prefill chunk.
+Answers differ in length. The server runs fewer requests at once than it gets, so that requests join
+while others leave. The KV pool is large enough for only half of the running requests, so that nodes
+are evicted and requests are retracted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from sglang_pat.bench.cases import FIRST_TOKEN
 
 LEAST_PROMPTS = 8  # with fewer prompts, resamples hardly differ
-SAMPLED_EVERY = 4  # every fourth prompt is also sampled
+SAMPLED_EVERY = 4  # every fourth prompt also gets sampled answers
 TAIL_TOKENS = (1, 48)
 KINDS = (
     *("thread", "fork", "thread", "continue", "thread", "alone", "thread", "repeat"),
@@ -63,7 +63,7 @@ class Asked:
 def generate(
     number: int, *, prefix: int, tokens: int, samples: int, chunk: int, vocab_size: int, seed: int
 ) -> list[Asked]:
-    """Generate requests of random tokens. Equal arguments give equal requests.
+    """Generate requests of random tokens. The same arguments always give the same requests.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ def generate(
 
 
 def ask(prompts: Sequence[Sequence[int]], *, tokens: int, samples: int, seed: int) -> list[Asked]:
-    """Return a greedy request for every prompt, and one for samples for every fourth prompt.
+    """Return a greedy request for every prompt, and for every fourth prompt also a sampled one.
 
     Answers have from `tokens` / 4 to `tokens` tokens.
     """
@@ -125,9 +125,9 @@ def ask(prompts: Sequence[Sequence[int]], *, tokens: int, samples: int, seed: in
 
 
 def pool_tokens(asked: Sequence[Asked], running: int) -> int:
-    """Return the size of a KV pool for half of `running` requests with their prefixes.
+    """Return the size of a KV pool for half of `running` average requests, in tokens.
 
-    It is large enough for the longest request.
+    Prefixes that requests share are counted once. The pool holds at least the longest request.
     """
     ordered = sorted((each.prompt for each in asked), key=tuple)
     shared = (_common(left, right) for left, right in pairwise(ordered))
@@ -154,7 +154,7 @@ def read_prompts(path: Path, model: Path, *, vocab_size: int, most: int) -> list
     ----------
     path : Path
     model : Path
-        The folder of the model, whose `tokenizer.json` reads texts.
+        The folder of the model. Its `tokenizer.json` converts texts to tokens.
     vocab_size : int
     most : int
         Tokens of the longest prompt.
@@ -162,7 +162,7 @@ def read_prompts(path: Path, model: Path, *, vocab_size: int, most: int) -> list
     Raises
     ------
     ValueError
-        A line is neither of the two, or too long. The message names the line.
+        A line has neither form, or its prompt is too long. The message names the line.
     OSError
         The file cannot be read.
     """
@@ -172,7 +172,7 @@ def read_prompts(path: Path, model: Path, *, vocab_size: int, most: int) -> list
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: no text in UTF-8: {error.reason}") from None
-    # Not splitlines(), which also splits at other characters that may be in a text.
+    # splitlines() would also split at other characters, which may be in a text.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue

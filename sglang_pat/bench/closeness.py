@@ -3,30 +3,32 @@
 The distance of a token is the difference between its log-probability in decode and in a prefill by
 a reference backend. pat and the other backend answer the same requests. Both have distances,
 because each rounds in another order than the reference. pat is as close if its distances are no
-larger than the other backend's. Five measures have a limit, a multiple of the other backend's
-measure:
+larger than the other backend's. For each of five measures, pat's value has a limit: the other
+backend's value times a factor.
 
 - mean distance and 99th percentile: 1.1; mean KL divergence: 1.21, since it grows with the square
-  of a distance. They find errors of many tokens. An excess counts only if it appears in
-  99.5% of 1000 samples of the prompts, drawn with replacement, so that it is not due to chance.
-- worst answer, by its mean distance: 2. It finds an error of one request, such as a wrong slot or a
-  stale path. A mean over an answer has a light tail, so that the largest ones are similar.
-- worst token: 3. It finds an error of a single step. The largest distances of two correct backends
-  can well be a factor of two apart, since their tail is heavy.
+  of a distance. These measures find errors that affect many tokens. An excess counts only if it
+  appears in 99.5% of 1000 samples of the prompts, drawn with replacement. So it is not due to
+  chance.
+- worst answer, by its mean distance: 2. This measure finds an error of one request, such as a wrong
+  slot or a stale path. The means of answers have a light tail, so two correct backends have similar
+  largest means.
+- worst token: 3. This measure finds an error of a single step. The distances of tokens have a heavy
+  tail, so the largest distances of two correct backends may well differ by a factor of two.
 
-A third backend as the reference treats both sides equally. If the other backend itself is the
-reference, its decode and prefill share roundings, so a correct pat has larger distances: 1.3 to 1.6
-times on average, in bfloat16 on a CPU where both were equally far from float32. pat's distances may
-then be 1.8 times as large.
+If a third backend is the reference, it treats both sides equally. If the other backend itself is
+the reference, its decode and prefill share roundings, so a correct pat has larger distances. In
+bfloat16 on a CPU, they were 1.3 to 1.6 times as large on average, although both backends were
+equally far from float32. The factors for distances are then multiplied by 1.8.
 
 No limit is below the rounding of the model's dtype, because a ratio of two roundings says nothing.
 The rounding is 2^-8 for bfloat16 and 2^-11 for float16: half a unit in the last place of a
 log-probability of 1. For float32 it is 2^-16, which is 256 such units, to allow sums in another
 order.
 
-Greedy answers must agree with the other backend's up to a near tie: two tokens whose
-log-probabilities differ by at most twice the other backend's largest distance, by which either may
-have moved.
+Greedy answers must agree with the other backend's up to a near tie. In a near tie, the
+log-probabilities of two tokens differ by at most twice the other backend's largest distance,
+because each of the two may have moved by this distance.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ TIE_RATIO = 2.0
 ROUNDING = {"float32": 2.0**-16, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 LEAST_KL = 1e-6  # precision of float32 log-probabilities
 RESAMPLES = 1000
-CERTAIN = 0.995  # share of the resamples
+CERTAIN = 0.995  # an excess counts if it appears in this share of the resamples
 _NOT_A_NUMBER = 1e6  # distance if a log-probability is NaN
 
 
@@ -78,7 +80,7 @@ class Measure:
 
     @property
     def is_close(self) -> bool:
-        """True if pat is within the limit, or beyond it by chance."""
+        """True if pat is within the limit, or if it may be beyond the limit only by chance."""
         return self.pat <= self.limit or self.certainty < CERTAIN
 
 
@@ -90,11 +92,11 @@ class LogprobVerdict:
     ----------
     measures : list of Measure
     greedy : Agreement
-        pat's greedy answers and the other backend's.
+        How far pat's greedy answers agree with the other backend's.
     tie : float
         Largest difference of log-probabilities of two tokens that tie.
     tokens : dict of str to int
-        Number of tokens compared, of `pat` and of `other`.
+        Number of tokens compared, for the keys `pat` and `other`.
     """
 
     measures: list[Measure]
@@ -109,7 +111,7 @@ class LogprobVerdict:
 
     @property
     def first_parting(self) -> Parting | None:
-        """Where greedy answers first differ: at an error, or at a tie if there are no errors."""
+        """The earliest parting that is an error. If there is none, the earliest parting or None."""
         partings = self.greedy.errors or self.greedy.partings
         return min(partings, key=lambda each: each.position, default=None)
 
@@ -162,7 +164,7 @@ def judge(
     asked : sequence of Asked
         The requests of both backends.
     replies, distances : tuple
-        A pair each: of pat, and of the other backend.
+        Two pairs. Each has a sequence of pat, and one of the other backend.
     dtype : str
         The model's dtype, a key of `ROUNDING`.
     own_prefill : bool
@@ -202,7 +204,7 @@ def judge(
 
 
 class _Tokens:
-    """The distances of all tokens of one backend, in ascending order, and their prompts."""
+    """The distances of all tokens of one backend, in ascending order, and the tokens' prompts."""
 
     def __init__(self, asked: Sequence[Asked], distances: Sequence[Distances]) -> None:
         answers = [each for each in distances if len(each.distance)]
@@ -243,7 +245,7 @@ class _Tokens:
 
 
 def _of_many(pat: _Tokens, other: _Tokens, ratio: float, floor: float) -> list[Measure]:
-    """Return the measures of all tokens, each with its certainty."""
+    """Return the measures that count all tokens, each with its certainty."""
     number = pat.num_prompts
     drawn = np.random.default_rng(0).multinomial(number, np.full(number, 1 / number), RESAMPLES)
     # The first row counts each prompt once. The others are the resamples.

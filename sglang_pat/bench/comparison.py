@@ -32,7 +32,7 @@ Tell = Callable[[str], None]
 
 
 class ComparedModel(NamedTuple):
-    """The model of both servers. path: folder. vocab_size, context_len: of the decoder."""
+    """The model that both servers serve. path: its folder. The sizes are those of its decoder."""
 
     path: Path
     vocab_size: int
@@ -40,7 +40,10 @@ class ComparedModel(NamedTuple):
 
     @classmethod
     def of(cls, config: Mapping[str, Any], path: Path) -> ComparedModel:
-        """Read the model of a `config.json` in folder `path`. ValueError says what is wrong."""
+        """Return the model in folder `path` with contents `config` of its config.json.
+
+        ValueError says what is wrong with the config.
+        """
         check_served(config)
         decoder = decoder_config(config)
         vocab_size = positive(decoder, "vocab_size")
@@ -51,9 +54,10 @@ class ComparedModel(NamedTuple):
 
 @dataclass(slots=True)
 class Measured:
-    """Results of a server so far. cases, runs: by name of the case, in the order of serving.
+    """What has been measured of a server so far.
 
-    start_seconds: how long the server took to start. None until it answers.
+    start_seconds: how long the server took to start; None until it answers. cases, runs: by the
+    name of the case, in the order in which cases are served.
     """
 
     start_seconds: float | None = None
@@ -65,7 +69,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The result of a case: ms per token of both servers, and the other's time over pat's."""
+    """The result of a case: ms per token of both servers, and the `gain`, other / pat."""
 
     name: str
     case: Case
@@ -120,13 +124,13 @@ def measure(
         Cases by name. They are made smaller if the server's KV pool or context is too small for
         them, unless `exactly`.
     folder
-        For the log.
+        The folder for the log and pat's counters.
     arguments, flags
         Arguments of the server: keywords of sglang.Engine, and command-line flags.
     report
         Called with a line for each event.
     into
-        Gets each number when it is measured, so that it is kept if the rest fails.
+        Each result is stored here as soon as it is known, so that it is kept if the rest fails.
     exactly
         Whether another server has served these cases, so that they must not change.
     rounds
@@ -161,7 +165,7 @@ def measure(
 def fit(
     case: Case, model: ComparedModel, info: Mapping[str, Any], share: float = POOL_SHARE
 ) -> Case:
-    """Return the case, or a smaller one that fits into its share of the server's KV pool.
+    """Return the case, or a smaller one that fits into the context and `share` of the KV pool.
 
     RuntimeError if no case fits.
     """
@@ -185,7 +189,7 @@ def _runs(
 ) -> list[DecodeRun]:
     prompts = case.prompts(vocab_size)
     server.flush()
-    if case.prefix:  # caches the prefixes before the prompts
+    if case.prefix:  # caches the prefix before the prompts are sent
         server.generate([prompts[0][: case.prefix]], sampling_of(1))
     server.generate(prompts, sampling_of(4))  # warm-up, because kernels are compiled at first use
 
@@ -198,9 +202,9 @@ def _runs(
 
 
 def compare(pat: Measured, other: Measured) -> list[Compared]:
-    """Compare all cases in which both servers have been timed.
+    """Compare all cases for which both servers have been timed.
 
-    RuntimeError if two runs of a case have no slices to compare.
+    RuntimeError if the two servers' runs of a case have no slices that can be compared.
     """
     return [
         Compared(

@@ -2,10 +2,10 @@
 
 Prefill, admission and the end of a batch are left out: the measured window begins when the last
 request has its first token, and ends when the first request ends. One request, the observer,
-streams each of its tokens. The others report only their first and last token, because streams of a
-whole batch would keep SGLang's tokenizer process busier than the GPU. The window is cut into slices
-of SLICE tokens. Two servers are compared by slices that begin at the same token, because steps take
-longer as the context grows.
+streams each of its tokens. The others report only their first and last token: if all requests
+streamed each token, SGLang's tokenizer process would be busier than the GPU. The window is cut into
+slices of SLICE tokens. Two servers are compared by slices that begin at the same token, because
+steps take longer as the context grows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class DecodeRun:
     Attributes
     ----------
     slices_ms
-        Milliseconds per token of each slice, by the observer's token at which the slice begins.
+        Milliseconds per token of each slice. The key is the number of the observer's token at which
+        the slice begins.
     first_ms, ttft_ms
         Time until the last request had its first token, and the mean time to first token.
     job_ms
@@ -61,7 +62,7 @@ def decode_run(
 ) -> DecodeRun:
     """Generate `num_tokens` tokens for all prompts, and time it.
 
-    RuntimeError if all requests were running in too few steps.
+    RuntimeError if there were too few steps in which all requests were running.
     """
     sampling = [
         sampling_of(num_tokens, temperature, stream_interval=1 if index == 0 else num_tokens)
@@ -105,8 +106,8 @@ def ask_again_if_held_up(
 
     This happened in batches whose prompts have a million tokens: tokens came 0.13 ms apart, while a
     step took 5 ms. A pass counts as held up if its time per token is less than half of the slowest
-    pass's. `ask` runs one more pass for each, whose `held_up_ms` is the time of the replaced pass.
-    `report` gets a line for each.
+    pass's. For each pass that was held up, `ask` runs a new one, whose `held_up_ms` becomes the
+    time per token of the old one, and `report` is called with a line of text.
     """
     slowest = max(run.tpot_ms for run in runs)
     for index, run in enumerate(runs):
@@ -116,15 +117,16 @@ def ask_again_if_held_up(
 
 
 def held_up_ms(runs: Iterable[DecodeRun]) -> list[float]:
-    """Return the milliseconds per token of the passes that others have replaced."""
+    """Return the milliseconds per token of the passes that were replaced."""
     return [run.held_up_ms for run in runs if run.held_up_ms is not None]
 
 
 def slices_of(arrivals: Sequence[tuple[float, int]]) -> dict[int, float]:
     """Return the milliseconds per token of each slice of SLICE tokens.
 
-    arrivals: (time, number of tokens of the observer's answer then). If several tokens arrive
-    together, a slice begins with the first arrival at or after its first token.
+    arrivals: pairs of a time and the number of tokens that the observer's answer then has. If
+    several tokens arrive together, a slice begins with the first arrival at or after its first
+    token.
     """
     at: dict[int, tuple[float, int]] = {}
     for when, tokens in arrivals:
@@ -175,10 +177,10 @@ def tpot(runs: Sequence[DecodeRun]) -> Spread:
 
 
 def ratio(slower: Sequence[DecodeRun], faster: Sequence[DecodeRun]) -> Spread:
-    """Return the spread of one server's time divided by the other's.
+    """Return the spread of the `slower` server's time divided by the `faster` server's.
 
-    Compares the n-th runs of both servers, by slices that begin at the same token. RuntimeError if
-    there are no such slices.
+    Compares the n-th run of one server with the n-th run of the other, by slices that begin at the
+    same token. RuntimeError if there are no such slices.
     """
     found = [
         milliseconds / other.slices_ms[token]

@@ -37,10 +37,10 @@ class HttpServer:
     log: Path
 
     def is_ready(self) -> bool:
-        """Return True if the server answers. Raise an error if the server has ended.
+        """Return True if the server answers, False if it does not answer yet.
 
-        Raises RefusedArguments if it has refused its command line, else RuntimeError with the end
-        of the log.
+        If the server has ended, raises RefusedArguments if it refused its command line, else
+        RuntimeError with the end of the log.
         """
         if self.process.poll() == _WRONG_USAGE:
             raise RefusedArguments(self.tail().rstrip().rpartition("\n")[2])
@@ -53,7 +53,8 @@ class HttpServer:
     def wait_until_ready(self, seconds: float) -> None:
         """Wait until the server answers.
 
-        RuntimeError with the end of the log if it ends instead, TimeoutError after `seconds`.
+        If the server ends instead, raises RuntimeError with the end of the log. Raises TimeoutError
+        after `seconds`.
         """
         wait_for_all({self.url: self}, seconds)
 
@@ -72,14 +73,14 @@ class HttpServer:
         return alive
 
     def signal_all(self) -> None:
-        """Send SIGKILL to all of its processes."""
+        """Send SIGKILL to all processes of the server."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
         """Kill all processes of the server, and wait until they no longer hold GPU memory.
 
-        TimeoutError, with their ids, if some do not end.
+        If some processes do not end, raises TimeoutError with their ids.
         """
         self.signal_all()
         self.process.wait()
@@ -91,9 +92,10 @@ class HttpServer:
 
 
 def wait_for_all(servers: Mapping[str, HttpServer], seconds: float) -> dict[str, float]:
-    """Wait until all servers answer. Return the seconds that each took, by name.
+    """Wait until all servers answer. Return the seconds that each server took, by name.
 
-    RuntimeError with the end of the log if one ends instead, TimeoutError after `seconds`.
+    If a server ends instead, raises RuntimeError with the end of its log. Raises TimeoutError after
+    `seconds`.
     """
     begun = time.monotonic()
     ready: dict[str, float] = {}
@@ -120,11 +122,11 @@ def running_process(
     environment: Mapping[str, str] | None = None,
     flags: Sequence[str] = (),
 ) -> Iterator[HttpServer]:
-    """Run a server, `command` with `arguments` as flags and a free port, until the block ends.
+    """Run the server `command` until the block ends, with `arguments` as flags and a free port.
 
-    arguments: keyword arguments of sglang.Engine. start_seconds: longest time to wait for it, or
-    None to not wait. environment: variables added to this process's. flags: further flags. Raises
-    like `wait_for_all`.
+    arguments: keyword arguments of sglang.Engine. start_seconds: longest time to wait until the
+    server answers; None: do not wait. environment: variables in addition to those of this process.
+    flags: further flags. Raises like `wait_for_all`.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""Gets answers of a server, and compares their log-probabilities in decode with a prefill.
+"""Gets answers from a server, and compares their log-probabilities with those in a prefill.
 
 A prefill of prompt and answer computes the log-probability of each token of the answer again, by
 another kernel and from KV that no decode step wrote. The first token of an answer does not count,
@@ -19,11 +19,12 @@ from sglang_pat.bench.answers import Answer, Candidate, candidates_of, number, w
 from sglang_pat.bench.check_requests import Asked
 from sglang_pat.bench.server import Server
 
-CANDIDATES = 20  # most probable tokens, from which KL is computed
-_LEAST_REST = 1e-6  # least probability of all other tokens, for float32
+CANDIDATES = 20  # number of most probable tokens that a server returns, to compute KL from
+# Lower bound of the total probability of all other tokens. Below it, float32 rounding dominates.
+_LEAST_REST = 1e-6
 
 Ask = Callable[[Sequence[dict[str, Any]]], Sequence[Any]]
-"""Sends all requests at once, each a body of `/generate`; returns what SGLang answers to each."""
+"""Sends bodies of `/generate` requests, all at once. Returns SGLang's answer to each of them."""
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -90,7 +91,7 @@ def serve(ask: Ask, asked: Sequence[Asked]) -> tuple[list[Reply], int]:
 
 
 def score(ask: Ask, asked: Sequence[Asked], replies: Sequence[Reply]) -> Scores:
-    """Score each distinct answer by a prefill. Return the scores by prompt and answer.
+    """Score each distinct answer by a prefill. Return a score for each (*prompt, *answer).
 
     RuntimeError if the server returns the scores of other tokens.
     """
@@ -115,7 +116,7 @@ def score(ask: Ask, asked: Sequence[Asked], replies: Sequence[Reply]) -> Scores:
         if (
             len(entries) != len(tokens) - prompt
             or any(
-                token not in (given, 0)  # SGLang returns 0 here for a vocabulary's last token
+                token not in (given, 0)  # SGLang returns 0 for the last token of the vocabulary
                 for (_, token, *_), given in zip(entries, tokens[prompt:], strict=True)
             )
         ):
@@ -131,7 +132,7 @@ def score(ask: Ask, asked: Sequence[Asked], replies: Sequence[Reply]) -> Scores:
 
 
 def distances(asked: Sequence[Asked], replies: Sequence[Reply], scores: Scores) -> list[Distances]:
-    """Compare decode with prefill, answer by answer."""
+    """Return the distances between decode and prefill of each answer."""
     found = []
     for request, answer, logprobs in replies:
         scored = scores[(*asked[request].prompt, *answer.tokens)]

@@ -1,4 +1,4 @@
-"""A SGLang server with one of the contenders as its attention backend, and its requests.
+"""An SGLang server whose attention backend is one of the contenders, and requests to the server.
 
 Everything goes over HTTP, so that one start serves all measurements, and the client is a separate
 process.
@@ -22,7 +22,7 @@ import requests
 from sglang_pat.bench.http_server import HttpServer, running_process, wait_for_all
 from sglang_pat.sglang.report.stats_file import read_stats
 
-START_SECONDS = 420  # FlashInfer compiles before it answers
+START_SECONDS = 420  # with FlashInfer, the server compiles kernels before it answers
 ANSWER_SECONDS = 600  # FlashInfer also compiles for each new shape
 MAX_RUNNING_REQUESTS = 256
 LAUNCH = (sys.executable, "-m", "sglang_pat.sglang.cpu")
@@ -32,8 +32,8 @@ LAUNCH = (sys.executable, "-m", "sglang_pat.sglang.cpu")
 class Contender:
     """A kind of server to measure.
 
-    It has a name for tables, SGLang's name of the backend (None: SGLang's choice), and environment
-    variables.
+    name: for tables. backend: SGLang's name of the attention backend; None: SGLang's choice.
+    environment: environment variables of the server.
     """
 
     name: str
@@ -52,7 +52,7 @@ _SPECIAL = {special.name: special for special in (REPLAN, DEFAULT)}
 
 
 def contender(name: str) -> Contender:
-    """Return the contender of a name: `pat-replan`, `default`, or SGLang's name of a backend."""
+    """Return a contender. name: `pat-replan`, `default`, or SGLang's name of a backend."""
     return _SPECIAL.get(name, Contender(name, name))
 
 
@@ -86,7 +86,7 @@ class Server:
         return answers
 
     def answer(self, prompt: Sequence[int], sampling: Any, **more: Any) -> dict[str, Any]:
-        """Answer one prompt. An aborted request returns the tokens that it had."""
+        """Return the answer to one prompt. After an abort, the answer has the tokens so far."""
         body = {"input_ids": prompt, "sampling_params": sampling, **more}
         answer: dict[str, Any] = orjson.loads(self._post("generate", body).content)
         return answer
@@ -146,7 +146,10 @@ class Server:
         return info
 
     def stats(self) -> dict[str, Any]:
-        """Return pat's counters when all requests are answered; {} if pat decodes no layer."""
+        """Wait until all requests are answered, and return pat's counters.
+
+        Returns {} if the server runs without pat, or if pat decodes no layer.
+        """
         if self.stats_file is None:
             return {}
         if not self.stats_file.exists() and not self.info()["pat"]["pat_layers"]:
@@ -154,7 +157,7 @@ class Server:
         return read_stats(self.stats_file)
 
     def _post(self, path: str, body: dict[str, Any], *, stream: bool = False) -> requests.Response:
-        """Send a request. If it fails, RuntimeError with the answer or the end of the log."""
+        """Send a request. If it fails, raise RuntimeError with the answer or the end of the log."""
         try:
             response = requests.post(
                 f"{self.url}/{path}",
@@ -268,9 +271,9 @@ def running_servers(
 ) -> Iterator[dict[str, Server]]:
     """Start servers at the same time, and run them until the block ends.
 
-    They share the device, so `max_total_tokens` must be given for each. Otherwise the free memory
-    that the others leave would determine the size of its pool. If this process gets SIGTERM, it
-    prints the end of each log.
+    The servers share the device, so each needs `max_total_tokens`. Otherwise the size of a server's
+    KV pool would depend on the memory that the other servers leave free. If this process gets
+    SIGTERM, it prints the end of each log.
 
     Parameters
     ----------
@@ -284,7 +287,7 @@ def running_servers(
     Raises
     ------
     ValueError, RuntimeError, TimeoutError
-        `max_total_tokens` is missing. With `wait`, also if a server does not start.
+        `max_total_tokens` is missing or, with `wait`, a server does not start.
     """
     for name, start in starts.items():
         if "max_total_tokens" not in start.arguments:
@@ -294,7 +297,7 @@ def running_servers(
         servers: dict[str, Server] = {}
         for port, (name, start) in zip(ports, starts.items(), strict=True):
             contender, model, arguments, environment = start
-            # With data parallelism, each group needs a port, and SGLang finds these itself.
+            # With data parallelism, each group needs a port, and SGLang finds those ports itself.
             own_port = {} if "dp_size" in arguments else {"nccl_port": port}
             more = {"environment": environment, "name": name, "wait": False}
             options = {**own_port, **arguments, **more}

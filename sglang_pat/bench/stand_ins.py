@@ -1,10 +1,11 @@
-"""Finds stand-ins: modules that replace a package which SGLang imports, without its function.
+"""Finds stand-ins: modules that take the place of a package, but do not do the package's work.
 
-With an empty module in place of a missing package, a server may start, but compute nothing where it
-should. The answers and the speed of such a server mean nothing.
+If an empty module stands in for a missing package, a server may start, but compute nothing where
+the package should. The answers and the speed of such a server mean nothing.
 
-A package is a stand-in if no installed distribution owns the place from which it is imported, if it
-is empty, or if it has every attribute that is asked for. Submodules are not checked.
+Packages that SGLang imports are checked, but not their submodules. A package is a stand-in if no
+installed distribution owns the place from which it is imported. A package is also a stand-in if it
+is empty, or if it returns something for every attribute name, as a mock does.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ def find_stand_ins() -> dict[str, str]:
 
 
 def refuse_stand_ins() -> None:
-    """Raise ValueError, which names the first stand-in, if there is one."""
+    """If there is a stand-in, raise ValueError. The message names the first one."""
     for name, wrong in find_stand_ins().items():
         raise ValueError(f"{name}, a package that SGLang imports, is only a stand-in: {wrong}")
 
 
 @cache
 def _imported(folder: Path) -> set[str]:
-    """Return the top-level names that a folder's files, except its tests, import."""
+    """Return the top-level names that the files of a folder import. Skip folders of tests."""
     found: set[bytes] = set()
     for path in folder.rglob("*.py"):
         if "test" not in path.relative_to(folder).parts:
@@ -65,13 +66,14 @@ def _imported(folder: Path) -> set[str]:
 
 
 def _owned() -> dict[Path, set[str] | None]:
-    """Return which names installed distributions own in each folder of packages.
+    """Return, for each folder of packages, which names in it belong to installed distributions.
 
-    A name is a file or a folder there. None: an editable distribution owns the whole folder.
+    A name is that of a file or a folder. None: the whole folder belongs to an editable
+    distribution.
     """
     owned: dict[Path, set[str] | None] = {}
     for distribution in metadata.distributions():
-        listed = distribution.read_text("top_level.txt") or ""  # in system packages
+        listed = distribution.read_text("top_level.txt") or ""  # system packages have this file
         files = _TOP_LEVEL.findall(distribution.read_text("RECORD") or "")
         names = owned.setdefault(Path(str(distribution.locate_file(""))).resolve(), set())
         if names is not None:
@@ -91,17 +93,20 @@ def _is_owned(place: Path, owned: Mapping[Path, set[str] | None]) -> bool:
 
 
 def _places(name: str) -> list[Path] | None:
-    """Return the file that is imported, or a namespace package's folders, or None."""
+    """Return from where a package is imported: a file, or the folders of a namespace package.
+
+    None: there is no such package. An empty list: the package is a module without a file.
+    """
     try:
         spec = find_spec(name)
-    except (ImportError, ValueError):  # for a module without a spec
+    except (ImportError, ValueError):  # the module has no spec
         return []
     if spec is None:
         return None
     if spec.has_location and spec.origin:
         return [Path(spec.origin).resolve()]
     folders = [Path(each).resolve() for each in spec.submodule_search_locations or ()]
-    # Folders next to the script, or in the working directory, could be imported by accident.
+    # A folder next to the script or in the working directory may have the name only by accident.
     anybody = {Path(sys.path[0]).resolve(), Path.cwd()}
     return [each for each in folders if each.parent not in anybody] or (None if folders else [])
 
@@ -114,7 +119,7 @@ def _wrong(name: str, owned: Mapping[Path, set[str] | None]) -> str | None:
     if not places:
         return "a module without a file"
     if all(each.is_relative_to(STUB_DIR) for each in places) and not cuda_driver_is_present():
-        return None  # stubs of this package, where no kernel can run
+        return None  # sglang-pat's stubs, used on machines on which no kernel can run
     if not any(_is_owned(each, owned) for each in places):
         return f"{places[0]} belongs to no installed distribution"
     module = sys.modules.get(name)
@@ -139,7 +144,7 @@ def _is_tiny(place: Path) -> bool:
 
 
 def _hollow(module: ModuleType, place: Path) -> str | None:
-    """Return what is wrong with an imported module: it is empty, or has any attribute."""
+    """Return what is wrong with a module: it is empty, or returns something for every name."""
     try:
         getattr(module, _NO_NAME)
     except Exception:

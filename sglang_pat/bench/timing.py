@@ -1,4 +1,4 @@
-"""GPU timing for benchmarks: replays of graphs with a cold L2, contenders in turn."""
+"""GPU timing for benchmarks. Contenders, mostly graphs, run in turn, each with a cold L2."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def interleaved_us(
 ) -> dict[str, float]:
     """Return the median microseconds of each contender. Each round runs every contender once.
 
-    Before each run, other data is read to fill the L2. It is not written, because its write-back
-    would be part of the time. dirty: write the data instead, as an earlier layer may do.
+    Before each run, other data is read, so that it fills the L2. This data is not written, because
+    the write-back would be part of the measured time. dirty: write it nevertheless, as an earlier
+    layer may do.
     """
     flush = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     total = torch.empty((), dtype=torch.int64, device="cuda")
@@ -65,9 +66,10 @@ def layer_us(
     warmup: int = 3,
     dirty: bool,
 ) -> dict[str, dict[str, float]]:
-    """Return the microseconds per layer of graphs with `layers` layers each, by name.
+    """Time graphs that have `layers` layers each.
 
-    The values are `us`, and with dirty also `us_dirty_l2`. See interleaved_us().
+    Returns the microseconds per layer by graph: `us` from interleaved_us() and, if `dirty`, also
+    `us_dirty_l2` from interleaved_us(dirty=True).
     """
     found = {}
     for key, is_dirty in {"us": False, "us_dirty_l2": True}.items():

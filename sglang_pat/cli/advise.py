@@ -1,6 +1,7 @@
-"""`sglang-pat advise`: estimate whether pat pays for a workload.
+"""`sglang-pat advise`: estimate whether pat would serve a workload faster.
 
-It needs neither SGLang nor a GPU. All input is checked before slow imports.
+The command needs no GPU, and needs SGLang only for `--tree sglang`. It checks all input before slow
+imports.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _QUIET_SECONDS, _EVERY_SECONDS = 3, 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options to `parser`, and the command itself as the default `run`."""
+    """Add the options to `parser`, and register `run` as the function to call."""
     workload_options.add_arguments(parser)
     parser.set_defaults(run=partial(run, parser=parser))
 
@@ -87,7 +88,7 @@ def _advise(arguments: argparse.Namespace, command: str) -> int:
 
 
 def _wrote(path: Path | None, write: Callable[[Path], object]) -> int:
-    """Write a file if its path is given. Print an error that occurs. Return the exit status."""
+    """Call `write(path)` unless `path` is None. Print an OutputError. Return the exit status."""
     if path is not None:
         try:
             write(path)
@@ -97,13 +98,13 @@ def _wrote(path: Path | None, write: Callable[[Path], object]) -> int:
 
 
 class Progress:
-    """Reports progress on stderr, for work of more than a few seconds."""
+    """Reports progress on stderr if the work takes more than a few seconds."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + _QUIET_SECONDS
 
     def __call__(self, what: str, done: int, of: int) -> None:
-        """Print how many requests are done, if the last line is some seconds old."""
+        """Print how many requests are done, unless a line was printed a few seconds ago."""
         now = time.monotonic()
         if now >= self._next:
             self._next = now + _EVERY_SECONDS

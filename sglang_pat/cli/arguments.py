@@ -1,6 +1,6 @@
-"""The parser of every command and benchmark, and argparse types of bounded numbers.
+"""The argument parser of all commands and benchmarks, and argparse types for numbers and inputs.
 
-Files are in `output_file.py`.
+The argparse types for output files are in `output_file.py`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, NoReturn
 
 from sglang_pat.messages import one_line, quoted
 
-FLAGS = "--server-args"  # the option whose value has flags
+FLAGS = "--server-args"  # the option whose value is a text with flags of SGLang's server
 LARGEST_SEED = (1 << 32) - 1
 _words: list[str] = []  # words of the last parsed command line
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line that names the value and what is allowed."""
+    """A parser that reports an error in one line, with the wrong value and what is allowed."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments, allow_abbrev=False)
@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
         _words[:] = words
-        if FLAGS in words[:-1]:  # argparse would take a value of one flag for an option
+        if FLAGS in words[:-1]:  # else argparse would take a value like `--flag` for an option
             place = words.index(FLAGS)
             words[place : place + 2] = [f"{FLAGS}={words[place + 1]}"]
         given = Counter(word.partition("=")[0] for word in words)
@@ -50,14 +50,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def bounded(error: object) -> str:
-    """Return a message on one line, with long words of the command line shortened."""
+    """Return the message of `error` on one line. Shorten long words of the command line in it."""
     return one_line(str(error), _words)
 
 
 def fail(command: str, error: object, status: int = 2) -> int:
     """Print one line that says why a command fails, and return its exit status.
 
-    command: the command's name, or "" for an error of no single command.
+    command: the command's name, or "" if the error does not belong to a single command.
     """
     name = f"sglang-pat {command}: error" if command else "sglang-pat"
     print(f"{name}: {bounded(error)}", file=sys.stderr)
@@ -100,14 +100,14 @@ def real_number(least: float, most: float, *, or_inf: bool = False) -> Callable[
 
 
 def input_file(text: str) -> Path:
-    """Return the path of a file that exists: an argparse type."""
-    if not os.path.isfile(text):  # for too long names, Path.is_file() raises
+    """Return the path of an existing file. This is an argparse type."""
+    if not os.path.isfile(text):  # Path.is_file() would raise if the name is too long
         raise argparse.ArgumentTypeError(f"{quoted(text)}: there is no such file")
     return Path(text)
 
 
 def folder_path(text: str) -> Path:
-    """Return the path of a folder, which need not exist yet: an argparse type."""
+    """Return the path of a folder, which need not exist yet. This is an argparse type."""
     if not text or (os.path.exists(text) and not os.path.isdir(text)):
         raise argparse.ArgumentTypeError(f"{quoted(text)}; allowed: the path of a folder")
     return Path(text)

@@ -1,8 +1,8 @@
 """`sglang-pat bench`: compare pat with the current attention backend, on this machine's GPUs.
 
-Two starts of SGLang's server and the batches take two to five minutes. Weights are random unless
-`--weights` is given, because the time per token does not depend on them. If the command is stopped,
-it shows and keeps what it has measured.
+The command takes two to five minutes: it starts SGLang's server twice and sends batches of requests
+to both servers. Weights are random unless `--weights` is given, because the time per token does not
+depend on their values. If the command is stopped, it shows and keeps what it has measured.
 
 The server with pat starts second, because on a new machine the first start also compiles modules of
 SGLang. A warm GPU is not faster, so this order gives pat no advantage.
@@ -45,7 +45,7 @@ TOKENS = 136  # tokens of an answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options to `parser`, and the command itself as the default `run`."""
+    """Add the options to `parser`, and register `run` as the function to call."""
     tokens = whole_number(1, 1 << 20)
     parser.add_argument(
         "--model",
@@ -134,7 +134,10 @@ def _conclude(
     measured: dict[str, Measured],
     failure: str | None,
 ) -> bool:
-    """Show and write the results, and report a failure. Return True if there is no failure."""
+    """Print the results and the failure, if any, and write both to --json.
+
+    Returns True if there is no failure.
+    """
     from sglang_pat.bench import comparison
 
     compared: list[Compared] = []
@@ -148,7 +151,7 @@ def _conclude(
         verdict = comparison.verdict(compared, other)
         console = new_console()
         console.print(_table(compared, other))
-        console.print(verdict, soft_wrap=True)  # one line, if in a pipe
+        console.print(verdict, soft_wrap=True)  # else rich would break the line in a pipe
     if failure is not None:
         print(f"sglang-pat bench: {failure}", file=sys.stderr)
     if arguments.json is not None:
@@ -183,7 +186,7 @@ def _cases(arguments: argparse.Namespace) -> dict[str, Case]:
 def _measure(
     arguments: argparse.Namespace, model: Any, folder: Path, measured: dict[str, Measured]
 ) -> None:
-    """Measure both servers. The first server determines the sizes of the cases."""
+    """Measure both servers. The cases are fitted to the first server; the second gets the same."""
     from sglang_pat.bench import comparison
 
     given = {
@@ -244,7 +247,7 @@ def _as_json(
                 **{name: each.info[name] for name in info if name in each.info},
                 "tpot_ms": {name: tpot(runs).as_dict() for name, runs in each.runs.items()},
                 "held_up_ms": {name: held_up_ms(runs) for name, runs in each.runs.items()},
-                # All requests arrive at once, ordered by group. The cache has their prefixes.
+                # All requests are sent at once, ordered by group. Their prefixes are cached.
                 "ttft_ms": {
                     name: [run.ttft_ms for run in runs] for name, runs in each.runs.items()
                 },

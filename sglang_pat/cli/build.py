@@ -28,7 +28,7 @@ DEFAULT_HEAD_DIM = "128"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options to `parser`, and the command itself as the default `run`."""
+    """Add the options to `parser`, and register `run` as the function to call."""
     add_model_options(
         parser,
         "compile what a server of this model needs, by its config.json and in place of --dtype, "
@@ -95,7 +95,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _build(arguments: argparse.Namespace, source: str, words: list[str]) -> int:
-    """Compile like `run`. source: where SGLang loads the model of --model from."""
+    """Do the work of `run`, and return its exit status.
+
+    source: the folder or the name on the hub from which SGLang loads the model; "" without --model.
+    words: the server's arguments.
+    """
     archs = arguments.arch or _archs_here()
     if not archs:
         oldest = _name(support.OLDEST_CAPABILITY)
@@ -122,7 +126,9 @@ def _build(arguments: argparse.Namespace, source: str, words: list[str]) -> int:
             return needs
         dtypes, kv_dtypes, head_dims = [needs.dtype], needs.kv_dtypes, needs.head_dims
     variants = list(product(archs, dtypes, kv_dtypes, head_dims))
-    if arguments.model is not None:  # its other layers run on SGLang's default backend
+    if arguments.model is not None:
+        # Layers without kernels run on SGLang's default backend, so their variants are not built.
+        # If no layer has kernels, KernelConfig reports it.
         variants = [each for each in variants if _has_kernels(*each)] or variants
     try:
         configs = [
@@ -135,7 +141,7 @@ def _build(arguments: argparse.Namespace, source: str, words: list[str]) -> int:
             )
             for arch, dtype, kv_dtype, (head_dim, v_head_dim) in variants
         ]
-    except ValueError as error:  # a GPU may have no kernels for a kind of layer
+    except ValueError as error:  # e.g. there are no kernels for latent attention on this GPU
         return _fail(2, str(error))
     try:
         for image in jit.build_all(configs, cache=cache, force=arguments.force):
@@ -154,14 +160,17 @@ def _has_kernels(
 
 
 def _check_alone(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for an option whose value follows from --model."""
+    """Raise ValueError if an option is given whose value --model determines."""
     for name in ("dtype", "kv_dtype", "head_dim"):
         if getattr(arguments, name):
             raise ValueError(f"--{name.replace('_', '-')}: allowed: without --model, which says it")
 
 
 def _needs_of(model: str, source: str, words: list[str]) -> KernelNeeds | int:
-    """Return the kernels that a server with these arguments needs, or the exit status."""
+    """Return which kernels a server of `model` needs or, after an error, the exit status.
+
+    source: as in `_build`. words: the server's arguments.
+    """
     try:
         with sign_of_life("building the model without weights"):
             from sglang_pat.sglang.cpu import enable_cpu_engine
@@ -188,7 +197,7 @@ def _needs_of(model: str, source: str, words: list[str]) -> KernelNeeds | int:
 
 
 def _advised(error: Exception, arguments: argparse.Namespace) -> str:
-    """Return the message of an error. If `--cache` is given, the advice names that option."""
+    """Return the message of `error`. With `--cache`, the message advises to change that option."""
     from sglang_pat.executors.kernel_cache import ANOTHER_FOLDER
 
     if arguments.cache is None:

@@ -1,7 +1,8 @@
 """`sglang-pat calibrate`: fit the planner's cost model to the GPU of this machine.
 
-It takes less than a minute. Every later server with the same GPU, driver and kernels uses the
-result. Each kind of layer has separate costs: `plain`, `latent` (MLA) and `latent-fp8`.
+The command takes less than a minute. Every server that is started later with the same GPU, driver
+and kernels uses the result. Each kind of layer has its own costs: `plain`, `latent` (MLA) and
+`latent-fp8`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
     from sglang_pat.bench.calibration import Measurement
     from sglang_pat.executors.calibration import Machine
 
-KINDS = ("plain", "latent", "latent-fp8")  # as in executors/calibration.py, which needs torch
+KINDS = ("plain", "latent", "latent-fp8")  # copied: executors/calibration.py would import torch
 DESCRIPTION = "measure on this GPU what planning weighs; servers started later use it"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options to `parser`, and the command itself as the default `run`."""
+    """Add the options to `parser`, and register `run` as the function to call."""
     parser.add_argument("-v", "--verbose", action="store_true", help="print every measured plan")
     parser.add_argument(
         "--dry-run", action="store_true", help="measure and print, but do not keep the result"

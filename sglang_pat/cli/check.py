@@ -1,9 +1,9 @@
-"""`sglang-pat check`: test that pat is as close to a model as the current attention backend.
+"""`sglang-pat check`: test whether pat is as exact as the current attention backend.
 
 The command starts servers one after the other. The first runs pat and the second the current
 backend, and both answer the same requests. A third server runs a reference backend and scores all
-answers by prefills. If the default reference backend does not support the model, the second server
-scores them. The limits of the verdict are in `bench/closeness.py`.
+answers by prefills. If the default reference backend does not support the model, the scores of the
+second server are used. `bench/closeness.py` describes the limits of the verdict.
 """
 
 from __future__ import annotations
@@ -49,16 +49,17 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "check that pat is as close to a model as the present attention backend is"
 MAX_RUNNING_REQUESTS = 24
-CHUNK_TOKENS = 256  # prefill chunk: small, so that prompts are cut, and a multiple of any page size
-ENVIRONMENT = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"}  # admits more requests
-LEAST_CONTEXT = 4 * CHUNK_TOKENS  # two chunks and a prefix
+# Tokens of a prefill chunk: so few that prompts are split, and a multiple of every page size.
+CHUNK_TOKENS = 256
+ENVIRONMENT = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"}  # lets SGLang admit more requests
+LEAST_CONTEXT = 4 * CHUNK_TOKENS  # has room for a prompt of a prefix and two chunks
 _CPU_BACKEND = "torch_native"  # SGLang's default needs a CPU with AMX
 _GPU_REFERENCE = "triton"  # supports nearly every model
 _SHARE_OF_CONTEXT = 4  # shared prefixes fill at most 1 / _SHARE_OF_CONTEXT of the context
 
 
 class _Served(NamedTuple):
-    """The answers of a server, and its server info."""
+    """The answers of a server, its server info, and pat's counters."""
 
     replies: list[Reply]
     retractions: int
@@ -68,14 +69,14 @@ class _Served(NamedTuple):
 
 
 class _Scored(NamedTuple):
-    """Distances of pat and of the other backend from prefills by the backend `by`."""
+    """Distances from prefills by the backend `by`: pat's, and those of the other backend."""
 
     by: str
     distances: tuple[list[Distances], list[Distances]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options to `parser`, and the command itself as the default `run`."""
+    """Add the options to `parser`, and register `run` as the function to call."""
     parser.add_argument(
         "--model",
         required=True,
@@ -118,8 +119,8 @@ def run(arguments: argparse.Namespace) -> int:
     Returns
     -------
     int
-        The exit status: 0 if pat is as close, 1 if it is not, 2 for wrong input or if nothing could
-        be compared, 130 if interrupted.
+        The exit status: 0 if pat is as close as the other backend, 1 if it is not, 2 if the input
+        is wrong or nothing could be compared, 130 if interrupted.
     """
     try:
         model, dtype, asked = _prepare(arguments)
@@ -178,7 +179,7 @@ def _prepare(arguments: argparse.Namespace) -> tuple[ComparedModel, str, list[As
     """Check the input and prepare the requests.
 
     Returns the model, the dtype that SGLang would choose, and the requests. Raises ValueError,
-    RuntimeError and OSError, which say what is wrong.
+    RuntimeError or OSError, with a message that says what is wrong.
     """
     file = config_file(arguments.model)
     if not file.is_file():
@@ -229,13 +230,13 @@ def _prepare(arguments: argparse.Namespace) -> tuple[ComparedModel, str, list[As
 
 
 def _chosen_dtype(config: Any) -> str:
-    """Return the dtype that SGLang chooses for a model: float32 becomes float16."""
+    """Return the dtype that SGLang chooses for a config. For float32, that is float16."""
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
     return "float16" if dtype == "float32" else dtype
 
 
 def _resolved(chosen: str, info: dict[str, Any]) -> str:
-    """Return the dtype of a server: the one in its info, or else the chosen one."""
+    """Return the dtype of a server: the one in its info, or `chosen` if that is `auto`."""
     named = {"half": "float16", "float": "float32", "auto": chosen}
     dtype = str(info.get("dtype", "auto")).removeprefix("torch.")
     return named.get(dtype, dtype)
@@ -253,7 +254,11 @@ def _chosen(info: dict[str, Any]) -> str:
 def _serve(
     arguments: argparse.Namespace, model: ComparedModel, asked: list[Asked], folder: Path
 ) -> tuple[_Served, _Served, _Scored]:
-    """Start the servers one after the other. RuntimeError if pat has decoded nothing."""
+    """Start the servers one after the other, and get the answers and their distances.
+
+    Returns the answers of pat, those of the other backend, and the distances of both. RuntimeError
+    if pat has decoded nothing.
+    """
     from sglang_pat.bench.prefill_scores import distances, over_http, score, serve
     from sglang_pat.bench.server import contender, running_server
 
@@ -262,7 +267,7 @@ def _serve(
         "skip_tokenizer_init": True,
         "max_running_requests": MAX_RUNNING_REQUESTS,
         "chunked_prefill_size": CHUNK_TOKENS,
-        "schedule_conservativeness": 0.1,  # admits more than fits, to force retractions
+        "schedule_conservativeness": 0.1,  # admits more requests than fit, to force retractions
         "random_seed": arguments.seed,
         **(CPU_ARGUMENTS if on_cpu else GPU_ARGUMENTS),
         "max_total_tokens": check_requests.pool_tokens(asked, MAX_RUNNING_REQUESTS),
@@ -344,7 +349,7 @@ def _show(verdict: LogprobVerdict, other: str, by: str, pat: _Served, seconds: f
             f"{'a near tie' if parting.is_tie else 'no near tie'} (limit {verdict.tie:.3g})",
             soft_wrap=True,
         )
-    console.print(verdict.sentence(other), soft_wrap=True)  # one line in a pipe
+    console.print(verdict.sentence(other), soft_wrap=True)  # else rich breaks the line in a pipe
 
 
 def _table(verdict: LogprobVerdict, other: str, by: str) -> Table:

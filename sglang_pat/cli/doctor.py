@@ -1,7 +1,7 @@
-"""`sglang-pat doctor`: check that pat has everything it needs, and give advice if not.
+"""`sglang-pat doctor`: check whether pat has what it needs, and say how to repair what is wrong.
 
-A check does not raise, but reports what is wrong. The checks import torch and SGLang, which may be
-missing or broken; this module does not.
+A check does not raise, but reports what is wrong. Since torch or SGLang may be missing or broken,
+only the checks import them, not this module.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Status = Literal["ok", "warning", "failed"]
 NO_GPU = "no NVIDIA GPU: torch executes the plans (tests only)"
 _INSTALL = "pip install '.[sglang]' in a clone of sglang-pat"
 _INSTALL_TORCH = "install torch, in a CUDA build where there is a GPU (pytorch.org)"
-_SHOWN_PLACES = 5  # most places or packages that a check names
+_SHOWN_PLACES = 5  # a check names at most this many places or packages
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
 
@@ -63,7 +63,7 @@ class Check:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options to `parser`, and the command itself as the default `run`."""
+    """Add the options to `parser`, and register `run` as the function to call."""
     parser.add_argument(
         "--json",
         type=output_or_stdout,
@@ -210,7 +210,7 @@ def all_checks() -> list[Check]:
 
 
 def worst(checks: Sequence[Check]) -> Status:
-    """Return the status of the whole report."""
+    """Return the worst status of the checks, which is the status of the report."""
     found = {check.status for check in checks}
     return "failed" if "failed" in found else "warning" if "warning" in found else "ok"
 
@@ -280,7 +280,7 @@ def check_self_test() -> Check:
 
 
 def import_failed(error: Exception) -> Check:
-    """Return the check that replaces all checks that import SGLang if the import fails."""
+    """Return the check that replaces all checks by SGLang if SGLang cannot be imported."""
     return Check(
         "import of SGLang",
         "failed",
@@ -390,12 +390,12 @@ def check_kernels(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Check]
     Returns
     -------
     list[Check]
-        A check of the compiler and one of the cache. The compiler may be missing if the cache has
-        kernels.
+        A check of the compiler and one of the cache. If there is no GPU or the cache has kernels, a
+        missing compiler is only a warning.
     """
     try:
         from sglang_pat.executors.jit import Compiler, KernelBuildError
-    except Exception as error:  # a missing torch or another package
+    except Exception as error:  # torch or another package is missing or broken
         advice = "mend the checks above first"
         return [Check("kernels", "failed", f"not checked: {_describe(error)}", advice)]
 
@@ -411,7 +411,7 @@ def check_kernels(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Check]
 
 
 def check_calibration(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Check]:
-    """Check the cost models of each type of GPU, and those of latent layers if measured.
+    """Check each GPU type's cost model of plain layers, and its models of latent layers, if any.
 
     Parameters
     ----------
@@ -422,7 +422,7 @@ def check_calibration(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Ch
     """
     try:
         from sglang_pat.executors import calibration, jit, kernel_cache
-    except Exception:  # from torch; another check reports it
+    except Exception:  # torch is missing or broken, which another check reports
         return []
     checks = []
     for name, kind in itertools.product(sorted({gpu.name for gpu in gpus}), calibration.KINDS):
@@ -433,7 +433,7 @@ def check_calibration(gpus: Sequence[Gpu], cache: Path | None = None) -> list[Ch
             checks.append(Check("calibration", "failed", *_found_and_advice(error)))
             continue
         if found is None and kind != calibration.PLAIN:
-            continue  # uses estimates, about which there is nothing to report
+            continue  # estimates are used, about which there is nothing to report
         if found is None:
             _, origin = calibration.shipped_costs(name)
             text = f"{name}: not measured, the costs of planning are {origin}"
@@ -479,7 +479,7 @@ def _check_cache(gpus: Sequence[Gpu], given: Path | None) -> tuple[Check, bool]:
 
 
 def _compiled_kernels(gpus: Sequence[Gpu], cache: Path) -> list[str]:
-    """Return the kernels that are compiled for these GPUs, with their compilers."""
+    """Return the name of each kernel variant that is compiled for these GPUs, and its compiler."""
     import torch
 
     from sglang_pat.executors import jit
@@ -509,15 +509,15 @@ def _compiled_kernels(gpus: Sequence[Gpu], cache: Path) -> list[str]:
 
 
 def _size(folder: Path) -> int:
-    """Return the bytes of all files below `folder`."""
+    """Return how many bytes all files below `folder` have."""
     size = 0
     for path in folder.rglob("*"):
-        with suppress(OSError):  # another process may remove it
+        with suppress(OSError):  # another process may remove the file
             size += path.stat().st_size if path.is_file() else 0
     return size
 
 
-# --- SGLang, as far as it need not be imported ---
+# --- SGLang: checks that do not import it ---
 
 
 def check_sglang() -> Check:
@@ -538,7 +538,7 @@ def check_sglang() -> Check:
 
 
 def check_stand_ins() -> Check:
-    """Check that no package which SGLang imports is a stand-in."""
+    """Check that no package which SGLang imports is a stand-in (`bench/stand_ins.py`)."""
     found = find_stand_ins()
     if not found:
         return Check("stand-ins", "ok", "none among the packages that SGLang imports")

@@ -26,7 +26,7 @@ class Gpu:
 
 
 def find_gpus() -> list[Gpu]:
-    """Return the GPUs that torch can use or, without these, the GPUs that nvidia-smi lists."""
+    """Return the GPUs that torch can use. If torch finds none, those that nvidia-smi lists."""
     known = ask_nvidia_smi()
     if not cuda_driver_is_present():  # saves the import of torch
         return known
@@ -42,7 +42,7 @@ def find_gpus() -> list[Gpu]:
 
 
 def ask_nvidia_smi() -> list[Gpu]:
-    """Return the GPUs that nvidia-smi lists: none without a working driver."""
+    """Return the GPUs that nvidia-smi lists. Without a working driver, the list is empty."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"]
@@ -54,7 +54,7 @@ def ask_nvidia_smi() -> list[Gpu]:
             check=False,
             timeout=_NVIDIA_SMI_TIMEOUT_S,
         )
-    except (OSError, subprocess.TimeoutExpired):  # a driver that hangs does not work
+    except (OSError, subprocess.TimeoutExpired):  # a driver that hangs counts as not working
         return []
     if answer.returncode:  # no driver is loaded
         return []

@@ -26,7 +26,7 @@ from sglang_pat.output_file import (
 
 INTERRUPTED = 130  # exit status: 128 + SIGINT
 BROKEN_PIPE = 141  # 128 + SIGPIPE
-_OLD_NAMES = {  # accepted until 0.4
+_OLD_NAMES = {  # old name -> new words; accepted until version 0.4
     "replay": ["advise"],
     "support": ["doctor", "--support-table"],
     "tiny-model": ["demo", "--write-model"],
@@ -34,7 +34,7 @@ _OLD_NAMES = {  # accepted until 0.4
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser. Every subcommand sets `run`, a function of its arguments."""
+    """Return the parser. Every subcommand sets `run`, a function of the parsed arguments."""
     parser = Parser(prog="sglang-pat", description="Prefix-shared decode attention for SGLang.")
     parser.add_argument("--version", action=_PrintVersion)
     commands = parser.add_subparsers(metavar="COMMAND")
@@ -58,10 +58,11 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status.
 
-    The status is 2 for wrong input, and if a file or standard output cannot be written, 130 after
-    Ctrl-C, and 141 if the reader of a pipe has closed it, as in `| head`.
+    The status is 2 if the input is wrong, or if a file or standard output cannot be written. It is
+    130 after Ctrl-C, and 141 if standard output is a pipe that its reader has closed, as in
+    `| head`.
     """
-    if sys.stderr is None:  # closed: print() would write to stdout instead
+    if sys.stderr is None:  # stderr is closed: print(file=None) would write to stdout
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if sys.stdout is None:
         return fail("", "standard output is closed")
@@ -92,7 +93,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _by_new_name(words: Sequence[str]) -> list[str]:
-    """Return the command line's words, with an old name of a command replaced by the new one."""
+    """Return the words of the command line. If the first is an old name, replace it."""
     if not words or words[0] not in _OLD_NAMES:
         return list(words)
     new = _OLD_NAMES[words[0]]
@@ -101,13 +102,13 @@ def _by_new_name(words: Sequence[str]) -> list[str]:
 
 
 def _write_nowhere(stdout: TextIO) -> None:
-    """Discard buffered output, because Python flushes standard output when it exits."""
+    """Redirect standard output to /dev/null, so that Python's flush at exit does not fail."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
 
 
 class _PrintVersion(argparse.Action):
-    """`--version`. argparse's action would read the package's metadata in every command."""
+    """`--version`. argparse's own action would make every command look up the version."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments, nargs=0, default=argparse.SUPPRESS, help="print the version")

@@ -1,4 +1,4 @@
-"""Progress lines on stderr, while a command works for long and prints nothing.
+"""Progress lines on stderr, for commands that work for a long time without printing anything.
 
 `python -m sglang_pat.cli.progress TEXT COMMAND...` runs a command with progress lines. The Makefile
 uses it with a Python that has no packages.
@@ -21,14 +21,14 @@ _TERMINAL_SECONDS = 1.0
 def sign_of_life(text: str | Callable[[], str]) -> Iterator[None]:
     """Print on stderr what is being done, and for how long, until the block ends.
 
-    On a terminal this is one line, which is rewritten, and removed at the end. Elsewhere it is a
-    line every few seconds, so that short work prints nothing.
+    On a terminal, there is one line, which is rewritten, and removed at the end. Elsewhere, a new
+    line is printed every few seconds, so short work prints nothing.
 
     Parameters
     ----------
     text
-        What is being done, without a full stop, or a function that returns it, which another thread
-        calls for each line.
+        What is being done, without a full stop. Or a function that returns this text: another
+        thread calls the function for each line.
     """
     on_terminal = sys.stderr.isatty()
     ended = threading.Event()
@@ -62,7 +62,7 @@ def _write(text: str) -> None:
 
 
 def run(text: str, command: Sequence[str]) -> int:
-    """Run a command with progress lines. Return its exit status, or 128 + N after signal N."""
+    """Run `command` with progress lines. Return its exit status; 128 + N if signal N ended it."""
     with sign_of_life(text):
         status = subprocess.run(command).returncode
     return status if status >= 0 else 128 - status

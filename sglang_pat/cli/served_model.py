@@ -1,6 +1,6 @@
 """The model and options of a server that does not run yet, for `doctor` and `build`.
 
-Both commands read the model by SGLang's class.
+Both commands build the model without weights, by the class that SGLang has for it.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def add_model_options(parser: argparse.ArgumentParser, does: str) -> None:
 def server_words(arguments: argparse.Namespace) -> list[str]:
     """Return the server's arguments, as words.
 
-    ValueError if --tp or --server-args is given without --model, for a flag that `check_flags`
-    refuses, and if --server-args repeats --tp.
+    Raises ValueError if --tp or --server-args is given without --model, if `check_flags` refuses a
+    flag, or if --server-args repeats --tp.
     """
     if arguments.model is None:
         for option, value in (("--tp", arguments.tp), (FLAGS, arguments.server_args)):
@@ -63,7 +63,7 @@ def server_words(arguments: argparse.Namespace) -> list[str]:
 
 
 def _without_pat(words: list[str]) -> list[str]:
-    """Remove the flag that chooses pat, which users may copy from their launch command."""
+    """Remove `--attention-backend pat`, which users may have copied from their launch command."""
     kept: list[str] = []
     for word in words:
         if word == BACKEND and kept[-1:] == [_FLAG]:
@@ -74,7 +74,7 @@ def _without_pat(words: list[str]) -> list[str]:
 
 
 def check_config(whole: Mapping[str, Any], arguments: argparse.Namespace) -> None:
-    """Raise ValueError for a model that SGLang cannot build on the number of GPUs of --tp."""
+    """Raise ValueError if SGLang cannot build the model on as many GPUs as --tp says."""
     tp = 1 if arguments.server_args else arguments.tp or 1  # the flags may set --tp
     check_architectures(whole)
     config = decoder_config(whole)
@@ -82,16 +82,17 @@ def check_config(whole: Mapping[str, Any], arguments: argparse.Namespace) -> Non
     check_known(class_name(whole), whole)
     try:
         layers = read_layers(config, tp)
-    except ValueError:  # a class that the rules do not know
+    except ValueError:  # the rules of `model_layers.py` do not know the model's class
         return
     check_ranks(layers, tp)
 
 
 def loadable(arguments: argparse.Namespace, folder: Path) -> str:
-    """Return from where SGLang loads the configuration of --model: a folder, or a hub's name.
+    """Return a folder or a name on the hub from which SGLang can load --model's configuration.
 
-    Writes a configuration that is not in its own folder into `folder`. ValueError or OSError if it
-    is neither a configuration nor on the hub, or if SGLang would refuse it after half a minute.
+    If --model is a file or one of MODEL_NAMES, writes its configuration into `folder`. Raises
+    ValueError or OSError if --model is neither a configuration nor on the hub. Also raises for a
+    configuration that SGLang would refuse, but only after half a minute.
     """
     model: str = arguments.model
     if os.path.exists(model) or model in MODEL_NAMES:

@@ -1,7 +1,7 @@
 """Options of the commands that start SGLang's server with pat and with another backend.
 
-`bench` and `check` share them. Options that make a comparison invalid are refused before a server
-starts.
+`bench` and `check` share these options. A combination that makes a comparison invalid is refused
+before a server starts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 DEFAULT = "default"
-GPU_ARGUMENTS = {"cuda_graph_backend_prefill": "disabled"}  # halves the time of a start
+GPU_ARGUMENTS = {"cuda_graph_backend_prefill": "disabled"}  # halves the time to start a server
 CPU_ARGUMENTS = {
     "device": "cpu",
     "dtype": "float32",
@@ -36,7 +36,8 @@ CPU_ARGUMENTS = {
     "mem_fraction_static": 0.95,
 }
 _PACKAGES = ("sglang-pat", "sglang", "torch", "flashinfer-python", "sglang-kernel")
-_PLUGINS_WITHOUT_OTHERS = {"pat", "smg-servicer", "smg-zmq"}  # the last two are part of SGLang
+# Plug-ins that register no attention backend besides pat. The last two are part of SGLang.
+_PLUGINS_WITHOUT_OTHERS = {"pat", "smg-servicer", "smg-zmq"}
 _OWN_FLAGS = (
     *("--attention-backend", "--decode-attention-backend", "--model-path", "--model", "--device"),
     *("--host", "--port", "--help"),
@@ -92,7 +93,10 @@ def check_server_options(arguments: argparse.Namespace) -> None:
 
 
 def check_backend(option: str, name: str) -> None:
-    """Raise ValueError for pat itself, and for a name that no installed backend has."""
+    """Raise ValueError if `name` is pat, or if no backend has this name.
+
+    If an unknown plug-in is installed, all other names are allowed: the plug-in may add backends.
+    """
     if name == "pat":
         raise ValueError(f"{option} pat; allowed: another backend of SGLang, or {DEFAULT}")
     known = {DEFAULT, *attention_backends()}
@@ -103,7 +107,7 @@ def check_backend(option: str, name: str) -> None:
 
 
 def usable_gpus(arguments: argparse.Namespace) -> list[Gpu]:
-    """Return the GPUs of this machine. ValueError if --device asks for one and there is none."""
+    """Return the GPUs of this machine. ValueError if there are fewer than --device or --tp need."""
     gpus = find_gpus()
     if arguments.device == "cuda" and not gpus:
         raise ValueError("no NVIDIA GPU that the driver reports; `sglang-pat doctor` says more")
@@ -117,13 +121,13 @@ def usable_gpus(arguments: argparse.Namespace) -> list[Gpu]:
 def check_flags(words: Sequence[str], backend: str = _BACKEND_OPTION) -> None:
     """Raise ValueError for flags that SGLang does not know or that the command itself sets.
 
-    backend: the option to advise if a flag names a backend.
+    backend: the end of the error message if a flag chooses an attention backend.
     """
     if words and not words[0].startswith("-"):
         raise ValueError(f"--server-args: {quoted(words[0])} is no flag; allowed: flags of SGLang")
     known = launch_flags()
     for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
-        # SGLang accepts abbreviated flags.
+        # SGLang accepts abbreviations, so `flag` may be only the beginning of a flag.
         own = next((own for own in _OWN_FLAGS if own.startswith(flag)), None)
         if own is not None and (flag == own or flag not in known):
             instead = backend if "backend" in own else "it is set here"
@@ -141,7 +145,7 @@ def check_flags(words: Sequence[str], backend: str = _BACKEND_OPTION) -> None:
 def server_flags(arguments: argparse.Namespace) -> list[str]:
     """Return --tp and the words of --server-args.
 
-    ValueError for an unclosed quotation, or if --server-args repeats --tp.
+    Raises ValueError if --server-args has an unclosed quotation or repeats --tp.
     """
     given, tp = arguments.server_args or "", arguments.tp
     try:
@@ -157,7 +161,7 @@ def server_flags(arguments: argparse.Namespace) -> list[str]:
 
 
 def backend_name(asked: str, info: dict[str, Any]) -> str:
-    """Return the name of the decode backend: the requested one, else SGLang's choice."""
+    """Return the name of the decode backend: `asked`, or SGLang's choice if that is `default`."""
     chosen = info.get("decode_attention_backend") or info.get("attention_backend")
     return asked if asked != DEFAULT or not chosen else f"{chosen} (SGLang's default)"
 
@@ -170,7 +174,7 @@ def new_console() -> Console:
 
 
 def run_metadata(arguments: argparse.Namespace, gpus: Sequence[Gpu]) -> dict[str, Any]:
-    """Return what a result depends on: command, GPUs and versions (None: not installed)."""
+    """Return what results depend on. The version of a package that is not installed is None."""
     return {
         "command": shlex.join(["sglang-pat", *sys.argv[1:]]),
         "gpus": [{"name": gpu.name, "driver": gpu.driver} for gpu in gpus],

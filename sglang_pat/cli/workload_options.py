@@ -1,6 +1,6 @@
 """Options of `advise`, and the workload and report that they describe.
 
-Options of a server have SGLang's names. SGLang need not be installed.
+Options that describe the server have the names of SGLang's flags. SGLang need not be installed.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def read(arguments: argparse.Namespace, progress: Progress) -> GivenWorkload:
         time = StepTime.of_model(config, gpu, arguments.tp, model.layers, model.weights, kv)
         pool = _pool_tokens(time, arguments)
 
-    # This also imports numpy and the scheduler, after wrong input has been refused.
+    # Only now, after wrong input has been refused: this also imports numpy and the scheduler.
     from sglang_pat.workload.run import Setup
 
     rules = Rules(
@@ -247,10 +247,10 @@ def read(arguments: argparse.Namespace, progress: Progress) -> GivenWorkload:
 
 
 def _check_by_rules(config: Mapping[str, Any], arguments: argparse.Namespace) -> None:
-    """Raise ValueError for a server that cannot exist by the rules of `model_layers.py`.
+    """Raise ValueError if, by the rules of `model_layers.py`, the model does not fit into the GPUs.
 
-    By these rules, the size of the weights may be wrong by a tenth. So a model is refused only if
-    it does not fit even into GPUs with a quarter more memory.
+    The rules may misjudge the size of the weights by a tenth. So a model is refused only if it
+    would not even fit into GPUs with a quarter more memory.
     """
     from sglang_pat.model_layers import read_layers
     from sglang_pat.workload.cost import StepTime
@@ -260,7 +260,7 @@ def _check_by_rules(config: Mapping[str, Any], arguments: argparse.Namespace) ->
     try:
         layers = read_layers(config, tp)
         weights = read_weights(config, layers)
-    except ValueError:  # a class without rules, or with its own defaults
+    except ValueError:  # the rules do not know the model's class, or its default values
         return
     time = StepTime.of_model(config, gpu, tp, layers, weights, arguments.kv_cache_dtype)
     larger = replace(gpu, memory_bytes=gpu.memory_bytes * 5 // 4)
@@ -271,7 +271,10 @@ def _check_by_rules(config: Mapping[str, Any], arguments: argparse.Namespace) ->
 
 
 def _pool_tokens(time: StepTime, arguments: argparse.Namespace) -> int:
-    """Return the tokens of the KV pool, by option or by free memory. ValueError if too few."""
+    """Return how many tokens the KV pool holds. ValueError if it is too small.
+
+    The options determine its size or, if they do not, the memory that the weights leave.
+    """
     pool: int | None = arguments.kv_tokens
     given, page = arguments.kv_pool_gb, arguments.page_size
     if pool is None:
@@ -317,14 +320,17 @@ def _sglang_tree() -> Any:
 
     print("Loading SGLang, which takes some seconds ...", file=sys.stderr)
     enable_cpu_engine()
-    warnings.simplefilter("ignore")  # from SGLang's imports
+    warnings.simplefilter("ignore")  # SGLang's imports warn
     from sglang_pat.offline.simulated_cache import new_tree
 
     return new_tree
 
 
 def _at_rate(requests: list[TraceRequest], rate: float | None) -> tuple[list[TraceRequest], str]:
-    """Return the requests with arrivals at `rate` a second, and their real rate in words."""
+    """Return the requests, rescaled to `rate` arrivals a second, and their actual rate in words.
+
+    rate: infinity lets all requests arrive at once. None: the arrivals stay as they are.
+    """
     first = min(each.arrival for each in requests)
     span = max(each.arrival for each in requests) - first
     if rate is not None and span > 0:
@@ -337,7 +343,7 @@ def _at_rate(requests: list[TraceRequest], rate: float | None) -> tuple[list[Tra
 
 
 def inputs(arguments: argparse.Namespace) -> list[Path]:
-    """Return the files that are read, which no output may overwrite."""
+    """Return the input files, which no output may overwrite."""
     from sglang_pat.workload.models import config_file
     from sglang_pat.workload.request_dump import dump_files
 

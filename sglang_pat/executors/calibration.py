@@ -61,7 +61,7 @@ class Calibration:
     microseconds
         The fitted times, by name.
     error, worst
-        Root mean square, and maximum, of the fit's relative errors.
+        The root mean square and the maximum of the fit's relative errors.
     num_plans
         How many plans were measured.
     kind
@@ -86,7 +86,9 @@ class Calibration:
         path.parent.mkdir(parents=True, exist_ok=True)
         data = {"format": _FORMAT, **asdict(self)}
         if self.kind == PLAIN:
-            del data["kind"]  # earlier versions, with the same kernels, refuse it
+            # Earlier versions of this package with the same kernels read this file, too, and they
+            # refuse this field.
+            del data["kind"]
         replace_file(path, json.dumps(data, indent=1))
         return path
 
@@ -94,7 +96,7 @@ class Calibration:
 def load(machine: Machine, cache: Path | None = None, *, kind: str = PLAIN) -> Calibration | None:
     """Return the calibration of a machine for a kind of layer, or None if there is none.
 
-    Raises KernelCacheError, which says what to do, for a file that cannot be used.
+    Raises KernelCacheError if the file cannot be used. The message says what to do.
     """
     path = _folder(cache) / machine.file_name(kind)
     try:
@@ -112,8 +114,8 @@ def load(machine: Machine, cache: Path | None = None, *, kind: str = PLAIN) -> C
 def costs_of(device: torch.device, *, latent: bool = False, one_byte: bool = False) -> CostModel:
     """Return the costs that were measured on this machine, or else those shipped for its GPU.
 
-    latent: costs of latent attention. one_byte: costs with an fp8 KV cache, which are measured
-    separately for latent attention only. Raises KernelCacheError like `load`.
+    latent: costs of latent attention. one_byte: costs with an fp8 KV cache; only latent attention
+    has separate costs for it. Raises KernelCacheError like `load`.
     """
     machine = _machine(device)
     found = load(machine, kind=kind_of(latent=latent, one_byte=one_byte))
@@ -138,7 +140,7 @@ def shipped_costs(gpu: str) -> tuple[CostModel, str]:
 
 
 def driver_version() -> str:
-    """Return the version of the driver's kernel module or, if that is hidden, its CUDA version."""
+    """Return the version of the driver. If it cannot be read, return the driver's CUDA version."""
     try:
         words = _DRIVER_FILE.read_text().split()
     except OSError:

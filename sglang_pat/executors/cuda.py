@@ -1,11 +1,11 @@
 """CudaExecutor: executes plans with the CUDA kernels, on torch's current stream.
 
-A plan is written into pinned memory and copied to the device on the current stream. Stream order
-lets it take effect after the kernels that use the last plan, and the host never waits for those
+A plan is written into pinned memory and copied to the device on the current stream. By stream
+order, the copy runs after all kernels that use the last plan, so the host never waits for those
 kernels.
 
 The caller (`PackAttention`) checks types, shapes and devices. This module checks what only the
-kernels require: strides, alignment, and that the plan on the device belongs to the same batch.
+kernels require: strides, alignment, and that the plan on the device fits the layer's queries.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from sglang_pat.executors.loaded_kernels import LoadedKernels, capture_id, kv_ma
 from sglang_pat.executors.window_rows import Window, WindowRows
 from sglang_pat.plan import BufferSizes, DecodePlan, PlanHeader, write_plan
 
-# Counters of one buffer. Two are reserved, and each graph gets one of the others. Graphs that share
-# a counter must not run at the same time; a server captures only about 50 graphs.
+# Length of PlanBuffers.counters. The first two entries are reserved, and each graph gets one of the
+# others. Graphs that share a counter must not run at the same time, but a server captures only
+# about 50 graphs.
 _COUNTERS = 256
 
-# Plans that may be on their way to the device at the same time. SGLang plans step N + 1 while step
-# N runs, so two would be enough. One more absorbs jitter.
+# How many plans may be on their way to the device at the same time. SGLang plans step N + 1 while
+# step N runs, so two would be enough. The third absorbs jitter.
 _RING = 3
 
 _ALIGNMENT = 16  # bytes of an asynchronous copy
 _GATHER_CHUNKS = 8  # CTAs that copy one span together
-_FILL_COLUMNS = 512  # row columns that one CTA writes
+_FILL_COLUMNS = 512  # columns of a window row that one CTA writes
 _SINK_TYPES = {
     torch.float32: SinkType.FLOAT32,
     torch.bfloat16: SinkType.BFLOAT16,
@@ -54,18 +55,18 @@ class PlanOverflowError(ValueError):
 class StagingBuffer:
     """Pinned memory from which a plan is copied to the device.
 
-    tensor: int32 `[size]`. array: the same memory.
+    tensor: int32 `[size]`. array: the same memory as a numpy array.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        with torch.cuda.device(device):  # else the context of another device would pin it
+        with torch.cuda.device(device):  # else another device's context would pin the memory
             self.tensor = torch.zeros(size, dtype=torch.int32, pin_memory=True)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.array: IntArray = self.tensor.numpy()
 
     def wait(self) -> None:
-        """Block until the last copy has read the memory, which it normally already has."""
-        # Asks first, because synchronize() releases the GIL even if the copy has ended.
+        """Block until the last copy has read the memory. Normally it has already done so."""
+        # query() comes first, because synchronize() releases the GIL even if the copy has ended.
         if not self._copied.query():  # type: ignore[no-untyped-call]
             self._copied.synchronize()
 
@@ -82,18 +83,19 @@ class StagingBuffer:
 
 
 class PlanBuffers:
-    """Device memory of a plan and its partials, and the arguments of its kernels.
+    """Device memory for a plan and for partials, and the arguments of the kernels.
 
     Executors that share buffers share this object.
 
-    Graphs capture the addresses of these tensors and of a step's tensors. All graphs share the
-    partials, so two graphs that run at the same time stop with an error.
+    Graphs capture the addresses of these tensors and of a step's tensors. All graphs write to the
+    same partials, so if two graphs run at the same time, they stop with an error.
 
     Attributes
     ----------
     sizes : BufferSizes
     plan : torch.Tensor
-        int32, laid out for `sizes.plan` (plan_format.h). If layers have a window, the cuts follow.
+        int32, the plan in the layout for `sizes.plan` (plan_format.h). If layers have a window, the
+        cuts follow the plan.
     rows : WindowRows or None
         The rows that layers with a window read in place of `req_to_token`.
     shared_slots : torch.Tensor
@@ -103,9 +105,9 @@ class PlanBuffers:
     partial_lse : torch.Tensor
         float32 `[num_partials, num_qo_heads]`.
     counters : torch.Tensor
-        int32 `[num_counters, 2]`. The first entry identifies the launch that wrote the partials
-        last. The others count the tickets that CTAs have drawn, one per graph. They are 0 between
-        steps.
+        int32 `[num_counters, 2]`. Row 0 identifies the launch that wrote the partials last. The
+        other rows count the tickets that CTAs have drawn: row 1 outside of graphs, and one of the
+        following rows in each graph. These counts are 0 between steps.
     staging : StagingBuffer or None
         The memory that was last copied to `plan`. It identifies the executor whose plan is there.
     loaded : PlanHeader
@@ -144,10 +146,10 @@ class PlanBuffers:
             self.partial_out.data_ptr(),
             self.partial_lse.data_ptr(),
         )
-        self._step: Step | None = None  # the step to which the arguments are set
+        self._step: Step | None = None  # the step for which the arguments are set
 
     def bind(self, step: Step) -> None:
-        """Set the kernels' arguments to a step. Raise ValueError if the kernels cannot read it."""
+        """Set the kernels' arguments for a step. ValueError if kernels cannot read its tensors."""
         if step is self._step:
             return
         table, rows, lens = step.req_to_token, step.req_pool_indices, step.seq_lens
@@ -199,12 +201,13 @@ class PlanBuffers:
         )
 
     def take_over(self, stream: torch.cuda.Stream) -> None:
-        """Make `stream` wait for the work that the last stream does on the buffers."""
+        """Make `stream` wait for the work on the buffers in the stream that used them last."""
         if self.stream == stream:
             return
         if self.stream is not None:
             stream.wait_stream(self.stream)
-            # If these tensors are freed, torch reuses their memory only after this stream's work.
+            # If these tensors are freed, torch must reuse their memory only after this stream's
+            # work.
             tensors = [self.plan, self.shared_slots, self.partial_out, self.partial_lse]
             tensors.append(self.counters)
             if self.rows is not None:
@@ -282,7 +285,7 @@ class CudaExecutor:
         return self.buffers.rows
 
     def refill(self) -> None:
-        """Write the window rows of the current step. If captured, each replay writes them."""
+        """Write the window rows of the current step. In a graph, each replay writes them again."""
         assert self.step is not None
         self.buffers.bind(self.step)
         with torch.cuda.device(self._device):
@@ -332,7 +335,7 @@ class CudaExecutor:
             if capturing:
                 # Each graph has its own counter, because graphs may run at the same time.
                 counter = 2 + capture_id(stream.cuda_stream) % (_COUNTERS - 2)
-                # A replay may have another plan, but it has the same number of requests.
+                # A replay may use another plan, but one with the same number of requests.
                 max_merges = min(buffers.sizes.plan.entries()["num_merges"], len(layer.q))
             else:
                 # Only outside of captures: during a capture, the stream of later replays is
@@ -408,7 +411,7 @@ class CudaExecutor:
         buffers, kernels = self.buffers, self.kernels
         buffers.bind(step)
         header = staging.header
-        buffers.staging, buffers.loaded = None, _NO_PLAN  # valid again when all is launched
+        buffers.staging, buffers.loaded = None, _NO_PLAN  # set again when all is launched
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream()
             buffers.take_over(stream)
@@ -436,7 +439,8 @@ class CudaExecutor:
         self.buffers = PlanBuffers(
             sizes, self._num_qo_heads, self.kernels.config, self._device, self._window
         )
-        # The old ring may be dropped while it is still being copied: copy_to() keeps their memory.
+        # Old staging buffers may be dropped while they are being copied: copy_to() keeps their
+        # memory.
         self._ring = self._new_ring()
 
     def _new_ring(self) -> Iterator[StagingBuffer]:
@@ -499,7 +503,8 @@ def _row_bytes(tensor: torch.Tensor, name: str) -> int:
         raise ValueError(
             f"{name} must have a row stride of 1 to {_MAX_UINT32} bytes, got {row_bytes}"
         )
-    if tensor.shape[0] * row_bytes > _MAX_UINT32 * _ALIGNMENT:  # kv_stages.cuh counts in chunks
+    # kv_stages.cuh counts 16-byte chunks in 32 bits.
+    if tensor.shape[0] * row_bytes > _MAX_UINT32 * _ALIGNMENT:
         raise ValueError(
             f"{name} must span at most {_MAX_UINT32} times {_ALIGNMENT} bytes, got shape "
             f"{[*tensor.shape]} and strides {tensor.stride()}"

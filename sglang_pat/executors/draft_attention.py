@@ -15,7 +15,7 @@ import triton.language as tl
 from sglang_pat.executors.layer import Scale
 
 _STEPS_AT_ONCE = 4  # keys that are loaded at the same time
-# Query elements per warp. So large that most programs have one warp, which needs no barriers.
+# Query elements per warp. With this many, most programs have one warp, which needs no barriers.
 _NUMBERS_PER_WARP = 1024
 # A group with at least this many weights (rows times keys) is multiplied in tiles of the sizes
 # below.
@@ -45,7 +45,7 @@ def _merge_drafts(
     HAS_CAP: tl.constexpr, STEPS_AT_ONCE: tl.constexpr,
     K_SCALE_ON_DEVICE: tl.constexpr, V_SCALE_ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """Attend by reading key after key. A program computes one row's query heads of one KV head."""
+    """Attend by reading key after key. A program computes a KV head's query heads of one row."""
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_heads = tl.num_programs(1) * GROUP
     first = row // NUM_ROWS * NUM_KEYS  # first key of the row's group
@@ -81,7 +81,8 @@ def _merge_drafts(
             logit = logit_cap * (1.0 - 2.0 / (tl.exp(2.0 * (logit / logit_cap)) + 1.0))
         logit += bias
         larger = tl.maximum(most, logit)
-        # Both are -inf if the plan covers no KV and the row does not attend to this draft token.
+        # `most` is -inf if the row has attended to nothing yet, and `logit` if it does not attend
+        # to this draft token. If both are -inf, exp() would give NaN.
         kept = tl.where(most == float("-inf"), 0.0, tl.exp(most - larger))
         weight = tl.where(logit == float("-inf"), 0.0, tl.exp(logit - larger))
         v = value.to(tl.float32) * v_factor
@@ -173,10 +174,11 @@ def merge_drafts(
     *,
     tiled: bool | None = None,
 ) -> torch.Tensor:
-    """Attend to draft tokens as the adapter's `merge_drafts` does, and overwrite `before`'s output.
+    """Attend to draft tokens as the adapter's `merge_drafts` does (`tree_attention.py`).
 
-    `reads()` must be True for the caches, and `before` must be contiguous. A `logit_cap` of 0 turns
-    the soft-cap off. tiled: whether to multiply in tiles; None: `is_tiled` decides.
+    before: the output and the LSE of the plan, both contiguous. The result overwrites this output
+    and is returned. caches: `reads()` must be True for them. logit_cap: 0 turns the soft-cap off.
+    tiled: whether to multiply in tiles; None: `is_tiled` decides.
     """
     (k_cache, v_cache), (out, lse) = caches, before
     num_rows, num_heads, dim = q.shape

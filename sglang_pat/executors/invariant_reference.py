@@ -1,8 +1,8 @@
-"""Executes a batch-invariant decode plan in plain torch. Equal requests get bit-identical results.
+"""Executes a batch-invariant plan in plain torch: a request's result is the same in every batch.
 
-`reference.PlanExecution` computes many work items at once, so the order in which a product adds up
-depends on the other requests. Here each chunk of each request is computed separately, by operations
-whose shapes depend on that request alone.
+`reference.PlanExecution` computes many work items at once, so the order of the sums in a matrix
+product depends on the other requests. Here each chunk of each request is computed separately, by
+operations whose shapes depend on that request alone. So its result is bit-identical.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Chunk(NamedTuple):
 
 
 class InvariantExecution:
-    """One step's execution of a batch-invariant plan, otherwise like `reference.PlanExecution`."""
+    """Executes a batch-invariant plan for one step. Used like `reference.PlanExecution`."""
 
     def __init__(self, plan: DecodePlan, shared_slots: torch.Tensor, step: Step) -> None:
         self._num_partials = plan.header.num_partials
@@ -89,12 +89,12 @@ def _slots_of(segment: list[int], shared_slots: torch.Tensor, step: Step) -> tor
 def _attend(
     layer: LayerInputs, q: torch.Tensor, slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output and LSE of one request's queries, `[heads, head_dim]`, over some slots."""
+    """Return output and LSE of one request's queries `q`, `[heads, head_dim]`, over `slots`."""
     keys, values = (
         cache[slots].to(q.dtype).transpose(0, 1).contiguous()
         for cache in (layer.k_cache, layer.v_cache)
     )
-    # Cloned, because the order in which a product adds up may depend on its operands' addresses.
+    # Cloned, because the order of the sums in a matrix product may depend on operands' addresses.
     rows = q.clone(memory_format=torch.contiguous_format).view(keys.shape[0], -1, q.shape[-1])
     logits = rows @ keys.transpose(1, 2) * (layer.sm_scale * layer.k_scale)
     if layer.logit_cap > 0:
@@ -107,7 +107,7 @@ def _attend(
 def _merge(
     partial_out: torch.Tensor, partial_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the LSE-weighted sum of a request's partials, added in their order."""
+    """Merge a request's partials by adding them up in their order. Return output and LSE."""
     partial_lse = partial_lse.clone()
     highest = partial_lse.amax(0)
     weights = torch.exp(partial_lse - highest)

@@ -1,7 +1,7 @@
 """Compiles the kernels on first use, from the package's sources into the kernel cache.
 
-NVRTC, which torch installs, compiles them, so the machine needs neither nvcc nor a C++ compiler.
-Images that are shipped with a wheel or are in the cache are not compiled again.
+The compiler is NVRTC, which is installed with torch, so the machine needs neither nvcc nor a C++
+compiler. An image that is shipped in the wheel or is in the cache is not compiled again.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _ELEMENTS = {
     torch.float16: ("__half", "fp16"),
     torch.bfloat16: ("__nv_bfloat16", "bf16"),
 }
-# dtype of a KV cache that is converted -> KvType of kernels/kv_type.h, short name
+# dtype of a KV cache whose values the kernels convert -> KvType of kernels/kv_type.h, short name
 _CONVERTED = {
     torch.float8_e4m3fn: ("kE4m3", "e4m3"),
     torch.float8_e5m2: ("kE5m2", "e5m2"),
 }
 _DIGITS = 16  # hexadecimal digits of a hash
-# Architectures that need a target with the suffix "a", for wgmma and setmaxnreg.
+# Architectures whose target needs the suffix "a", for instructions such as wgmma and setmaxnreg.
 _SPECIFIC_ARCHS = ((9, 0), (10, 0), (10, 3))
 
 
@@ -54,17 +54,17 @@ class KernelConfig:
     arch
         Compute capability, 8.0 or newer.
     v_head_dim
-        Length of values. 0 becomes `head_dim`.
+        Length of values. 0: the same as `head_dim`.
     kv_dtype
         dtype of the KV cache: float8_e4m3fn or float8_e5m2. None: the same as `dtype`.
     force_mma_sync
-        Compile the mma.sync bodies of other architectures for Hopper, so that tests can run them
-        there.
+        Whether to compile the mma.sync bodies, which are those of other architectures, for Hopper.
+        Tests can then run them there.
 
     Raises
     ------
     ValueError
-        Names the value and what is supported.
+        There are no kernels for a value. The message names the value and what is supported.
     """
 
     dtype: torch.dtype
@@ -125,7 +125,7 @@ class KernelConfig:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """Type of the KV cache."""
+        """dtype of the KV cache."""
         return self.kv_dtype or self.dtype
 
     @property
@@ -149,11 +149,11 @@ class KernelConfig:
 
     @property
     def tiles_agree(self) -> bool:
-        """True if a row's result has the same bits in every tile, because there is one body.
+        """True if one body computes all tiles, so that a row's result is bit-identical in each.
 
         Latent attention has one body, except on Hopper with a cache of the queries' dtype. Other
-        layers have one body only on Hopper with a cache of the queries' dtype. Elsewhere the tiles
-        of mma.sync split KV among warps in different ways.
+        layers have one body only on Hopper with a cache of the queries' dtype. Otherwise they use
+        mma.sync, whose tiles split KV among warps in different ways.
         """
         has_wgmma = self.arch == (9, 0) and not self.force_mma_sync and self.kv_dtype is None
         return has_wgmma != self.is_latent
@@ -202,7 +202,7 @@ class KernelConfig:
 _SOURCE = "entry_points.cu"
 _STANDARD_HEADERS = "nvrtc"  # folder of stand-ins for headers that NVRTC lacks
 _INCLUDED = ("cuda_bf16.h", "cuda_bf16.hpp", "cuda_fp16.h", "cuda_fp16.hpp")
-SHIPPED = "cubins"  # folder of the package with the images of a wheel
+SHIPPED = "cubins"  # folder in the package that has the images which a wheel ships
 _REPORT = "compiler_report.txt"
 RECORD = "build.json"
 
@@ -214,7 +214,7 @@ class KernelBuildError(RuntimeError):
 def build_all(
     configs: Sequence[KernelConfig], *, cache: Path | None = None, force: bool = False
 ) -> list[Path]:
-    """Call `build()` for all configs, with as many at a time as there are CPUs."""
+    """Call `build()` for all configs, in as many threads as there are CPUs. Return the images."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(lambda config: build(config, cache=cache, force=force), configs))
 
@@ -227,7 +227,7 @@ def build(config: KernelConfig, *, cache: Path | None = None, force: bool = Fals
     Parameters
     ----------
     config
-        The variant of the kernels. Its GPU is not needed.
+        The variant of the kernels. The machine need not have a GPU of this architecture.
     cache
         The folder of all images. None: `default_cache()`.
     force
@@ -256,10 +256,11 @@ def build(config: KernelConfig, *, cache: Path | None = None, force: bool = Fals
 
 
 def find_image(config: KernelConfig, cache: Path) -> Path | None:
-    """Return an image of `config` without compiling: the cached one, or else the shipped one.
+    """Return an image of `config` without compiling: a cached one, or else the shipped one.
 
-    The cached image must come from this machine's compiler. If there is no compiler, or if nothing
-    else fits and the cache cannot be written, returns the newest cached image of any compiler.
+    Normally, a cached image counts only if this machine's compiler made it. But the newest cached
+    image of any compiler is returned if there is no compiler here. It is also returned if there is
+    no other image and the cache cannot be written. None: there is no image.
     """
     made = kernel_cache.versions(cache, cache_key(config))
     if made:
@@ -286,10 +287,10 @@ def entry_key(config: KernelConfig, compiler: Compiler) -> str:
 
 
 def cache_key(config: KernelConfig) -> str:
-    """Return the name of `config` in a wheel, with which the names of its cache entries begin.
+    """Return the name of `config`'s image in a wheel. Names of its cache entries begin with it.
 
-    It depends on the source files and options, but not on the compiler, so a wheel's images are
-    used wherever the wheel is installed.
+    The name depends on the source files and options, but not on the compiler, so the images of a
+    wheel are used wherever the wheel is installed.
     """
     digest = _hash_of_sources()
     digest.update(json.dumps(config.options).encode())
@@ -328,7 +329,7 @@ def _fill(config: KernelConfig, compiler: Compiler, entry: Path, work: Path) -> 
 
 
 def _shipped_image(key: str) -> Path | None:
-    """Return the image that the wheel has shipped, or None."""
+    """Return the image in the installed wheel, or None."""
     image = Path(str(importlib.resources.files("sglang_pat"))) / SHIPPED / key / IMAGE
     return image if image.exists() else None
 
@@ -345,7 +346,7 @@ def compiler_of(image: Path) -> str:
 
 
 def source_folder() -> Path:
-    """Return the folder of the kernel sources, of a normal or an editable installation."""
+    """Return the folder of the kernel sources: in the package or, if editable, in the clone."""
     folder = importlib.resources.files("sglang_pat") / "kernels"
     for path in (Path(str(folder)), Path(__file__).parents[2] / "kernels"):
         if (path / _SOURCE).exists():
@@ -431,7 +432,7 @@ class Compiler:
 
 
 def _digest(nvrtc: Any, cuda_headers: Path) -> str:
-    """Return a hash of the headers and of the compiler's build, which its PTX names."""
+    """Return a hash of the CUDA headers and of NVRTC's build, which any PTX of NVRTC names."""
     program = _checked(nvrtc.nvrtcCreateProgram(b"", b"", 0, [], []), "reading nothing")
     try:
         _checked(nvrtc.nvrtcCompileProgram(program, 0, []), "compiling nothing")
@@ -459,7 +460,7 @@ def _nvrtc() -> Any:
 
 
 def _checked(result: tuple[Any, ...], what: str) -> Any:
-    """Return the results of an NVRTC call without its status: a value, or several in a tuple."""
+    """Return an NVRTC call's results without the status: one value, or a tuple of several."""
     status, *values = result
     if status.value:
         raise KernelBuildError(f"NVRTC failed ({what}): {status.name}")
@@ -467,7 +468,7 @@ def _checked(result: tuple[Any, ...], what: str) -> Any:
 
 
 def _output(program: Any, size_of: Any, get: Any) -> bytes:
-    """Return one of a program's outputs."""
+    """Return an output of a program. size_of, get: NVRTC's functions for its size and contents."""
     output = bytearray(_checked(size_of(program), "asking for a size"))
     _checked(get(program, output), "reading the output")
     return bytes(output)

@@ -1,7 +1,7 @@
 """The folder of compiled kernels: its path, its ownership checks, and its locks.
 
-An entry is a folder with a compiled image. `jit.py` names and fills it. An entry is created by one
-rename, so an entry that exists is complete.
+An entry is a folder with a compiled image. `jit.py` names and fills entries. The last step of
+making an entry is to rename a filled folder, so an entry that exists is complete.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from filelock import FileLock, Timeout
 from platformdirs import user_cache_path
 
 CACHE_VARIABLE = "SGLANG_PAT_KERNEL_CACHE"
-ANOTHER_FOLDER = f"set {CACHE_VARIABLE} to another folder"  # ends every error message
+ANOTHER_FOLDER = f"set {CACHE_VARIABLE} to another folder"  # the end of every error message
 IMAGE = "kernels.cubin"
 
-LOCK_TIMEOUT_S = 900.0  # several times a build on one slow core
+LOCK_TIMEOUT_S = 900.0  # several times as long as a build takes on one slow core
 _SILENT_WAIT_S = 5.0
-_BUILD = ".build-"  # KEY.build-PID@HOST-RANDOM: an entry in the making
+_BUILD = ".build-"  # a folder KEY.build-PID@HOST-RANDOM is an entry that is being filled
 
 
 class KernelCacheError(RuntimeError):
@@ -64,7 +64,7 @@ def default_cache(variables: Mapping[str, str] | None = None) -> Path:
 
 
 def versions(cache: Path, key: str) -> list[str]:
-    """Return the names, `KEY-DIGITS`, of the cache's entries of `key`, newest first.
+    """Return the names of all cache entries `KEY-DIGITS`, where KEY is `key`, newest first.
 
     Raises
     ------
@@ -122,7 +122,7 @@ def add(
     key
         The entry's name: a file name.
     fill
-        Writes IMAGE, and all other files of the entry, into the folder that it gets.
+        Called with a folder. Writes IMAGE and all other files of the entry into it.
     replace
         Fill the entry even if it exists.
     timeout_s
@@ -154,10 +154,10 @@ def add(
 
 
 def check_owners(*paths: Path) -> None:
-    """Refuse files and folders that another user could have written: their code will be run.
+    """Refuse files and folders that another user could have written, because they hold code to run.
 
-    Each path must belong to this user or to root, and nobody else may have write permission. No
-    folder above it may be writable by everybody, unless it is sticky, as /tmp is.
+    Each path must belong to this user or to root, and nobody else may have write permission. A
+    folder above a path must not be writable by everybody, unless the folder is sticky, as /tmp is.
 
     Raises
     ------
@@ -185,7 +185,7 @@ def check_owners(*paths: Path) -> None:
 
 def problem_with_writing(cache: Path) -> str | None:
     """Return why no kernel can be added to `cache`, or None if kernels can be added."""
-    # os.path.exists() does not raise for a folder without read permission; it counts as missing.
+    # Inside a folder without permissions, os.path.exists() does not raise, but returns False.
     folder = next(path for path in (cache, *cache.parents) if os.path.exists(path))
     if not folder.is_dir():
         return f"{folder} is not a folder"
@@ -224,7 +224,7 @@ def _locked(cache: Path, key: str, timeout_s: float) -> Iterator[None]:
 
 
 def _builder(cache: Path, key: str) -> str:
-    """Return which process holds an entry's lock, from the name of the folder that it fills."""
+    """Return which process holds an entry's lock, by the id in the name of the folder it fills."""
     for folder in cache.glob(f"{key}{_BUILD}*"):
         pid, _, rest = folder.name.partition(_BUILD)[2].partition("@")
         with contextlib.suppress(OSError):  # the other process may have ended
@@ -257,7 +257,7 @@ def _publish(work: Path, entry: Path) -> None:
     for path in work.iterdir():
         path.chmod(0o644)
     work.chmod(0o755)
-    if entry.exists():  # a process that has loaded it keeps it in memory
+    if entry.exists():  # processes that have loaded the old image keep it in memory
         entry.rename(work.with_name(f"{work.name}-old"))
     work.rename(entry)
     shutil.rmtree(work.with_name(f"{work.name}-old"), ignore_errors=True)

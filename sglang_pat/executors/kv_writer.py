@@ -1,8 +1,8 @@
 """KvWriter: stores the keys and values of new tokens in a KV cache, by one kernel.
 
 A cache of the model's dtype gets the numbers unchanged. A one-byte cache gets the same bytes that
-torch would write with four more kernels, which divide keys and values by their scales in place and
-convert both.
+torch would write. With torch, that takes four more kernels: two divide keys and values in place by
+their scales, and two convert them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class KvWriter:
         self._factors: dict[float, torch.Tensor] = {}
         self._overflow = 0
         if config.kv_dtype is not None:
-            # The byte that torch writes for numbers that are too large for the cache's dtype, which
+            # For numbers that are too large for the cache's dtype, torch writes this byte. It
             # depends on torch's version.
             infinity = torch.full((1,), math.inf, dtype=config.dtype, device=device)
             self._overflow = int(infinity.to(config.kv_dtype).view(torch.uint8))
@@ -64,19 +64,19 @@ class KvWriter:
                 load_kernels(config, torch.cuda.current_device())
 
     def scale(self, divisor: torch.Tensor | float | None) -> KvScale | None:
-        """Return the scale that divides as `torch.Tensor.div_` would divide by `divisor`.
+        """Return the scale with which write() divides as `torch.Tensor.div_(divisor)` does.
 
-        Each write reads a tensor again. As in SGLang's pools, nothing is divided if the cache has
-        the model's dtype.
+        If `divisor` is a tensor, each write reads its current value. As in SGLang's pools, nothing
+        is divided if the cache has the model's dtype.
 
-        Returns None if the kernel cannot divide by `divisor`, for example if it is a number that is
-        seen first during a capture.
+        Returns None if the kernel cannot divide by `divisor`, for example if it is a number that
+        occurs for the first time during a capture.
         """
         if divisor is None or self.config.kv_dtype is None:
             return UNSCALED
         if isinstance(divisor, torch.Tensor):
-            # The kernel does what torch does for a 0-d float32 divisor on the device, which torch
-            # rounds to the dividends' dtype. For other tensors, torch does otherwise.
+            # The kernel divides as torch does by a 0-d float32 tensor on the device: torch rounds
+            # such a divisor to the dividends' dtype. By other tensors, torch divides differently.
             if (divisor.dim(), divisor.dtype, divisor.device) != (0, torch.float32, self._device):
                 return None
             return KvScale(divisor.data_ptr(), ScaleUse.DIVIDE)
@@ -84,8 +84,8 @@ class KvWriter:
         if factor is None:
             if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return None
-            # torch multiplies by this factor instead of dividing. It is computed by this torch
-            # version.
+            # For a number, torch multiplies by its reciprocal. The installed torch computes that
+            # here, so that the bits are the same.
             factor = torch.ones((), dtype=torch.float32, device=self._device).div_(divisor)
             self._factors[divisor] = factor
         return KvScale(factor.data_ptr(), ScaleUse.MULTIPLY)
@@ -173,7 +173,7 @@ class KvWriter:
         slots: torch.Tensor,
         cache: torch.Tensor,
     ) -> bool:
-        """Write the rows of latent attention. Returns like write().
+        """Write the rows of latent attention. Returns what write() returns.
 
         Parameters
         ----------

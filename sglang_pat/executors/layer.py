@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-# Each run reads a tensor again, so that captured graphs see an update of its contents.
+# If a scale is a tensor, each run reads its current value, so captured graphs see an update, too.
 Scale = float | torch.Tensor
 
 
@@ -15,18 +15,18 @@ class LayerInputs(NamedTuple):
 
     Attributes
     ----------
-    q : `[num_requests, num_qo_heads, head_dim]`; of latent attention also `[num_requests,
-        num_qo_heads, v_head_dim]`, together with `q_rope`.
+    q : `[num_requests, num_qo_heads, head_dim]`. In latent attention, it may also be
+        `[num_requests, num_qo_heads, v_head_dim]`; then `q_rope` has the other columns.
     k_cache : `[num_slots, num_kv_heads, head_dim]`.
-    v_cache : `[num_slots, num_kv_heads, v_head_dim]`; of latent attention a view of `k_cache`.
+    v_cache : `[num_slots, num_kv_heads, v_head_dim]`. In latent attention, a view of `k_cache`.
     out : `[num_requests, num_qo_heads, v_head_dim]`; written.
     lse : float32 `[num_requests, num_qo_heads]`, natural log; written if given.
     sm_scale : softmax scale.
-    logit_cap : `cap * tanh(logit / cap)` if positive, off if 0.
+    logit_cap : the cap if logits become `cap * tanh(logit / cap)`. 0: they are not capped.
     sinks : `[num_qo_heads]`, float32, bfloat16 or float16: one more logit per head, without a
-        value. It is neither scaled nor capped.
-    k_scale, v_scale : factors of the numbers in the caches. A tensor is float32 with one element,
-        and is allowed only for a cache of one-byte numbers.
+        value. This logit is neither scaled nor capped.
+    k_scale, v_scale : factors for the numbers in the caches. A tensor must be float32 with one
+        element, and is allowed only if the caches have one-byte numbers.
     q_rope : `[num_requests, num_qo_heads, head_dim - v_head_dim]`: the columns of the queries that
         `q` does not have. Only for latent attention.
     """

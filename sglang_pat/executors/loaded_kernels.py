@@ -34,7 +34,7 @@ class LaunchFacts(NamedTuple):
 
 
 class _LaunchConfig(threading.local):
-    """The driver's launch configuration, one per thread: a launch sets its grid and stream."""
+    """The driver's launch configuration. Each thread has one: a launch sets its grid and stream."""
 
     def __init__(self, num_threads: int, shared_bytes: int, overlap: bool) -> None:
         """Set up the configuration of a thread, at the thread's first launch."""
@@ -63,8 +63,9 @@ class Launcher:
     shared_bytes : int
         Dynamic shared memory of a CTA.
     overlap : bool
-        Whether the kernel may start while the previous kernel in the stream ends (programmatic
-        dependent launch). The kernel itself must then wait before it uses what that kernel writes.
+        Whether the kernel may start before the previous kernel in the stream has ended
+        (programmatic dependent launch). Its code must then wait before it uses what the previous
+        kernel writes.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class LoadedKernels:
     num_sms : int
         Number of SMs of the device.
     num_ctas : int
-        Number of CTAs of pack_decode that the device can run at the same time, which is its grid.
+        Number of CTAs in the grid of pack_decode: as many as the device can run at the same time.
     pack_decode : tuple of Launcher
         The kernels without and with a soft-cap. Latent attention has only the one without.
     merge_partials : tuple of Launcher
@@ -183,15 +184,15 @@ def load_kernels(config: KernelConfig, device_index: int) -> LoadedKernels:
             f"{problem}: it was compiled for another GPU, or is damaged; compile it again: "
             f"sglang-pat build --force {config.build_options}"
         )
-    # The wheel's image may come from a compiler that is newer than this driver. torch's compiler is
-    # not newer.
+    # The wheel's image may come from a compiler that is newer than this driver. The compiler that
+    # is installed with torch is not newer.
     logger.warning("%s; the kernels are compiled here instead", problem)
     return LoadedKernels(build(config, force=True).read_bytes(), config)
 
 
 @functools.lru_cache(maxsize=1024)
 def _tensor_map(address: int, num_slots: int, row_bytes: int, slot_bytes: int) -> Any:
-    """Return a cache's tensor map with boxes of 32 slots by 128 bytes, if possible."""
+    """Return a KV cache's tensor map with boxes of 32 slots by 128 bytes; None if impossible."""
     if row_bytes % 128 or num_slots < 32:
         return None
     u64, u32 = driver.cuuint64_t, driver.cuuint32_t
@@ -212,8 +213,8 @@ def _tensor_map(address: int, num_slots: int, row_bytes: int, slot_bytes: int) -
     try:
         return check(answer, "describing a KV cache")
     except RuntimeError as error:
-        # This version of cuda-bindings passes the driver an object without the documented
-        # alignment.
+        # The driver refuses an object without the documented alignment, which some versions of
+        # cuda-bindings pass.
         _warn_once(f"{error}: slots that follow one another are copied one by one, which is slower")
         return None
 
@@ -261,8 +262,8 @@ def _describe(error: Any) -> str:
 
 def _function(library: Any, name: str) -> Any:
     kernel = check(driver.cuLibraryGetKernel(library, name.encode()), f"looking for {name}")
-    # Loads the function now, because a lazy load would happen at the first launch, perhaps during a
-    # capture.
+    # Loads the function now. Otherwise the driver would load it at the first launch, perhaps during
+    # a capture.
     return check(driver.cuKernelGetFunction(kernel), f"loading {name}")
 
 

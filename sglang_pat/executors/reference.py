@@ -1,8 +1,9 @@
 """Executes a decode plan in plain torch, on any device.
 
-Tests compare the kernels with it, and machines without a GPU run it. It follows the plan as the
-kernels do: it reads shared ranges through the slot buffer and private ranges through
-`req_to_token`, and merges partials. Tests compare it with `dense_attention`, which uses no plan.
+Tests compare the kernels with this code, and machines without a GPU run it. It follows the plan as
+the kernels do: it reads shared ranges through the slot buffer and private ranges through
+`req_to_token`, and merges partials. Tests also compare it with `dense_attention`, which uses no
+plan.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from sglang_pat.executors.layer import LayerInputs, Scale
 from sglang_pat.executors.window_rows import Window, WindowRows
 from sglang_pat.plan import DecodePlan, copy_plan, segment_interval
 
-# The most KV elements that one batched product gathers, which bounds the memory for long contexts.
+# A batched product gathers at most this many KV elements, to bound the memory for long contexts.
 _MAX_GATHERED_ELEMENTS = 1 << 25
 
 
@@ -41,7 +42,11 @@ def gather_slots(
 
 
 class _SegmentRanges(NamedTuple):
-    """int64 arrays with an entry per segment. A segment's requests are a range of item_requests."""
+    """Arrays with one number per KV segment.
+
+    A segment's requests are `num_requests` entries of the plan's item_requests, from `entry_begin`
+    on.
+    """
 
     tile: npt.NDArray[np.int64]
     kv_request: npt.NDArray[np.int64]
@@ -96,7 +101,7 @@ class PlanExecution:
         item_of = np.repeat(np.arange(len(items)), items[:, 4])
         ends = segments[:, 2].copy()
         is_open = ends == OPEN_END
-        # Reads the lengths on the device, as the kernels do, because the host's may be older.
+        # Uses the lengths on the device, as the kernels do. Those on the host may be older.
         ends[is_open] = step.seq_lens.cpu().numpy()[segments[is_open, 0]]
         first, end = segment_interval(segments[:, 3])
         ranges = _SegmentRanges(
@@ -255,9 +260,9 @@ class ReferenceExecutor:
         return ReferenceExecutor(self._device, self._new_execution, self._window)
 
     def reuse_plan(self, step: Step, *, gather: bool = False) -> None:
-        """Let the last plan serve this step too. From now on, the step's tensors are read.
+        """Use the last plan for this step too. From now on, run() reads the tensors of this step.
 
-        gather: read the slots of shared ranges again, too.
+        gather: also read the slots of shared ranges again.
         """
         assert self._plan is not None
         _check_rows(step)
@@ -303,9 +308,9 @@ def _check_lengths(step: Step, plan: DecodePlan) -> None:
 
     Called when the step runs, because captured graphs fill the lengths after the step begins.
 
-    A request with a private tail may be one token shorter than on the host, because its new token
-    may be missing. A request without a tail must end where its path ends. Padding may have any
-    length.
+    On the device, a request with a private tail may be one token shorter than on the host, because
+    its new token may be missing. A request without a tail must end where its path ends. Padding may
+    have any length.
     """
     lens, width = step.seq_lens.cpu().numpy(), step.req_to_token.shape[1]
     least, most = step.host_seq_lens.copy(), step.host_seq_lens.copy()
@@ -366,11 +371,11 @@ def _attend(
 def merge_partials(
     partial_out: torch.Tensor, partial_lse: torch.Tensor, owner: torch.Tensor, num_merges: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the LSE-weighted sums of partials, and their LSEs, as in flash-decoding.
+    """Merge partials as in flash-decoding. Return the outputs and LSEs of `num_merges` results.
 
     partial_out: `[num_partials, heads, v_head_dim]`. partial_lse: `[num_partials, heads]`. owner:
-    int64 `[num_partials]`, the index of the result to which a partial belongs. A result without
-    partials, or with empty partials only, is 0 with LSE -inf.
+    int64 `[num_partials]`, the index of the result to which a partial belongs. If a result has no
+    partials, or only empty ones, its output is 0 and its LSE is -inf.
     """
     heads = partial_lse.shape[1]
     index = owner[:, None].expand(-1, heads)
@@ -388,10 +393,10 @@ def merge_partials(
 def add_sinks(
     out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add sinks, `[heads]`, to complete attention results without sinks.
+    """Add `sinks`, `[heads]`, to the final results of attention. Return the new output and LSE.
 
-    The results are `[requests, heads, v_head_dim]` and `[requests, heads]`. A row without KV stays
-    0, and its LSE becomes the sink.
+    out: `[requests, heads, v_head_dim]`. lse: `[requests, heads]`. The output of a row without KV
+    stays 0, and its LSE becomes the sink.
     """
     sinks = sinks.to(lse.dtype)
     weights = torch.where(lse == -math.inf, 0.0, torch.sigmoid(lse - sinks))
@@ -413,12 +418,12 @@ def dense_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute decode attention request by request, without a plan.
 
-    Shapes are as in PackAttention.run. Computes and returns in `dtype`.
+    Shapes are as in PackAttention.run. Output and LSE are computed and returned in `dtype`.
     """
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     out = q.new_zeros((*q.shape[:2], v_cache.shape[2]), dtype=dtype)
     lse = q.new_full(q.shape[:2], -math.inf, dtype=dtype)
-    # Groups query heads by KV head, so that K and V, which may be long, are not repeated.
+    # Query heads are grouped by KV head, so that K and V, which may be long, need not be repeated.
     num_kv_heads = k_cache.shape[1]
     grouped = q.to(dtype).view(len(q), num_kv_heads, -1, q.shape[2])
     for request, seq_len in enumerate(seq_lens.tolist()):

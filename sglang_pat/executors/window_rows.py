@@ -1,4 +1,4 @@
-"""Rows for layers with a sliding window: which tokens they have, and in which slots."""
+"""The rows that layers with a sliding window read: the KV slots of each request's last tokens."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ class Window(NamedTuple):
 
     Attributes
     ----------
-    tokens : number of tokens that a request attends to, including its new token.
+    tokens : number of tokens that a request attends to at most, including its new token.
     slack : tokens by which requests may grow before the next cut.
     ahead : tokens by which a request may be longer on the device than on the host.
-    chunked : whether the window is a chunk, which begins at the last multiple of `tokens`.
+    chunked : whether the window does not slide, but begins at the last multiple of `tokens`.
     slot_map : int64 or int32 `[num_slots]`, the slot in the layers' caches for each slot in
-        `req_to_token`. Borrowed, and read in each step. None: both slots are the same.
+        `req_to_token`. Not copied: each step reads its current values. None: both slots are the
+        same.
     """
 
     tokens: int
@@ -34,7 +35,7 @@ class Window(NamedTuple):
         return {"window": self.tokens, **{name: getattr(self, name) for name in names}}
 
     def attended(self, lens: Any) -> Any:
-        """Return to how many tokens requests of these lengths attend. lens: array or tensor."""
+        """Return how many tokens requests attend to. lens: array or tensor of their lengths."""
         if self.chunked:
             return ((lens - 1) % self.tokens + 1) * (lens > 0)
         return lens.clip(max=self.tokens)
@@ -57,7 +58,7 @@ class WindowRows:
         self.indices = torch.arange(num_rows, dtype=torch.int32, device=device)
 
     def step(self, step: Step) -> Step:
-        """Return the step with these rows as `req_to_token`. The rows must still be written."""
+        """Return the step with these rows in place of `req_to_token`. Does not write the rows."""
         size = len(step.seq_lens)
         lens = self.window.attended(step.host_seq_lens)
         return Step(self.slots, self.indices[:size], self.seq_lens[:size], lens)
@@ -65,8 +66,8 @@ class WindowRows:
     def fill(self, step: Step, cuts: torch.Tensor) -> None:
         """Write the rows of a step in plain torch, as `kernels/fill_rows.cuh` does.
 
-        cuts: position at which each row begins, unless it lies before the window. The row then
-        begins where the window begins.
+        A row begins with the tokens from its cut on, and ends with those before the cut. If the cut
+        lies before the window, the row begins where the window begins. cuts: position of each cut.
         """
         size, slot_map = len(step.seq_lens), self.window.slot_map
         lens = step.seq_lens.long()[:, None]

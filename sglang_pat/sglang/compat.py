@@ -146,7 +146,7 @@ def kv_write_location() -> Callable[..., Any]:
     """Return a function that tells where a pool must write the new tokens of a batch.
 
     The function takes the batch and `swa_loc`, the slots in the pool of sliding-window layers. In
-    versions after 0.5.17, its result marks the slots as physical, which their pools require.
+    versions after 0.5.17, its result marks the slots as physical, because pools require that.
     """
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 

@@ -2,8 +2,8 @@
 
 The constants of decode steps were fitted to recorded servers on an H100 and an H200
 (`benchmarks/results`): an 8B model, and one GPU's part of a 70B model on eight GPUs. Tests compare
-the estimates with these recordings. The constants of passes were fitted to whole jobs on an H200.
-Data sheets scale the constants to other GPUs; no run has checked this scaling.
+the estimates with these recordings. The constants of prefill passes were fitted to whole jobs on an
+H200. For other GPUs, the constants are scaled by data sheets; no run has checked this scaling.
 """
 
 from __future__ import annotations
@@ -45,39 +45,39 @@ _KV_SHARE = 2.91e12 / _H100.bytes_per_second  # KV from memory
 _PARTIAL_SHARE = 2.27e12 / _H100.bytes_per_second  # partial results, written and read
 _WEIGHT_SHARE = 2.96e12 / _H100.bytes_per_second
 _FLOPS_SHARE = 700e12 / _H100.flops_per_second
-_L2_PER_SM = 6.8e12 / _H100.num_sms  # bytes a second, KV in the L2 cache
-# The tensor cores multiply each token that is read with a whole tile of 64 query rows. The rate was
-# fitted to latent attention. It limits other attention only on GPUs with much bandwidth and few
-# operations per second (H20).
+_L2_PER_SM = 6.8e12 / _H100.num_sms  # bytes of KV per second from the L2 cache
+# The tensor cores multiply each KV token with a whole tile of 64 query rows, even if few of these
+# are used. Their rate was fitted to latent attention. It limits other attention only on GPUs with
+# much bandwidth and few operations per second (H20).
 _LATENT_FLOPS_SHARE = 650e12 / _H100.flops_per_second
-# In pat's attention other than latent, the tensor cores multiply each token that several requests
-# share with all rows of a tile.
+# The tensor cores' rate in pat's attention, except latent, on tokens that several requests share:
+# each of these tokens is multiplied with all rows of a tile.
 _TILE_FLOPS_SHARE = 400e12 / _H100.flops_per_second
 _TILE_ROWS = 64
-_OVERLAP = 4  # norm that combines the times of memory and tensor cores
+_OVERLAP = 4  # p of the p-norm of the times of memory and of the tensor cores
 _ATTENTION_SECONDS = 8.5e-6  # fixed time of a layer's attention
-_LAYER_SECONDS = 32e-6  # a layer's norms and launches
-# Times of a layer's additional launches, which choose and sort experts, project latent attention,
-# or update a state.
+_LAYER_SECONDS = 32e-6  # a layer's norms, and the launches of its kernels
+# Additional times of a layer whose additional kernels choose and sort experts, project latent
+# attention, or update a state.
 _EXPERTS_SECONDS, _LATENT_SECONDS, _STATE_SECONDS = 35e-6, 70e-6, 40e-6
 _PREFILL_SHARE = 650 / 989  # fraction of the tensor cores' peak
 _PREFILL_ATTENTION_SHARE = 350 / 989
 _PREFILL_SECONDS = 0.002  # fixed time of a pass
-_PREFILL_LAYER_SECONDS = 0.3e-3  # least time of a layer, without a graph
+_PREFILL_LAYER_SECONDS = 0.3e-3  # least time of a layer, which runs without a CUDA graph
 _PREFILL_REQUEST_SECONDS = 0.001  # fixed time of a request in a pass
 
-_MEMORY_SHARE = 0.86  # of a GPU's memory, for weights and KV: about SGLang's default
+_MEMORY_SHARE = 0.86  # fraction of a GPU's memory for weights and KV, about SGLang's default
 
 # Time of an all-reduce. Every layer has two, after attention and after the MLP. The times are those
 # of SGLang's own all-reduce on eight H200s, where NCCL's takes three times as long.
 _ALL_REDUCE_SECONDS = 5e-6
 _ALL_REDUCE_BYTES_PER_SECOND = 300e9
 
-_PARTIAL_BYTES, _LSE_BYTES = 2, 4  # of a number of a partial output, and of an LSE
-_STATE_BYTES_PER_REQUEST = 4 << 20  # state of a layer, read and written in each step
+_PARTIAL_BYTES, _LSE_BYTES = 2, 4  # of each number in a partial output, and of the LSE
+_STATE_BYTES_PER_REQUEST = 4 << 20  # that each step reads and writes for the state of a layer
 
 
-# Shared tokens of a window that each request reads separately (`sglang_pat/window.py`).
+# So many shared tokens of a window are read by each request separately (`sglang_pat/window.py`).
 _WINDOW_SLACK = 64
 
 
@@ -85,11 +85,11 @@ class Reads(NamedTuple):
     """KV that the attention of one layer reads in a step, in tokens of one KV head.
 
     once: the distinct tokens, read from memory. again: repeated reads from memory by other requests
-    of the batch. cached: repeated reads from the L2 cache. partials: partials of one query row.
-    cache_speed: the speed of reads from the cache, as a fraction of the speed of all SMs together.
-    in_tiles: tokens that pat's tiles read for several requests at once. The tensor cores multiply
-    these tokens while the cache is read, so reads from the cache take no additional time.
-    by_fa3: the kernel is FA3's.
+    of the batch. cached: repeated reads from the L2 cache. partials: number of partials per query
+    head. cache_speed: the speed of reads from the cache, as a fraction of the speed at which all
+    SMs together read. in_tiles: tokens that pat's tiles read for several requests at once. While
+    the tensor cores multiply these tokens, the cache is read, so its reads take no additional time.
+    by_fa3: whether the kernel is FA3's.
     """
 
     once: float
@@ -107,12 +107,13 @@ class Reads(NamedTuple):
     def in_windows(self, requests: int, kv_tokens: float, window: float) -> Reads:
         """Return the part of these reads within the last `window` tokens of each request.
 
-        Assumes requests of equal length that share one prefix, and that the prefix's part in the
-        windows fits into the L2 cache. kv_tokens: KV tokens of all requests together.
+        Assumes that all requests have the same length and share one prefix, and that the part of
+        the prefix within the windows fits into the L2 cache. kv_tokens: KV tokens of all requests
+        together.
         """
         if kv_tokens <= requests * window:
             return self
-        common = kv_tokens - self.once  # reads of tokens that another request reads too
+        common = kv_tokens - self.once  # repeated reads of shared tokens
         prefix = common / max(requests - 1, 1)
         own = kv_tokens / requests - prefix
         left = max(0.0, window - own)
@@ -170,19 +171,19 @@ class StepTime:
         weights: Weights | None = None,
         kv_cache_dtype: str = "auto",
     ) -> StepTime:
-        """Read a model's `config.json`.
+        """Return the StepTime of the model that a `config.json` describes.
 
         Parameters
         ----------
         layers, weights
-            If None, they are derived from `config` by the rules of this package.
+            None: derived from `config` by the rules of this package.
         kv_cache_dtype
             SGLang's option, one of `support.KV_CACHE_DTYPES`.
 
         Raises
         ------
         ValueError
-            A key of the configuration or `tp` is not valid. The message names it.
+            `tp` or a key of the configuration is not valid. The message names the key.
         """
         check_dtype(config)
         layers = read_layers(config, max(1, tp)) if layers is None else layers
@@ -205,7 +206,7 @@ class StepTime:
         )
 
     def kv_heads(self, layer: Layer) -> int:
-        """Return the KV heads on one GPU. Several GPUs have the same head if there are too few."""
+        """Return the KV heads on one GPU: at least 1, because GPUs may hold the same head."""
         return max(1, layer.num_kv_heads // self.tp)
 
     @property
@@ -221,9 +222,10 @@ class StepTime:
         return held / self.tp
 
     def pool_tokens(self, pool_bytes: float | None = None) -> int:
-        """Return the tokens of a GPU's KV pool. pool_bytes: default: memory without the weights.
+        """Return how many tokens fit into a GPU's KV pool of `pool_bytes`.
 
-        ValueError if the weights leave no memory for a pool, or the pool has less than two tokens.
+        None: the pool gets the memory that the weights leave. ValueError if they leave none, or if
+        fewer than two tokens fit.
         """
         gpu = self.gpu
         if pool_bytes is None:
@@ -239,7 +241,7 @@ class StepTime:
         return tokens
 
     def without_attention(self, batch: int) -> float:
-        """Return the seconds of a step without its attention."""
+        """Return the seconds of a decode step without its attention."""
         weights, gpu = self.weights, self.gpu
         untouched = (1 - weights.experts_per_token / weights.num_experts) ** batch
         read = self._dense_bytes
@@ -256,9 +258,9 @@ class StepTime:
     def busy_sms(self, requests: int) -> float:
         """Return the fraction of the SMs that query-centric attention keeps busy.
 
-        A CTA reads the KV of one request and one KV head. If there are fewer CTAs than SMs, each is
-        split into as many parts as can all have their own SM. If there are more, they run in waves,
-        and in the last wave some SMs are idle.
+        A CTA reads the KV of one request and one KV head. If there are fewer CTAs than SMs, each
+        CTA is split into n parts, with the largest n for which every part has its own SM. If there
+        are more CTAs than SMs, they run in waves, and in the last wave some SMs are idle.
         """
         heads = max(
             (self.kv_heads(layer) for layer in self.layers if layer.kind == FULL), default=0
@@ -292,7 +294,7 @@ class StepTime:
         if reads.in_tiles:
             computed = reads.in_tiles * _TILE_ROWS * heads * row_flops / _TILE_FLOPS_SHARE
             seconds = (memory**_OVERLAP + computed**_OVERLAP) ** (1 / _OVERLAP)
-        if gpu.capability[0] == 9:  # FA3 also multiplies whole wgmma tiles
+        if gpu.capability[0] == 9:  # on Hopper, FA3 multiplies whole tiles, too (wgmma)
             least = reads.tokens * _TILE_ROWS * heads * row_flops / _LATENT_FLOPS_SHARE
             seconds = max(seconds, least)
         return _ATTENTION_SECONDS + seconds + merge
@@ -305,7 +307,7 @@ class StepTime:
         kv_tokens
             KV tokens of all requests.
         ours, other
-            The reads of a full-attention layer that pat accelerates, and of any other.
+            The reads of a layer with full attention, `ours` if pat accelerates it, else `other`.
         """
         attention = 0.0
         for layer, count in self._alike.items():
@@ -326,7 +328,7 @@ class StepTime:
         Parameters
         ----------
         pairs
-            Pairs of a new token and a token that it attends to, summed over the requests.
+            Number of pairs of a new token and a token that it attends to, over all requests.
         """
         gpu, weights = self.gpu, self.weights
         matrices = 2 * new * (self._active - weights.vocabulary)
@@ -347,7 +349,7 @@ class StepTime:
 
     @cached_property
     def _alike(self) -> Counter[Layer]:
-        """Count equal layers with attention, which cost the same."""
+        """Return how often each layer with attention occurs. Equal layers take equal times."""
         layers = (layer for layer in self.layers if layer.kind not in (STATE, NO_ATTENTION))
         return Counter(replace(layer, index=0) for layer in layers)
 
@@ -369,14 +371,14 @@ class StepTime:
 
     @property
     def _dense_bytes(self) -> float:
-        """Return the bytes of parameters that each step reads. The output head is not quantised."""
+        """Return the bytes of `weights.dense`. The output head, which is a part, is unquantised."""
         weights, size = self.weights, self.bytes_of_weights
         mlps = weights.dense - weights.vocabulary - weights.attention
         attention = weights.attention * size.attention
         return attention + mlps * size.dense + weights.vocabulary * WHOLE_BYTES
 
     def _token_bytes(self, layer: Layer) -> float:
-        """Return the bytes of a token in one KV head of a layer."""
+        """Return the bytes that a token takes in one KV head of a layer."""
         return layer.kv_elements / max(layer.num_kv_heads, 1) * self.kv_bytes
 
     def _all_reduces(self, batch: int) -> float:

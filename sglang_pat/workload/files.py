@@ -1,4 +1,4 @@
-"""Reads files of traces: plain, gzip or zstd, with lines or JSON in any layout."""
+"""Reads trace files, plain or compressed by gzip or zstd, as lines or as JSON in any layout."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sglang_pat.workload.trace import TraceError
 
 _GZIP_MAGIC, _ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _CHUNK_BYTES = 1 << 20
-_MOST_BYTES = 2 << 30  # of JSON other than JSON lines, all of which is in memory
+_MOST_BYTES = 2 << 30  # limit for JSON other than JSON lines, because all of it is in memory
 _BETWEEN = re.compile(r"[\s,\[\]]*")
 _raw_decode = json.JSONDecoder().raw_decode
 
 
 def compression(path: Path) -> str | None:
-    """Return the compression, "gzip", "zstd" or None, by the first bytes of a file."""
+    """Return how a file is compressed, by its first bytes: "gzip", "zstd" or None."""
     with path.open("rb") as file:
         magic = file.read(4)
     if magic.startswith(_GZIP_MAGIC):
@@ -40,13 +40,13 @@ def open_file(path: Path) -> BinaryIO:
 
 
 class _ZstdReader(io.RawIOBase):
-    """Reads the frames of a zstd file, decompressed. EOFError if the last frame is incomplete."""
+    """Reads a zstd file and decompresses its frames. EOFError if the last one is incomplete."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb")
         self._decompress = zstandard_package().ZstdDecompressor().decompressobj
         self._frame = self._decompress()
-        self._waiting = b""  # decompressed
+        self._waiting = b""  # decompressed, but not read yet
         self._is_between_frames = False
 
     def readable(self) -> bool:
@@ -76,7 +76,7 @@ class _ZstdReader(io.RawIOBase):
 
 
 def zstandard_package() -> Any:
-    """Return the package zstandard. ValueError names the package if it is missing."""
+    """Return the package zstandard. If it is missing, a ValueError says how to install it."""
     try:
         import zstandard
     except ImportError as error:
@@ -100,16 +100,16 @@ def intact_lines(path: Path) -> Iterator[bytes]:
 
 
 def json_objects(path: Path, is_record: Callable[[Mapping[str, Any]], bool]) -> Iterator[bytes]:
-    """Yield the objects of an array, or consecutive objects, each as JSON.
+    """Yield the JSON of each object in a file, which is an array or has one object after another.
 
     Line breaks make no difference. Superfluous commas are skipped. If an object is not a record but
-    has a list of records, yields these records. If the file ends within an object, yields the
-    incomplete rest last.
+    has a list of records, yields these records instead. If the file ends within an object, yields
+    the incomplete object last.
 
     Raises
     ------
     TraceError
-        The file is not JSON (the message has the number of the object), or it is too large.
+        The file is not JSON (the message has the number of the wrong object), or it is too large.
     """
     lines, size = [], 0
     for line in intact_lines(path):
@@ -146,7 +146,7 @@ def _next(text: str, place: int) -> int:
 
 
 def _held(found: object, is_record: Callable[[Mapping[str, Any]], bool]) -> list[Any] | None:
-    """Return the list of records in an object. None if it is a record itself, or has none."""
+    """Return the list of records in an object, or None if the object is a record or has no list."""
     if isinstance(found, Mapping) and not is_record(found):
         for value in found.values():
             if isinstance(value, list) and value and isinstance(value[0], Mapping):

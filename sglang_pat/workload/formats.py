@@ -2,15 +2,15 @@
 
 A function for each format turns records into requests. Only lines that may still have to be
 reordered are in memory, so a trace of JSON lines or CSV may have any length. SGLang's request
-dumps, which are pickles (`request_dump.py`), and JSON other than JSON lines are completely in
-memory.
+dumps, which are pickles (`request_dump.py`), and JSON other than JSON lines are read into memory as
+a whole.
 
 ========== ======================================================================================
 mooncake   JSON: `timestamp`, `input_length`, `output_length`, `hash_ids`: one id per block of
-           prompt tokens. Equal ids mean equal tokens. The size of a block (512, or 16) and
-           the unit of the times (ms, or s) follow from the lines. Files that are written here also
-           carry `segments`, pairs of content and length, which keep prefixes that end within
-           a block; other programs ignore the key.
+           prompt tokens. Equal ids mean equal tokens. The size of a block (512, 16, ...) and
+           the unit of the times (ms or s) are inferred from the lines. Files that this module
+           writes also have `segments`, pairs of content and length, by which a shared prefix may
+           end within a block; other programs ignore this key.
 tokens     JSON: `timestamp`, `input_ids`, `output_length`.
 openai     JSON: requests to the chat, completions, messages and responses APIs, to SGLang's
            /generate and to Ollama's API, as clients, gateways and SGLang log them
@@ -72,16 +72,16 @@ from sglang_pat.workload.trace import (
     prompt_length,
 )
 
-# Number of requests that are sorted in memory by arrival, because a log that several threads write
-# is a little out of order.
+# So many requests are sorted by arrival in memory, because a log that several threads write is a
+# little out of order.
 REORDER_WINDOW = 1024
 BLOCK_TOKENS = 512  # mooncake's default, if the lines show no other size
 
 _PICKLE_MAGIC = b"\x80"
 _DETECTION_LINES = 20
-# The number of records from which block size, unit of times and bytes per token are inferred.
+# Block size, unit of times and bytes per token are inferred from so many first records.
 _SAMPLE = 256
-# Lines of files up to this size are counted in advance, which takes up to two seconds.
+# If a file is not larger, its lines are counted in advance, which takes up to two seconds.
 _COUNT_BYTES = 4 << 30
 _CHUNK_BYTES = 1 << 20
 _NO_RECORD = (b"", b"[", b"]", b",")  # lines without a record, in an array of lines
@@ -89,7 +89,7 @@ _LONGEST = 10 * 366 * 86_400.0  # seconds that a trace may last
 
 
 class _Record(NamedTuple):
-    """A request of a file, with its arrival in the file's time."""
+    """A request, and its place in a file. Its arrival is the time that the file gives."""
 
     file: str
     line: int
@@ -102,9 +102,9 @@ def open_trace(
     """Read the trace in a file (plain, gzip, zstd) or in a folder of SGLang's request dumps.
 
     Arrivals count from the first request. Requests that are out of order by up to `REORDER_WINDOW`
-    requests are sorted; others are malformed lines. A malformed line is skipped and counted. The
-    stream of requests can be read once. It raises TraceError if the trace has no request at all, or
-    if compressed data is damaged.
+    requests are sorted. A request that is further out of order counts as a malformed line.
+    Malformed lines are skipped and counted. The trace's `stream` can be read once. While it is
+    read, it raises TraceError if there is no request at all, or if compressed data is damaged.
 
     Parameters
     ----------
@@ -115,14 +115,14 @@ def open_trace(
     strict
         Raise TraceError for the first malformed line.
     untimed
-        Accept requests to APIs without times. If the first record has no time, a request arrives
-        each second.
+        Accept records of API requests without times. If the first record has no time, one record
+        is assumed to arrive each second.
 
     Raises
     ------
     ValueError
-        The file is missing, empty, or in an unknown format. In the last case the message lists the
-        keys or columns found.
+        The file is missing, empty, or in an unknown format. If the format is unknown, the message
+        lists the keys or columns found.
     """
     if format not in ("auto", *FORMATS):
         raise ValueError(f"format {quoted(format)}; allowed: auto, {', '.join(FORMATS)}")
@@ -163,7 +163,7 @@ class _Source:
 
     def stream(self, errors: TraceErrors) -> Iterator[TraceRequest]:
         if self.format == "sglang-dump":
-            # Dumps, and folders of dumps, are in order of completion.
+            # A dump, like a folder of dumps, has the requests in order of completion.
             records = sorted(_with_tokens(self._dumped(errors), errors), key=_arrival)
             yield from _from_zero(self.path, errors, iter(records))
         else:
@@ -171,7 +171,7 @@ class _Source:
             yield from _from_zero(self.path, errors, _in_order(found, errors))
 
     def count(self) -> int | None:
-        """Return about how many requests there are, or None if counting would take long."""
+        """Return about how many requests there are, or None if it would take long to count them."""
         path = self.path
         if self.format == "sglang-dump" or not self.is_lines or compression(path):
             return None
@@ -182,7 +182,7 @@ class _Source:
         return max(lines - (self.format in _CSV_COLUMNS), 1)
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield lines or JSON objects."""
+        """Yield the lines of the file, or the JSON of its objects."""
         return intact_lines(self.path) if self.is_lines else json_objects(self.path, _is_record)
 
     def _dumped(self, errors: TraceErrors) -> Iterator[_Record]:
@@ -229,7 +229,7 @@ class _Source:
     def _parser(
         self, errors: TraceErrors
     ) -> Callable[[bytes], Iterable[TraceRequest | LoggedRequest]]:
-        """Return the function that makes requests of a line."""
+        """Return the function that turns a line into requests."""
         if self.format == "mooncake":
             return _MooncakeReader.of_lines(islice(self.pieces(), _SAMPLE), errors).read
         found = map(_object, self.pieces())
@@ -259,7 +259,7 @@ class _MooncakeLine(msgspec.Struct):
 _decode_mooncake = msgspec.json.Decoder(_MooncakeLine, strict=False).decode  # accepts 600.0 for 600
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 _encode = msgspec.json.Encoder().encode
-_SECONDS_KEYS = {"chat_id", "parent_chat_id", "turn"}  # only in traces whose times are in seconds
+_SECONDS_KEYS = {"chat_id", "parent_chat_id", "turn"}  # if these occur, times are in seconds
 
 
 @dataclass(slots=True)
@@ -315,7 +315,7 @@ class _MooncakeReader:
 
 
 def _block_tokens(lines: Iterable[Mapping[str, Any]]) -> int:
-    """Return the block size that most lines fit; 512 if the lines show no size."""
+    """Return the block size that agrees with most lines; 512 if no line shows a size."""
     sizes = [
         (length, len(each["hash_ids"]))
         for each in lines
@@ -370,7 +370,7 @@ _TEXT_LINE = re.compile(rb"\[?(?:\d{4}-\d\d-\d\d[T ]|(?:DEBUG|INFO|WARN|WARNING|
 
 
 def _json_part(line: bytes) -> tuple[bytes, bytes]:
-    """Return the JSON object in a line, and the text before it; the line itself if none."""
+    """Return the JSON object in a line, or else the line, and the text before the object."""
     line = line.strip().rstrip(b",")
     begin = line.find(b"{", 0, _LONGEST_PREFIX)
     return (line[begin:], line[:begin]) if begin > 0 else (line, b"")
@@ -458,7 +458,7 @@ def _parse_row(row: dict[str, str], columns: _Columns, content: int) -> TraceReq
 
 
 def _with_tokens(records: Iterator[_Record], errors: TraceErrors) -> Iterator[_Record]:
-    """Yield the records with texts turned into tokens, by the first records' bytes per token."""
+    """Turn the records' texts into tokens. The first records give the bytes per token."""
     head = list(islice(records, _SAMPLE))
     logged = [each.request for each in head if isinstance(each.request, LoggedRequest)]
     errors.bytes_per_token = bytes_per_token(logged) or errors.bytes_per_token
@@ -474,7 +474,7 @@ def _arrival(record: _Record) -> float:
 
 
 def _in_order(records: Iterator[_Record], errors: TraceErrors) -> Iterator[_Record]:
-    """Sort by arrival within `REORDER_WINDOW` requests. Equal arrivals keep the file's order."""
+    """Sort by arrival, within `REORDER_WINDOW` requests. Of equal arrivals, keep the order."""
     waiting: list[tuple[float, int, _Record]] = []
     latest = 0.0
     for number, record in enumerate(records):
@@ -499,7 +499,7 @@ def _in_order(records: Iterator[_Record], errors: TraceErrors) -> Iterator[_Reco
 def _from_zero(
     path: Path, errors: TraceErrors, records: Iterator[_Record]
 ) -> Iterator[TraceRequest]:
-    """Make arrivals relative to the first, in whole us. TraceError if there is no request."""
+    """Count arrivals from the first one, in whole us. TraceError if there is no request."""
     first = next(records, None)
     if first is None:
         left_out = [f"{count:,} {what}" for what, count in errors.left_out.items()]
@@ -534,7 +534,7 @@ def _detected(path: Path, format: str) -> _Source:
         return _Source(path, "sglang-dump")
     if format == "sglang-dump" or format in _CSV_COLUMNS:
         return _Source(path, format)
-    objects = [found for found in map(_object, head) if found is not None]  # others are malformed
+    objects = [found for found in map(_object, head) if found is not None]  # skip malformed lines
     known = next((kind for found in objects if (kind := _format_of(found))), None)
     starts = first.lstrip()[:1]
     is_python = re.match(rb"[\s\[]*\{\s*'", first) is not None
@@ -603,10 +603,10 @@ def _header(line: bytes) -> list[str]:
 
 
 def write_mooncake(path: Path, requests: Iterable[TraceRequest]) -> int:
-    """Write requests, compressed if `path` ends in .gz or .zst. Return their number.
+    """Write requests to a file, and return how many there were.
 
-    Arrivals are rounded to milliseconds. ValueError if the token ids of a prompt are known, because
-    this format has no place for them.
+    The file is compressed if `path` ends in .gz or .zst. Arrivals are rounded to milliseconds.
+    ValueError if a prompt consists of token ids, because this format has no place for them.
     """
     count = 0
     with _create(path) as file:
@@ -636,7 +636,7 @@ def _block_hashes(prompt: tuple[Segment, ...]) -> Iterator[int]:
     """Yield ids of a prompt's blocks, each a hash of all tokens up to the end of the block.
 
     The hashes have 63 bits, so that they are integers in every language. Among 15 million blocks,
-    the probability of a collision is 1 in 80,000. No ids are stored, so writing needs no memory.
+    the probability of a collision is 1 in 80,000. No id is kept, so memory does not limit the file.
     """
     digest = hashlib.blake2b(digest_size=8)
     room = BLOCK_TOKENS

@@ -1,6 +1,6 @@
 """Generates traces from a seed: the workloads of papers.
 
-A workload yields bursts, which are requests that arrive together, and `generate` adds their times.
+A workload yields bursts, which are requests that arrive together. `generate` adds arrival times.
 The same name, seed and options give the same trace on every machine and in every version of Python.
 Lengths are in tokens. The docstrings say which numbers come from a paper and which are our choice.
 """
@@ -20,7 +20,8 @@ T = TypeVar("T")
 
 _NORMAL = NormalDist()
 
-# Mean lengths over all of BurstGPT. The log-normal distribution and its sigma are our choice.
+# Mean lengths of all prompts and answers in BurstGPT. That lengths are log-normal, and the sigma of
+# their distribution, are our choice.
 _PROMPT_MEAN, _ANSWER_MEAN = 621, 126
 _CHAT_SIGMA = 1.0
 _LONGEST_PROMPT, _LONGEST_ANSWER = 8192, 2048
@@ -51,11 +52,11 @@ class Workload(NamedTuple):
 
 
 def generate(name: str, *, requests: int, seed: int = 0, rate: float | None = None) -> Trace:
-    """Return a trace of `requests` requests of one of `WORKLOADS`.
+    """Return a trace of `requests` requests of a workload. name: a key of `WORKLOADS`.
 
-    rate: mean number of requests a second. Bursts arrive as a Poisson process. With inf, all
-    requests arrive at once. None: the rate of the workload. Arrivals are whole milliseconds, and
-    the first is 0. ValueError names an argument that is not allowed.
+    rate: mean number of requests a second. inf: all requests arrive at once. None: the workload's
+    own rate. Bursts arrive as a Poisson process. Arrivals are whole milliseconds, and the first is
+    0. If an argument is not allowed, a ValueError names it.
     """
     if name not in WORKLOADS:
         raise ValueError(f"workload {name!r}; allowed: {', '.join(WORKLOADS)}")
@@ -91,9 +92,10 @@ def conversation(
     """Yield chats after a system prompt of three levels (PAT, section 8.2).
 
     All requests share the first level. Requests of the same country share the second level, and
-    those of the same country and language the third. Lengths of levels are by the tokenizer of
-    Llama 3. All countries are equally frequent, and all languages too; their numbers are our
-    choice. A private message follows. Messages and answers have the lengths of BurstGPT.
+    those of the same country and language the third. The lengths of the levels were counted by the
+    tokenizer of Llama 3. All countries are equally frequent, and so are all languages; how many
+    there are is our choice. A private message follows the system prompt. Messages and answers have
+    the lengths of BurstGPT.
     """
     everybody, by_country, by_language = levels
     while True:
@@ -112,8 +114,8 @@ def toolagent(
     """Yield requests of agents, whose system prompt depends on the task (PAT, section 8.2).
 
     The requests imitate Mooncake's toolagent trace. Over a thousand requests or more, an unlimited
-    cache has 59% of the prompt tokens. `shared`, the fraction of the system prompt in a task's
-    prompts, is a bit higher, because the first prompt of a task is never cached. The frequencies of
+    cache already has 59% of the prompt tokens. `shared`, the system prompt's fraction of a prompt's
+    tokens, is a bit higher, because the first prompt of a task is never cached. The frequencies of
     tasks follow Zipf's law. All numbers but the 59% are our choice.
     """
     system_lengths = [draws.length(system_mean, 0.5, 4 * system_mean) for _ in range(tasks)]
@@ -129,7 +131,7 @@ def toolagent(
 def few_shot(
     draws: Draws, combinations: int = 8, examples: int = 20, questions: int = 16
 ) -> Iterator[_Burst]:
-    """Yield prompts of a system prompt, examples and a question (FastTree, 6.2, B).
+    """Yield prompts that consist of a system prompt, examples and a question (FastTree, 6.2, B).
 
     A batch of the paper has 128 requests: 16 questions for each of 8 combinations of 20 examples.
     Here these requests arrive in a random order, and every batch has new combinations. An example
@@ -148,9 +150,9 @@ def few_shot(
 
 
 def multi_chain(draws: Draws, chains: int = 4) -> Iterator[_Burst]:
-    """Yield four chains of reasoning for each question, which arrive together (FastTree, 6.2, C).
+    """Yield, for each question, four chains of reasoning that arrive together (FastTree, 6.2, C).
 
-    A prompt is a system prompt, the question, and 24 tokens that start a chain. The number 24 is
+    A prompt is a system prompt, the question, and 24 tokens that start the chain. The number 24 is
     our choice.
     """
     while True:
@@ -161,7 +163,7 @@ def multi_chain(draws: Draws, chains: int = 4) -> Iterator[_Burst]:
 def multi_document(
     draws: Draws, documents: int = 6, in_prompt: int = 3, length: int = 2048
 ) -> Iterator[_Burst]:
-    """Yield questions on several parts of one report, without system prompt (FastTree, 6.2, D).
+    """Yield questions on parts of a report. There is no system prompt (FastTree, 6.2, D).
 
     A prompt has `in_prompt` of the parts in the order of the report, so prompts share prefixes of
     one, two or three parts. The number and length of the parts are our choice. There are 128
@@ -191,7 +193,7 @@ def rl_rollout(
 
 
 def no_sharing(draws: Draws, system: int = 2517) -> Iterator[_Burst]:
-    """Yield requests as long as those of `conversation`, which share no token."""
+    """Yield requests that share no token, but are as long as those of `conversation`."""
     while True:
         message = _message(draws)
         prompt = (Segment(message.content, system + message.length),)
@@ -235,8 +237,8 @@ def _content(*names: str | int) -> int:
 class Draws:
     """A stream of independent draws. ValueError if the seed is negative.
 
-    Python promises only that seeding with an integer and `random()` will not change. So everything
-    else is computed from `random()` here.
+    Of its generator, Python promises only that `random()` and the seeding with an integer will not
+    change between versions. So everything else is computed from `random()` here.
     """
 
     def __init__(self, seed: int) -> None:
@@ -254,7 +256,8 @@ class Draws:
     def length(self, mean: float, sigma: float, longest: int) -> int:
         """Draw a log-normal length of about this mean, then limit it to 1..longest.
 
-        sigma: the standard deviation of the logarithm. The median is mean / exp(sigma^2 / 2).
+        sigma: the standard deviation of the length's logarithm. The median of the lengths is
+        mean / exp(sigma^2 / 2).
         """
         # inv_cdf() does not accept 0, which random() may return.
         normal = _NORMAL.inv_cdf(max(self._uniform(), 1e-12))
@@ -262,7 +265,7 @@ class Draws:
         return min(max(round(mean * math.exp(exponent)), 1), longest)
 
     def ranked(self, cumulated: Sequence[float]) -> int:
-        """Draw an index. cumulated: cumulated weights of the indices, as `zipf` returns them."""
+        """Draw an index. cumulated: the cumulated weights of all indices, as `zipf` returns."""
         wanted = self._uniform() * cumulated[-1]
         return next(i for i, weight in enumerate(cumulated) if wanted < weight)
 
@@ -276,7 +279,7 @@ class Draws:
 
 
 def zipf(count: int) -> list[float]:
-    """Return the cumulated weights of `count` ranks. Rank k is 1/k as probable as the first."""
+    """Return the cumulated weights of `count` ranks. The weight of rank k is 1 / k."""
     cumulated = [0.0]
     for rank in range(1, count + 1):
         cumulated.append(cumulated[-1] + 1.0 / rank)

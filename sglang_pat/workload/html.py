@@ -18,7 +18,7 @@ from sglang_pat.workload.run import DEFAULT, PAT, SimulatedStep
 
 _POINTS = 240  # points of the chart over time
 _MOST_BLOCKS = 1500
-_LEAST_ROWS = 1 / 800  # of the height; thinner blocks are left out
+_LEAST_ROWS = 1 / 800  # fraction of the forest's height; thinner blocks are left out
 
 
 class Block(NamedTuple):
@@ -86,7 +86,7 @@ def write_report(report: ReplayReport, recorder: Recorder, command: str, path: P
 
 
 def bars(values: dict[str, float], backend: str, form: str) -> list[Bar]:
-    """Return the bars of both backends. The larger one is as wide as the page."""
+    """Return the bars of both backends. The longer bar has the full width."""
     most = max(values.values()) or 1.0
     return [
         Bar(shown, format(values[key], form), 100 * values[key] / most, key == PAT)
@@ -145,7 +145,7 @@ def _round_numbers(most: float) -> list[float]:
 
 
 def blocks(forest: Forest) -> Iterator[Block]:
-    """Yield a rectangle for each node: as wide as it has tokens, as high as it has holders.
+    """Yield a rectangle for each node. Its width shows the node's tokens, its height the holders.
 
     A child lies within the rows of its parent, below larger siblings. Invisibly thin blocks are
     left out.

@@ -1,8 +1,8 @@
 """Reads a model's layers and weights: by SGLang's class if SGLang is installed, else by rules.
 
-`advise` uses this module, and `doctor --model` the same class. The rules (`model_layers.py`,
-`weights.py`) are for machines without SGLang, for models that are known by name, and for models
-that SGLang cannot build on this machine, on which `Model.note` has a remark.
+`advise` uses this module. `doctor --model` also asks SGLang's class. The rules (`model_layers.py`,
+`weights.py`) are for machines without SGLang, for the models in `NAMED_CONFIGS`, and for models
+that SGLang cannot build on this machine; in the last case, `Model.note` says so.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ from sglang_pat.workload.models import (
 from sglang_pat.workload.weights import Weights, read_weights
 
 _ASKED = "where SGLang is installed, sglang-pat asks SGLang's own class"
-_SECONDS = 300  # limit for SGLang's import on a busy machine
-# Parts of SGLang's errors if a model needs another version or would run transformers' class.
+_SECONDS = 300  # SGLang's import may take minutes on a busy machine
+# Matches an error of SGLang that a missing model module may have caused, or the name of the class
+# by which SGLang runs transformers' class of a model.
 _NEEDS_MORE = re.compile("not supported for now|not a registered model|^Transformers|^KeyError")
 
 
@@ -57,13 +58,13 @@ class Model(NamedTuple):
     label
         The name to show.
     config
-        The decoder's part of its configuration.
+        The decoder's part of the model's configuration.
     layers
-        All layers of the decoder, and which of them pat accelerates on one of the GPUs.
+        All layers of the decoder. Each one says whether pat accelerates its part on one GPU.
     weights
         The model's parameters.
     note
-        A remark for the user on the source of this description, usually empty.
+        A remark for the user on how this description was made, usually empty.
     """
 
     label: str
@@ -119,7 +120,7 @@ def _by_rules(config: Mapping[str, Any], tp: int, why: str | None) -> Sequence[L
 def _of_sglang(
     whole: Mapping[str, Any], config: Mapping[str, Any], tp: int
 ) -> tuple[list[Layer], Weights] | str | None:
-    """Read a model by SGLang's class. Return None without SGLang, and a text on an error."""
+    """Read a model by SGLang's class. Return None without SGLang, or a text if SGLang fails."""
     try:
         installed = f"SGLang {version('sglang')}"
     except PackageNotFoundError:
@@ -129,8 +130,8 @@ def _of_sglang(
         asked: list[dict[str, Any]] = [{"path": folder}]
         if tp > 1:
             asked.append({"path": folder, "flags": ["--tp", str(tp)]})
-        # First imports only the model's class, which takes a fraction of the time. If that class
-        # needs other model classes, imports all.
+        # First let SGLang import only the module of the model's class, which takes a fraction of
+        # the time. If that class needs other modules, let SGLang import all.
         answers = _ask(asked, modules_without(_classes(whole)))
         if any(_NEEDS_MORE.search(each.get("error", each.get("class", ""))) for each in answers):
             answers = _ask(asked)
@@ -152,7 +153,7 @@ def _classes(config: Mapping[str, Any]) -> set[str]:
 
 
 def _ask(asked: Sequence[Mapping[str, Any]], without: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Describe models in a process that imports SGLang and all models but those in `without`."""
+    """Let a new process describe models. SGLang does not import the modules in `without` there."""
     left_out = {VARIABLE: ",".join(without)} if without else {}
     command = [sys.executable, "-m", "sglang_pat.offline.model_descriptions"]
     lines = "".join(json.dumps(each) + "\n" for each in asked)
@@ -177,10 +178,10 @@ def _ask(asked: Sequence[Mapping[str, Any]], without: Sequence[str] = ()) -> lis
 def _layers(
     alone: Mapping[str, Any], shared: Mapping[str, Any], config: Mapping[str, Any]
 ) -> list[Layer]:
-    """Return a model's layers, from SGLang's description of one GPU and of all.
+    """Return a model's layers, from SGLang's descriptions of the model on one GPU and on several.
 
-    alone: on one GPU, with the shapes of the whole model. shared: on all GPUs, with the reasons why
-    pat refuses layers.
+    alone: the model on one GPU, which gives the shapes of whole layers. shared: the model on all
+    GPUs, which gives the reasons why pat refuses layers.
     """
     reasons = [each[6] or shared["reason"] for each in shared["layers"]]
     found = [
@@ -209,7 +210,7 @@ def _weights(
     alone: Mapping[str, Any], config: Mapping[str, Any], layers: Sequence[Layer]
 ) -> Weights:
     found = alone["parameters"]
-    if not found["experts"]:  # experts of an unknown kind
+    if not found["experts"]:  # none, or of a kind that SGLang's description misses
         with contextlib.suppress(ValueError):
             weights = read_weights(config, layers)
             if weights.experts:

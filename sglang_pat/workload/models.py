@@ -1,7 +1,7 @@
-"""Models and GPUs of a simulated server: configurations and GPU types.
+"""Models and GPU types of a simulated server.
 
-The shape of a model comes from its Hugging Face `config.json`, whose layers `model_layers.py`
-reads.
+The shape of a model comes from its Hugging Face `config.json`; `model_layers.py` reads the layers
+from this file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LLAMA_8B: dict[str, Any] = {
     "vocab_size": 128256,
     "torch_dtype": "bfloat16",
 }
-# Keys of the models' config.json that matter here.
+# Name of a model -> the keys of its config.json that matter here.
 NAMED_CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {**_LLAMA_8B, "max_position_embeddings": 131072},
     "llama-3-8b": {**_LLAMA_8B, "max_position_embeddings": 8192},
@@ -100,13 +100,13 @@ NAMED_CONFIGS: dict[str, dict[str, Any]] = {
 }
 MODEL_NAMES = tuple(NAMED_CONFIGS)
 DEFAULT_MODEL = "llama-3.1-8b"
-# Names of models that the command line accepts.
+# What the command line accepts as a model, in words.
 MODELS = (
     f"{', '.join(MODEL_NAMES)}, the path of a config.json or of its folder, or a name on the "
     "Hugging Face hub"
 )
 
-_DTYPES = (*KERNEL_DTYPES, "float32")  # SGLang casts float32
+_DTYPES = (*KERNEL_DTYPES, "float32")  # SGLang casts float32 weights to 16 bits
 _LARGEST_CONFIG = 64 << 20  # bytes; larger files are weights
 _CONFIG, _QUANTISATION = "config.json", "hf_quant_config.json"
 _HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}")
@@ -116,10 +116,10 @@ _LONGEST_PATH = 120  # characters in a message
 
 @dataclass(frozen=True, slots=True)
 class GpuModel:
-    """A GPU type, for estimates. If there are several modules, it is the SXM module.
+    """A GPU type, for estimates. If a GPU is sold as several modules, it is the SXM module.
 
     The values come from pages of third parties, or were written from memory. Not all were compared
-    with NVIDIA's data sheets. NVIDIA publishes no number of SMs for H20 and B200, so these are the
+    with NVIDIA's data sheets. For H20 and B200, NVIDIA publishes no number of SMs; theirs are the
     numbers that users report.
 
     Attributes
@@ -127,7 +127,7 @@ class GpuModel:
     num_sms
         Streaming multiprocessors.
     ctas_per_sm
-        CTAs of pat's kernels that an SM runs: 1 if it has 100 KB of shared memory, else 2.
+        CTAs of pat's kernels that an SM runs at once: 1 if it has 100 KB of shared memory, else 2.
     l2_bytes
         Bytes of the L2 cache.
     bytes_per_second
@@ -151,7 +151,7 @@ class GpuModel:
     default_backend: str
 
     def workers(self, num_kv_heads: int) -> int:
-        """Return the CTAs that share the work of one KV head."""
+        """Return the number of CTAs that share the work of one KV head."""
         return max(1, self.num_sms * self.ctas_per_sm // num_kv_heads)
 
 
@@ -192,9 +192,9 @@ def read_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
 def read_whole_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
     """Return a model's label and its `config.json`.
 
-    ValueError unless `name` is in `NAMED_CONFIGS`, is the path of a `config.json` or of its folder,
-    or is a model on the Hugging Face hub, which must be reachable unless the local cache has the
-    file.
+    `name` is a key of `NAMED_CONFIGS`, the path of a `config.json` or of its folder, or the name of
+    a model on the Hugging Face hub. If the local cache does not have the model's file, the hub must
+    be reachable. ValueError if there is no such model or file.
     """
     if str(name) in NAMED_CONFIGS:
         return str(name), NAMED_CONFIGS[str(name)]
@@ -203,7 +203,7 @@ def read_whole_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
         raise ValueError(f"model {_told(name)}: no {_CONFIG} in this folder; allowed: {MODELS}")
     if not os.path.exists(path) and _HUB_NAME.fullmatch(str(name)):
         path = _from_hub(str(name))
-    if not os.path.isfile(path):  # for too long names, Path.is_file() raises
+    if not os.path.isfile(path):  # Path.is_file() raises if a name is too long
         raise ValueError(f"model {_told(name)}; allowed: {MODELS}")
     try:
         size = path.stat().st_size
@@ -218,7 +218,7 @@ def read_whole_config(name: str | Path) -> tuple[str, Mapping[str, Any]]:
 
 
 def quantised_config(label: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration, with the contents of `hf_quant_config.json` added.
+    """Return the configuration. If the model has a `hf_quant_config.json`, add its contents.
 
     Model Optimizer describes its quantisation in that file instead of `quantization_config`.
     """
@@ -233,7 +233,7 @@ def quantised_config(label: str, config: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def config_file(name: str | Path) -> Path:
-    """Return the config file for a path, which may be the folder of the `config.json`."""
+    """Return the path of a `config.json`, given this path, its folder, or a cached hub model."""
     path = Path(name)
     if os.path.isdir(path):
         return path / _CONFIG
@@ -243,19 +243,19 @@ def config_file(name: str | Path) -> Path:
 
 
 def _in_cache(name: str) -> Path | None:
-    """Return the `config.json` of a hub's model in the local cache, or None."""
+    """Return the path of a hub model's `config.json` in the local cache, or None."""
     try:
         from huggingface_hub import try_to_load_from_cache
-    except ImportError:  # SGLang installs it
+    except ImportError:  # it comes with SGLang
         return None
     found = try_to_load_from_cache(name, _CONFIG)
     return Path(found) if isinstance(found, str) else None
 
 
 def ask_hub(name: str) -> None:
-    """Raise ValueError if neither the local cache nor the hub has this `config.json`.
+    """Raise ValueError if neither the local cache nor the hub has this model's `config.json`.
 
-    Without the hub's client, which SGLang installs, nothing is checked.
+    Without the hub's client, which comes with SGLang, nothing is checked.
     """
     try:
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
@@ -278,8 +278,8 @@ def _not_on_hub(name: str, reason: str) -> ValueError:
 
 
 def _from_hub(name: str) -> Path:
-    """Return the `config.json` of a model on the hub. ValueError if it cannot be downloaded."""
-    ask_hub(name)  # fails at once; a download would retry for long
+    """Download a hub model's `config.json`, and return its path. ValueError if that fails."""
+    ask_hub(name)  # fails soon, whereas a download would retry for long
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:
@@ -297,7 +297,7 @@ def _told(name: object) -> str:
 
 
 def context_length_of(config: Mapping[str, Any]) -> int | None:
-    """Return the tokens of the longest request, or None if the configuration does not say."""
+    """Return how many tokens a request may have, or None if the configuration does not say."""
     if config.get("max_position_embeddings") is None:
         return None
     return positive(config, "max_position_embeddings")

@@ -1,8 +1,8 @@
-"""Computes the KV reads of a batch: by pat's plan, and query-centric.
+"""Computes how much KV a batch reads, with pat's plan and with query-centric attention.
 
-A batch's repeated tokens are the KV tokens of its requests minus the distinct tokens. All numbers
-but `PlanReads.partials` are fractions of the repeated tokens, which stay valid while the requests
-grow.
+A batch's repeated tokens are the KV tokens of its requests minus the distinct tokens. All results
+but `PlanReads.partials` are fractions of the repeated tokens. Such a fraction stays valid while the
+requests grow.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from sglang_pat.workload.cost import StepTime
 from sglang_pat.workload.server import Batch
 from sglang_pat.workload.tree import Tree
 
-_L2_SHARE = 0.5  # both halves of the cache keep copies of what all SMs read
+_L2_SHARE = 0.5  # each half of the cache keeps its own copy of what all SMs read
 
 
 class PlanReads(NamedTuple):
     """Reads of one plan.
 
-    again: tokens that the plan reads again, as a fraction of the repeated tokens. partials: the
-    plan's partials for one query row per request, divided by the number of requests.
+    again: the fraction of the repeated tokens that are still read if attention follows the plan.
+    partials: the plan's partials per request, if each request has one query row.
     """
 
     again: float = 0.0
@@ -37,14 +37,14 @@ class PlanReads(NamedTuple):
 
 
 class Ratios(NamedTuple):
-    """Fractions of the repeated tokens: the tokens of a batch's requests minus the distinct ones.
+    """How a batch reads its repeated tokens, as fractions of their number.
 
     Attributes
     ----------
     from_memory
         The fraction that query-centric attention reads from memory instead of the L2 cache.
     plans
-        The reads of each packing policy's plan, by name of the policy.
+        The reads of a plan, by the packing policy that made it.
     """
 
     from_memory: float
@@ -58,7 +58,8 @@ class Planner:
     Attributes
     ----------
     stride
-        Every `stride`-th batch is planned. The next batches are assumed to have the same fractions.
+        Every `stride`-th batch is planned. Until the next plan, batches are assumed to have the
+        same fractions.
     """
 
     time: StepTime
@@ -84,7 +85,7 @@ class Planner:
             layer = accelerated[0]
             is_latent = layer.kind == LATENT
             heads, workers = layer.num_qo_heads, time.gpu.workers(time.kv_heads(layer))
-            if is_latent:  # each GPU has the KV head; an SM has one CTA
+            if is_latent:  # all GPUs have the one KV head; an SM runs one CTA
                 heads, workers = heads // time.tp, time.gpu.num_sms
             self._schedulers = {
                 policy: new_scheduler(
@@ -99,7 +100,7 @@ class Planner:
             }
 
     def begin(self, batch: Batch, tree: Tree) -> None:
-        """Begin the steps of another batch."""
+        """Begin the steps of another batch. Set `ratios` if it is a `stride`-th batch."""
         self._changes += 1
         if (self._changes - 1) % self.stride:
             return
@@ -125,8 +126,8 @@ class Planner:
     def _from_memory(self, paths: PrefixPaths) -> float:
         """Return how many of the repeated tokens a query-centric kernel reads from memory.
 
-        Neighbours in the batch read a shared node at the same time, so the second finds it in the
-        L2 cache. Other requests find as much of the shared nodes in the cache as fits.
+        Neighbours in the batch read a shared node at the same time, so the second one finds the
+        node in the L2 cache. Other requests find only the part of shared nodes that fits into it.
         """
         lengths = paths.kv_end - paths.kv_begin
         _, first, holders = np.unique(paths.node_id, return_index=True, return_counts=True)
@@ -143,7 +144,7 @@ def _tokens_read_again(paths: PrefixPaths) -> int:
 
 
 def _tokens_of_neighbours(paths: PrefixPaths) -> int:
-    """Count the tokens that each request shares with the previous one in the batch."""
+    """Return the sum, over the batch, of the tokens that a request shares with the one before."""
     ids, ends = paths.node_id.tolist(), paths.kv_end.tolist()
     bounds = paths.path_begin.tolist()
     found = 0

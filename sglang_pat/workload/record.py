@@ -22,7 +22,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class ForestNode:
-    """KV positions [begin, end) that `holders` requests share. parent: index, or -1."""
+    """KV positions [begin, end) that `holders` requests share. parent: its index, or -1."""
 
     parent: int
     begin: int
@@ -32,7 +32,7 @@ class ForestNode:
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """The nodes on the paths of a batch, parents first, and then each request's private part."""
+    """The shared nodes of a batch, parents first, and then one private node per request."""
 
     step: int
     batch: int
@@ -46,11 +46,11 @@ class Recorder:
     Attributes
     ----------
     forest_step
-        The step whose forest is kept. None: the step that shares the most tokens.
+        The step whose forest is kept. None: the step whose requests share the most tokens.
     rows
-        The recorded steps. If there are too many, every second one is dropped.
+        The recorded steps. Whenever there are too many, every second one is dropped.
     num_steps
-        Number of steps so far.
+        Number of steps so far, including those not recorded.
     """
 
     forest_step: int | None = None

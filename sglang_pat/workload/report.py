@@ -34,7 +34,7 @@ class ReplayReport:
     verdict: Verdict
 
     def lines(self) -> list[str]:
-        """Return what was not replayed, then the verdict, then its numbers."""
+        """Return lines: what was not replayed, then the verdict and its reasons, then notes."""
         verdict = self.verdict
         found = []
         if not_replayed := "; ".join(self.not_replayed()):
@@ -45,7 +45,7 @@ class ReplayReport:
         return found
 
     def not_replayed(self) -> Iterator[str]:
-        """Yield what was not replayed, which the verdict does not cover."""
+        """Yield what was not replayed, so that the verdict does not cover it."""
         errors, refused = self.trace.errors, self.answer.refused
         if errors.count:
             yield f"{errors.count:,} malformed lines ({_short(str(errors.first[0]))})"
@@ -58,7 +58,7 @@ class ReplayReport:
                 yield f"{count:,} requests longer than {limit}"
 
     def notes(self) -> Iterator[str]:
-        """Yield remarks on estimates, and on other options that would help."""
+        """Yield remarks on the log, on estimates, and on an option of SGLang that would help."""
         errors, refused = self.trace.errors, self.answer.refused
         size = f"{errors.bytes_per_token:.2g} bytes are one token"
         if errors.assumed:
@@ -159,7 +159,7 @@ class ReplayReport:
 
 
 def server_rows(answer: WorkloadAnswer) -> list[tuple[str, str, str]]:
-    """Return rows of a value's name, the value with the default backend, and with pat."""
+    """Return rows: (name of a value, the value with the default backend, the value with pat)."""
     default, pat = answer.default, answer.pat
 
     def row(label: str, name: str, form: str) -> tuple[str, str, str]:
@@ -186,7 +186,7 @@ def server_rows(answer: WorkloadAnswer) -> list[tuple[str, str, str]]:
 
 
 def reads(answer: WorkloadAnswer) -> list[tuple[str, str, str]]:
-    """Return rows of policy, KV tokens, and the factor saved over query-centric."""
+    """Return rows: (policy, KV tokens, how many times as many query-centric attention reads)."""
     tokens = answer.pat.kv_tokens
     most = tokens["query-centric"]
     return [
@@ -196,5 +196,5 @@ def reads(answer: WorkloadAnswer) -> list[tuple[str, str, str]]:
 
 
 def _short(text: str, longest: int = 120) -> str:
-    """Return input text shortened to one line."""
+    """Return a text from the trace, shortened to one line."""
     return textwrap.shorten(text, longest, placeholder=" ...")

@@ -1,11 +1,12 @@
 """Reads SGLang's request dumps, which are pickles of the requests that a server has answered.
 
-This is one of the formats of `formats.py`. A server writes a dump per `dump_requests_threshold`
-finished requests (`POST /configure_logging` with `dump_requests_folder`), and one when it crashes
-(`--crash-dump-folder`). SGLang 0.5.17 and 0.5.23 both write a dict whose `requests` are tuples
+This is one of the formats of `formats.py`. After `POST /configure_logging` has set
+`dump_requests_folder`, a server writes a dump each time `dump_requests_threshold` requests have
+finished. With `--crash-dump-folder`, a server also writes a dump when it crashes. SGLang 0.5.17 and
+0.5.23 both write a dict whose `requests` are tuples
 `(GenerateReqInput, answer, seconds of arrival, seconds of completion)`.
 
-Plain unpickling would run code that the file names. Here, every class of the file becomes an inert
+Plain unpickling would run code that the file names. Here, an object of any class becomes an inert
 record of its attributes, and no module is imported.
 """
 
@@ -30,10 +31,10 @@ _ALLOWED = {("array", "array"): array, ("array", "_array_reconstructor"): _array
 def read_dump(
     binary: BinaryIO, file: str, errors: TraceErrors
 ) -> Iterator[tuple[int, LoggedRequest]]:
-    """Yield the number, from 1, and the request of every record. A dump must fit into memory.
+    """Yield (number, request) of every record. Numbers begin at 1. A dump must fit into memory.
 
-    An unfinished request, as in a crash dump, has the tokens that it had so far. ValueError if the
-    file is not a request dump.
+    The answer of an unfinished request, as in a crash dump, has the tokens generated until then.
+    ValueError if the file is not a request dump.
     """
     try:
         dump = _InertUnpickler(binary).load()
@@ -55,7 +56,7 @@ def read_dump(
 
 
 class _Inert:
-    """Stands for an object of the file. Keeps the attributes and does nothing."""
+    """Stands for an object of the file. Keeps the object's attributes and does nothing."""
 
     def __new__(cls, *_arguments: object, **_keywords: object) -> _Inert:
         return super().__new__(cls)
@@ -64,7 +65,7 @@ class _Inert:
         pass
 
     def __setstate__(self, state: object) -> None:
-        # With __slots__, the state is a pair of the attributes in __dict__ and in slots.
+        # If a class has __slots__, the state is a pair: attributes in __dict__, then in the slots.
         for part in state if isinstance(state, tuple) else (state,):
             if isinstance(part, dict):
                 self.__dict__.update(part)
@@ -99,15 +100,16 @@ def _parse_record(record: object, errors: TraceErrors) -> LoggedRequest:
         raise ValueError("no GenerateReqInput with an answer")
     if isinstance(arrival, bool) or not isinstance(arrival, (int, float)):
         raise ValueError(f"it arrived at {quoted(arrival)}; a number of seconds is needed")
-    # The dump has a request for `n` answers as n requests.
+    # If a request asks for `n` answers, the dump already has n records, one per answer.
     (found,) = requests_of(vars(asked), answer, seconds(arrival), errors, expands=False)
     return found
 
 
 def dump_files(folder: Path) -> list[Path]:
-    """Return the dumps of a folder by name, and so by time. SGLang makes a folder per host.
+    """Return the dumps in a folder and its direct subfolders, sorted by name, and so by time.
 
-    ValueError if there are none. Deeper folders are not searched, which could take long.
+    SGLang makes a subfolder per host. Deeper folders are not searched, because that could take
+    long. ValueError if there are no dumps.
     """
     files = sorted([*folder.glob("*.pkl"), *folder.glob("*/*.pkl")])
     if not files:

@@ -1,7 +1,8 @@
-"""The keys of requests to APIs, and of records with such requests, by their meaning.
+"""Tables of the keys of requests to APIs, and of records with such requests, by meaning.
 
-`request_log.py` reads all keys that change a prompt, a length, a number of requests or a time, or
-refuses a record with the key's name. A test compares the tables with SGLang's request classes.
+If a key changes a prompt, a length, a number of requests or a time, `request_log.py` either reads
+the key or refuses the record with a message that names the key. A test compares the tables with
+SGLang's request classes.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ def _words(text: str) -> tuple[str, ...]:
 
 # --- a request ---
 
-# Keys that may hold a prompt. The first key that holds one counts. The last three are keys of data
+# Keys that may hold a prompt. The first key that holds one counts. The last three occur in data
 # sets.
 PROMPTS = _words(
     "messages input_ids prompt_token_ids prompt input text conversations conversation instruction"
 )
 LIMITS = _words("max_completion_tokens max_output_tokens max_tokens max_new_tokens num_predict")
 COPIES = _words("n best_of")
-NESTED = _words("sampling_params options extra_body")  # objects that may have the keys above
+NESTED = _words("sampling_params options extra_body")  # objects that may have the keys above, too
 MEDIA = _words("images image_data video_data audio_data")
-APART = _words("lora_path lora_id cache_salt extra_key")  # if they differ, no KV is shared
+APART = _words("lora_path lora_id cache_salt extra_key")  # if one differs, two requests share no KV
 _PROMPT_PARTS = _words(
     "system instructions suffix tools functions tool_choice echo documents chat_template_kwargs "
     "model"
 )
-# Keys that, if set, make a record impossible to replay.
+# Keys that make it impossible to replay a record if they are set -> why.
 REFUSED = {
     "input_embeds": "the prompt is not text but embeddings",
     "prompt_embeds": "the prompt is not text but embeddings",
@@ -44,9 +45,10 @@ REFUSED = {
     "multi_item_delimiter_indices": "it scores and generates nothing",
     "token_indices_to_pool": "it scores and generates nothing",
 }
-# Keys that choose tokens, or end, return, route or label an answer. They are not read, because the
-# log has the resulting lengths. Some of them change the number of tokens of media, which `usage`
-# counts. Without `usage`, a note says that this number is a guess.
+# Keys that decide which tokens are generated, where an answer ends, or how it is returned, routed
+# or labelled. They are not read, because the log has the resulting lengths. Some of them change how
+# many tokens media have, which `usage` counts. Without `usage`, a note says that this number is a
+# guess.
 NO_EFFECT = _words(
     """
     temperature top_p top_k min_p typical_p frequency_penalty presence_penalty repetition_penalty
@@ -87,7 +89,7 @@ KNOWN = frozenset(
 
 @lru_cache(maxsize=4096)
 def plain(key: str) -> str:
-    """Return a key in lower case with only letters and digits: `startTime` equals `start_time`."""
+    """Return a key's letters and digits in lower case, so `startTime` equals `start_time`."""
     return re.sub(r"[^0-9a-z]", "", str(key).lower())
 
 
@@ -101,7 +103,7 @@ TIMES = _words(
     created createdat createdtime date start asctime logtime
     """
 )
-# Names that some logs use for the duration of a request.
+# Keys of times that some logs use for the duration of a request instead.
 DURATIONS = _words("requesttime time msec")
 # Times of nginx, which logs a request when its answer is complete.
 OF_NGINX = _words("timeiso8601 timelocal msec")
@@ -115,7 +117,7 @@ _UNITS = {
 
 @lru_cache(maxsize=4096)
 def time_name(name: str) -> tuple[str, str | None]:
-    """Split the plain name of a time into the name and the unit at its end, if any."""
+    """Split a plain name into one of `TIMES` and the unit at its end, or return (name, None)."""
     if name not in TIMES:
         for suffix, unit in _UNITS.items():
             bare = name.removesuffix(suffix).removesuffix("epoch").removesuffix("unix")
@@ -137,7 +139,7 @@ INPUT_TOKENS = frozenset(
         "prompttokencount inputtokencount"
     )
 )
-CACHED_TOKENS = _words("cachereadinputtokens cachecreationinputtokens")  # besides inputtokens
+CACHED_TOKENS = _words("cachereadinputtokens cachecreationinputtokens")  # not in inputtokens
 MEDIA_TOKENS = _words("imagetokens audiotokens videotokens")
 ANSWER = "response"
 ANSWERS = frozenset(
@@ -152,9 +154,9 @@ GENERATES_NOTHING = re.compile(
     r"|metrics|count_tokens|/encode|batches|/files\b",
     re.IGNORECASE,
 )
-# Kinds of steps that are not calls of a model. Tracers also record the steps around a call, which
-# may repeat its prompt. LangSmith has the kind in `run_type` (only "llm" is a call), OpenInference
-# and Datadog in `span_kind`, and Langfuse in `type`, in capitals.
+# Kinds of records that are not calls of a model. Tracers also record the steps around a call, and
+# such a record may repeat the prompt of the call. LangSmith has the kind in `run_type` (only "llm"
+# is a call), OpenInference and Datadog in `span_kind`, and Langfuse in `type`, in capitals.
 STEPS = frozenset(
     _words(
         "span event trace chain agent tool retriever retrieval workflow task evaluator guardrail "
@@ -162,15 +164,15 @@ STEPS = frozenset(
     )
 )
 STATUSES = _words("statuscode httpstatus responsestatus responsecode status")
-# Keys whose values are not searched for a request or an answer, because they are prompts or texts,
-# or belong to neither.
+# Keys whose values are not searched for a request or an answer: the values are parts of a prompt or
+# of an answer's text, or have nothing to do with either.
 OPAQUE = frozenset(
     _words(
         "messages tools functions content choices headers requestheaders responseheaders logprobs "
         "samplingparams metadata instructions error"
     )
 )
-# The last two keys of paths under which gateways and HTTP archives have a body as text.
+# Gateways and HTTP archives have a body as text, under a path that ends in two such keys.
 BODIES = {("body", "content"), ("response", "content"), ("content", "text"), ("postdata", "text")}
 OF_RECORDS = OPAQUE | ANSWERS | OUTPUT_TOKENS | INPUT_TOKENS
 OF_RECORDS |= {*TIMES, *USAGES, *STATUSES, *PATHS, "message"}

@@ -40,14 +40,14 @@ _Placed: TypeAlias = tuple[tuple[str, ...], Json]  # the keys that lead to an ob
 _DEPTH = 6  # most levels of objects in a record
 _LONG_VALUE = 200
 _LONGEST_ANSWER = 1e5  # seconds; larger numbers are not durations
-_TEXTS = ("prompt", "text")  # JSON in these texts is a prompt
-_MESSAGES = ("messages", "input", "conversation", "conversations")  # these may be JSON in a text
+_TEXTS = ("prompt", "text")  # these are prompts, even if the text is JSON
+_MESSAGES = ("messages", "input", "conversation", "conversations")  # lists, or JSON texts of lists
 _REQUEST_LINE = re.compile(r"[A-Z]{3,7} (\S+) HTTP/")
 _decode = msgspec.json.Decoder().decode
 
 
 class _Answer(NamedTuple):
-    """An answer in a log. lengths: tokens of each choice, empty if unknown."""
+    """An answer in a log. lengths: number of tokens of each choice, or [] if unknown."""
 
     prompt_tokens: int | None
     output_tokens: int | None
@@ -62,12 +62,12 @@ class _Answer(NamedTuple):
 def read_record(
     record: Json, errors: TraceErrors, *, untimed: float | None = None
 ) -> list[LoggedRequest]:
-    """Return the requests of a record. There are several for `n`, or for several prompts.
+    """Return the requests of a record: `n` requests for each of its prompts.
 
     Parameters
     ----------
     untimed
-        The arrival of a record without a time. None: such a record is refused.
+        The arrival to use instead of the record's time. None: a record without a time is refused.
 
     Raises
     ------
@@ -89,7 +89,7 @@ def read_record(
         raise NotReplayed(f"requests to {path[:60]}, which generate nothing")
     if asked is None:
         raise ValueError(f"neither messages nor a prompt; its keys are {listed(record)}")
-    # For a request with `n` answers, SGLang writes n records, each with the key `n`.
+    # SGLang's own logs have n records for a request with `n` answers, and each repeats the key `n`.
     is_own = event is not None or "request_parameters" in record
     arrival = untimed if untimed is not None else _arrival(objects)
     return requests_of(
@@ -111,16 +111,16 @@ def requests_of(
     is_flat: bool = False,
     expands: bool = True,
 ) -> list[LoggedRequest]:
-    """Return the generation requests of one API request. Raises like `read_record`.
+    """Return the generation requests of one API request. Raises the errors of `read_record`.
 
     Parameters
     ----------
     found
-        The answer, or the objects of a record with an answer.
+        The answer, or the objects of the record that has the answer.
     is_flat
         Whether the keys of request and record are in the same object.
     expands
-        False if the log has already split the API's request into such parts.
+        Whether to return `n` requests for `n` answers. False if the log has one record per answer.
     """
     extra = asked.get("extra_body")
     asked = {**asked, **extra} if isinstance(extra, Mapping) else asked
@@ -174,10 +174,10 @@ def _is_embedding(path: tuple[str, ...], found: Json) -> bool:
 
 
 def _with_answer_in_prompt(asked: Json, answer: _Answer) -> tuple[Json, _Answer]:
-    """Move the answer out of the end of the conversation, where data sets have it."""
+    """Move the answer out of the conversation. In data sets, it is the last message."""
     names = ("conversations", "messages", "conversation")
     turns = next((found for name in names if (found := as_list(asked.get(name)))), [])
-    if "conversations" in asked:  # the first question, as in SGLang's benchmark
+    if "conversations" in asked:  # first question and answer, as in SGLang's benchmark
         turns = turns[:2]
     elif not turns or role_of(turns[-1]) != "assistant":
         return asked, answer
@@ -192,7 +192,7 @@ def _with_answer_in_prompt(asked: Json, answer: _Answer) -> tuple[Json, _Answer]
 
 
 def _objects(record: Json) -> Iterator[_Placed]:
-    """Yield the objects of a record with their paths, outer ones first, also from JSON in texts."""
+    """Yield (path, object) for all objects of a record, outer ones first. Parses JSON in texts."""
     level: list[_Placed] = [((), record)]
     for _ in range(_DEPTH):
         deeper: list[_Placed] = []
@@ -210,7 +210,7 @@ def _objects(record: Json) -> Iterator[_Placed]:
 
 
 def _with_lists(found: Json) -> Json:
-    """Return the object, with messages that are JSON in a text parsed into lists."""
+    """Return the object. If its messages are a text with JSON, the text is parsed into a list."""
     changed = {}
     for key in _MESSAGES:
         value = found.get(key)
@@ -231,12 +231,12 @@ def _inner(name: str, value: object) -> Iterator[Json]:
 
 
 def _parsed(text: str) -> object:
-    """Return the value of a text if it is JSON or server-sent events, else the text."""
+    """Parse a text that is a JSON object or server-sent events. Return any other text itself."""
     stripped = text.strip()
     if stripped.startswith("{") and stripped.endswith("}"):
         return _json(stripped)
     if stripped.startswith(("data:", "event:")):
-        # Not splitlines(), which also splits at other characters that may be in a text.
+        # Not splitlines(), which also splits at characters other than \n that may be in a text.
         lines = (line for line in re.split(r"\r?\n", stripped) if line.startswith("data:"))
         events = (_parsed(line.removeprefix("data:").strip(" ")) for line in lines)
         return [each for each in events if isinstance(each, Mapping)]
@@ -244,7 +244,7 @@ def _parsed(text: str) -> object:
 
 
 def _json(text: str) -> object:
-    """Return the value of a text if it is JSON, else the text."""
+    """Parse a text that is JSON. Return any other text itself."""
     try:
         return _decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
@@ -252,7 +252,7 @@ def _json(text: str) -> object:
 
 
 def _asked(objects: Sequence[_Placed]) -> Json | None:
-    """Return the outermost object that has a prompt, or None."""
+    """Return the outermost object that has a prompt, or None if no object has one."""
     for key in fields.PROMPTS:
         for path, found in objects:
             if fields.ANSWERS.isdisjoint(path) and is_prompt(key, found.get(key)):
@@ -261,14 +261,14 @@ def _asked(objects: Sequence[_Placed]) -> Json | None:
 
 
 def is_request(record: Json) -> bool:
-    """Return True if a record has a request to an API or is a line of SGLang's request log."""
+    """Return True if a record has an API request, or is a line of SGLang's request log."""
     return _asked([*_objects(record)]) is not None or str(record.get("event")).startswith(
         "request."
     )
 
 
 def _step(objects: Sequence[_Placed]) -> str | None:
-    """Return the kind of a tracer's record that is not a call of a model (`fields.STEPS`)."""
+    """Return a record's kind if a tracer recorded a step that called no model, else None."""
     kind = objects[0][1].get("type")
     if isinstance(kind, str) and kind.isupper() and kind.lower() in fields.STEPS:
         # A record with an answer is a call of a model, even if its type is one of these words.
@@ -341,7 +341,7 @@ def _arrival(objects: Sequence[_Placed]) -> float:
         )
     name = next((each for each in names if each not in took), names[0])
     arrival = seconds(*times[name])
-    # SGLang and nginx log when the answer is complete.
+    # SGLang and nginx log the time at which the answer was complete, so subtract the duration.
     if name == "timestamp" and objects[0][1].get("event") == "request.finished":
         return arrival - next(
             (number_of(each["e2e_latency"]) or 0.0 for _, each in objects if "e2e_latency" in each),
@@ -351,7 +351,7 @@ def _arrival(objects: Sequence[_Placed]) -> float:
 
 
 def _note_unknown(asked: Json, errors: TraceErrors, is_flat: bool) -> None:
-    """Count keys that no table has. In a flat record, only keys that could have a prompt count."""
+    """Count the keys that no table has. In a flat record, count only those with large values."""
     for key in asked.keys() - fields.KNOWN:
         value, name = asked[key], fields.plain(key)
         is_large = isinstance(value, (list, Mapping)) or len(str(value)) > _LONG_VALUE
@@ -365,11 +365,11 @@ def _note_unknown(asked: Json, errors: TraceErrors, is_flat: bool) -> None:
 def _answer(objects: Sequence[_Placed]) -> _Answer:
     """Collect the answer from the objects of a record."""
     prompt: list[int] = []
-    output: dict[object, int] = {}  # by answer; a /generate request may have several
+    output: dict[object, int] = {}  # tokens of each answer; /generate may give several
     media: list[int] = []
     for found in _usages(objects):
         names = {fields.plain(key): value for key, value in found.items()}
-        if "total" in names or "unit" in names:  # tracers' keys: input, output, total
+        if "total" in names or "unit" in names:  # tracers have these keys: input, output, total
             names.setdefault("inputtokens", names.get("input"))
             names.setdefault("outputtokens", names.get("output"))
         read = [(name, whole_number(names[name])) for name in fields.INPUT_TOKENS & names.keys()]
@@ -389,8 +389,8 @@ def _answer(objects: Sequence[_Placed]) -> _Answer:
             if any(counts):
                 media.append(sum(filter(None, counts)))
     lengths, prompt_ids = _texts(objects)
-    # Counts of stream events are cumulative, so the last and largest is correct. Some gateways do
-    # not count streams. The text of the stream is counted then.
+    # Each event of a stream counts all tokens until then, so the largest count is correct. Some
+    # gateways write a count of 0 for streams. Then the length of the text is used instead.
     counted = sum(output.values()) if output else None
     return _Answer(
         max(prompt, default=0) or None,
@@ -402,7 +402,7 @@ def _answer(objects: Sequence[_Placed]) -> _Answer:
 
 
 def _usages(objects: Sequence[_Placed]) -> list[Json]:
-    """Return the objects that count tokens: by their names, or else by their keys."""
+    """Return the objects that count tokens. Such an object has a known name, or else known keys."""
     named = [found for path, found in objects if path and path[-1] in fields.USAGES]
     counts = [
         each for each in named if any(fields.plain(key) in fields.OUTPUT_TOKENS for key in each)
@@ -417,7 +417,10 @@ def _usages(objects: Sequence[_Placed]) -> list[Json]:
 
 
 def _texts(objects: Sequence[_Placed]) -> tuple[list[int], list[Any] | None]:
-    """Return the tokens of each choice, by text or ids, and the prompt's ids if there are any."""
+    """Return the number of tokens of each choice, and the prompt's ids or None.
+
+    The numbers are those of the choices' ids or, without ids, estimates by the choices' texts.
+    """
     choices: dict[object, int] = {}
     prompt_ids: list[Any] | None = None
 
@@ -470,7 +473,7 @@ def _texts(objects: Sequence[_Placed]) -> tuple[list[int], list[Any] | None]:
 
 
 def _answer_bytes(value: object) -> int:
-    """Return the bytes of the text that a model generated, in any API's wrapping."""
+    """Return the bytes of all text that a model generated. value: the answer, as any API has it."""
     if isinstance(value, str):
         return len(value.encode(errors="replace"))
     if isinstance(value, list):
@@ -492,7 +495,10 @@ def _answer_bytes(value: object) -> int:
 
 
 def _mappings(value: object) -> list[Json]:
-    """Return the object, or the first of a list, because a batch has the same parameters."""
+    """Return [value] if it is an object. Of a list, return only the first object.
+
+    A list has the parameters of each prompt of a batch, which are all the same.
+    """
     found = value[:1] if isinstance(value, list) else [value]
     return [each for each in found if isinstance(each, Mapping)]
 
@@ -500,7 +506,11 @@ def _mappings(value: object) -> list[Json]:
 def _output_lengths(
     asked: Json, nested: Sequence[Json], answer: _Answer, count: int, errors: TraceErrors
 ) -> list[int]:
-    """Return the tokens of each answer: counted, by ids or text, or the request's limit."""
+    """Return the number of tokens of each of `count` answers.
+
+    The numbers come from `usage`, else from the answers' ids or texts, else from the request's
+    limit.
+    """
     weights = answer.lengths if len(answer.lengths) == count else [1] * count
     if answer.output_tokens is not None:
         total = answer.output_tokens

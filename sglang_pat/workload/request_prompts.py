@@ -1,7 +1,7 @@
 """Makes prompts of requests to APIs, from messages and texts, much like a chat template.
 
-The tokens of a text are estimated. If the log has `usage.prompt_tokens`, it determines the bytes
-per token and the length of each prompt (`to_request`).
+The tokens of a text are estimated. If the log has `usage.prompt_tokens`, this count determines the
+bytes per token and the length of each prompt (`to_request`).
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from sglang_pat.workload.trace import (
 
 Json: TypeAlias = Mapping[str, Any]
 
-IMAGE_TOKENS = 1024  # guess for an image without `usage`
-# Bytes per token. English, code and most other scripts have 1 to 8.
+IMAGE_TOKENS = 1024  # of an image; a guess, used without `usage`
+# Fewest and most bytes per token. Texts in English, code and most other scripts are in between.
 _BYTES_PER_TOKEN = (1.0, 8.0)
-# Beyond these limits, the text in the log is not the prompt that `usage` has counted. A template
-# may add tokens, for example its own system prompt.
+# If a text has fewer or more bytes per token, it is not the prompt that `usage` has counted. But a
+# short text may have more. And a template may add tokens, for example its own system prompt.
 _LEAST_BYTES, _MOST_BYTES, _SHORT_TEXT, _TEMPLATE_TOKENS = 1.5, 16, 1024, 256
 _MARK = re.compile(r"<\|?(?:image|video|audio|vision)[^<>\s]{0,24}>", re.I)
 _MASK = (1 << 62) - 1
 
 
 class Media(NamedTuple):
-    """An image or other medium in a prompt. tokens: None if unknown."""
+    """An image or other medium in a prompt. tokens: their number, None if unknown."""
 
     kind: str
     identity: int
@@ -58,9 +58,10 @@ class LoggedRequest:
     prompt
         Token ids if the log has them, else texts and media in order.
     prompt_tokens
-        The count of `usage`. None if there is none, or if it is of several prompts.
+        Tokens of the prompt as `usage` counts them. None if `usage` is missing or counts several
+        prompts together.
     namespace
-        Stands for model, adapter and salt. Requests in different namespaces share no KV.
+        A hash of model, adapter and salt. Requests in different namespaces share no KV.
     """
 
     arrival: float
@@ -74,7 +75,7 @@ class LoggedRequest:
 
 
 def is_prompt(key: str, value: object) -> bool:
-    """Return True if the value of a key of `fields.PROMPTS` is a prompt or several."""
+    """Return True if `value` is one or more prompts. key: one of `fields.PROMPTS`."""
     if isinstance(value, str):
         return bool(value) and key in ("prompt", "input", "text", "instruction")
     is_list = isinstance(value, (list, tuple)) or hasattr(value, "typecode")
@@ -84,7 +85,8 @@ def is_prompt(key: str, value: object) -> bool:
 def prompts_of(asked: Json, ids: list[Any] | None) -> list[Any]:
     """Return the prompts of a request as lists of token ids, or as tuples of parts.
 
-    ids: ids of the only prompt, if the answer has them. ValueError if a prompt cannot be read.
+    ids: token ids of the only prompt if the answer has these, else None. ValueError if a prompt
+    cannot be read.
     """
     if ids is not None:
         return [ids]
@@ -135,13 +137,13 @@ def _media_of(asked: Json, index: int, count: int) -> Iterator[Media]:
 
 
 def _media(kind: str, value: object) -> Media:
-    """Return a medium, identified by address or content."""
+    """Return a medium. Media are equal if their addresses or contents are."""
     kind = kind.removeprefix("input_").split("_")[0]
     return Media(kind.removesuffix("s"), _identity([kind, value]))
 
 
 class _Rendered:
-    """A prompt, rendered much like by a chat template. Equal prefixes stay equal."""
+    """Renders a prompt much like a chat template. Prompts that begin alike give like beginnings."""
 
     def __init__(self) -> None:
         self.parts: tuple[Part, ...] = ()
@@ -149,7 +151,7 @@ class _Rendered:
         self._text: list[str] = []
 
     def conversation(self, asked: Json, messages: object) -> _Rendered:
-        """Add the messages of the chat or the messages API."""
+        """Add the messages of a request to the chat API or the messages API."""
         if not isinstance(messages, list) or not messages:
             raise ValueError("neither messages nor a prompt")
         self._head(asked)
@@ -159,7 +161,7 @@ class _Rendered:
         return self._closed()
 
     def responses_input(self, asked: Json, value: Any) -> _Rendered:
-        """Add the input of the responses API."""
+        """Add the input of a request to the responses API."""
         if isinstance(asked.get("prompt"), Mapping):
             raise ValueError("prompt: it names a prompt that the server keeps")
         if isinstance(value, list) and value and not isinstance(value[0], Mapping):
@@ -174,10 +176,10 @@ class _Rendered:
         return self._closed()
 
     def completion(self, asked: Json, text: str, media: list[Media]) -> _Rendered:
-        """Add a text, with media at the marks in it, or else at its beginning."""
+        """Add a text. Media go to the marks in the text; those without a mark go before it."""
         self._system(asked.get("system"))
         marks = [*_MARK.finditer(text)]
-        step = max(1, len(marks) // max(1, len(media)))  # some models mark begin and end
+        step = max(1, len(marks) // max(1, len(media)))  # some models also mark a medium's end
         places = [mark.end() for mark in marks[step - 1 :: step]] if media else []
         for each in media[: max(0, len(media) - len(places))]:
             self._add(each)
@@ -300,7 +302,7 @@ _MEDIA_VALUES = ("_url", "source", "data", "image", "audio", "video", "file", "_
 
 
 def _text_of(source: object) -> object:
-    """Return the text of a document, or None if it is not given as text."""
+    """Return the text of a document, or None if the document is not given as text."""
     if isinstance(source, Mapping) and source.get("type") in ("text", "content"):
         return source.get("data") if source["type"] == "text" else json.dumps(source.get("content"))
     return None
@@ -318,10 +320,11 @@ def _address(value: object) -> object:
 def checked(
     prompt: Any, counted: int | None, media_tokens: int | None, errors: TraceErrors
 ) -> tuple[Any, int | None]:
-    """Check a prompt. Return it with its media's tokens set, and its tokens by `usage`.
+    """Check a prompt. Return the prompt, and its number of tokens by `usage`.
 
-    The second value is None for token ids, or if `usage` does not count the prompt. ValueError if
-    the prompt is malformed or contradicts `usage`.
+    In the returned prompt, all media have a number of tokens. The second value is None if the
+    prompt is a list of token ids, or if `usage` does not count it. ValueError if the prompt is
+    malformed or contradicts `usage`.
     """
     if not isinstance(prompt, tuple):
         tokens = _ids(prompt)
@@ -383,7 +386,7 @@ def _ids(value: Any) -> TokenIds:
 
 
 def bytes_per_token(found: Sequence[LoggedRequest]) -> float | None:
-    """Return the bytes of text per token, by `usage`, or None if no request has `usage`."""
+    """Return the bytes of text per token, by `usage`. None if no text prompt has `usage`."""
     size = tokens = 0
     for each in found:
         if each.prompt_tokens is not None and isinstance(each.prompt, tuple):
@@ -400,8 +403,9 @@ def bytes_per_token(found: Sequence[LoggedRequest]) -> float | None:
 def to_request(logged: LoggedRequest, errors: TraceErrors) -> TraceRequest:
     """Return a request whose prompt has tokens.
 
-    A text has a token per `errors.bytes_per_token` bytes. If `usage` counts more tokens, tokens are
-    appended that only equal prompts share. If it counts fewer, the last tokens are dropped.
+    A text has a token per `errors.bytes_per_token` bytes. If `usage` counts more tokens, made-up
+    tokens are appended; two requests share these only if their prompts are equal. If `usage` counts
+    fewer tokens, the last tokens are dropped.
     """
     if not isinstance(logged.prompt, tuple):
         tokens = logged.prompt
@@ -450,7 +454,7 @@ def is_set(value: object) -> bool:
 
 
 def whole_number(value: object) -> int | None:
-    """Return a non-negative whole number, which may be written as 600.0; else None."""
+    """Return `value` as an int if it is a whole number from 0, as 600.0 or "600" are, else None."""
     if isinstance(value, str):
         try:
             value = float(value) if not value.isdecimal() else int(value)

@@ -1,4 +1,4 @@
-"""Runs a workload on two simulated servers, with SGLang's default backend and with pat."""
+"""Runs a workload on two simulated servers, one with SGLang's default backend, one with pat."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ Backend = str  # DEFAULT or PAT
 _PLANS = 1000  # approximate number of plans per server
 # A server is saturated if it is starved for less than this fraction of its time.
 _STARVED = 0.02
-# If first come first served computes _REPEATED times the distinct tokens, it is compared with
-# dfs-weight over _ORDERED requests. They are few because dfs-weight sorts all waiting requests
-# before each pass.
+# If prefill computes more than _REPEATED times the distinct tokens under first come first served,
+# this policy is compared with dfs-weight over the first _ORDERED requests. They are few, because
+# dfs-weight sorts all waiting requests before each pass.
 _REPEATED, _ORDERED = 1.5, 500
 _BLOCK_TOKENS = 32  # block size for counting distinct tokens
 
@@ -50,7 +50,7 @@ class BackendClock:
     def step(
         self, backend: Backend, requests: int, kv_tokens: float, distinct: float
     ) -> StepSeconds:
-        """Return the time of a step of the current batch with a backend."""
+        """Return the time of a step if `backend` decodes the current batch."""
         default = self._default_reads(requests, kv_tokens, distinct)
         ours = self.pat_reads(requests, kv_tokens, distinct) if backend == PAT else default
         return self._planner.time.decode(requests, kv_tokens, ours, default)
@@ -58,7 +58,7 @@ class BackendClock:
     def pat_reads(
         self, requests: int, kv_tokens: float, distinct: float, policy: str | None = None
     ) -> Reads:
-        """Return the reads of an accelerated layer with a policy, by default pat's."""
+        """Return the reads of an accelerated layer with a packing policy. None: the one of pat."""
         planner = self._planner
         plan = planner.ratios.plans[planner.policies[0] if policy is None else policy]
         again = (kv_tokens - distinct) * plan.again
@@ -92,17 +92,19 @@ class ServerStats:
         Time from a request's first token to its last, per token. It includes prefills of other
         requests.
     attention, prefill
-        Fraction of a decode step for attention, and of the server's busy time for prefill.
+        Fraction of the decode time that attention takes, and of the busy time that prefill takes.
     prompt_tokens, new_tokens
         Prompt tokens of the requests served, and the tokens that prefill computed.
     repeats
-        The fraction of the KV reads of query-centric attention that repeat another request's read
-        in the same step.
+        Of the KV reads of query-centric attention, the fraction that another request of the same
+        step has already read.
     kv_tokens
-        KV tokens that an accelerated layer reads per KV head in all steps: query-centric, distinct,
-        and by packing policy. partials: partials written per query row, by policy.
+        KV tokens that an accelerated layer reads per KV head in all steps, by packing policy. The
+        keys "query-centric" and "distinct" are always there.
+    partials
+        Partials that an accelerated layer writes per query head in all steps, by packing policy.
     overloaded
-        Whether requests wait longer than they are served.
+        Whether requests wait longer than they are served, in total.
     starved
         The fraction of the time in which no request waited although more were to come.
     """
@@ -131,7 +133,11 @@ class ServerStats:
 
 
 class SimulatedStep(NamedTuple):
-    """Decode steps of one batch, for tables and charts. ms: time of a step, by backend."""
+    """Decode steps of one batch, for tables and charts.
+
+    step: number of the first of these `steps` steps. read: KV tokens that an accelerated layer
+    reads with pat. ms: time of a step, by backend.
+    """
 
     step: int
     time: float
@@ -153,9 +159,9 @@ class Setup:
     Attributes
     ----------
     pool
-        Tokens of the KV pool of one GPU.
+        Number of tokens in the KV pool of one GPU.
     policies
-        Packing policies whose reads are counted. pat uses the first.
+        Packing policies whose reads are counted. pat uses the first policy.
     new_tree
         Makes the prefix cache, given the number of tokens and the page size.
     """
@@ -266,12 +272,13 @@ class WorkloadAnswer:
     default, pat
         Results at the rate of the trace.
     most
-        Requests per second by backend, if all requests arrive at the beginning.
+        Requests per second if all requests arrive at the beginning, by backend.
     distinct_tokens
-        Distinct tokens of all prompts, which prefill would compute with an unlimited cache.
+        Distinct tokens of all prompts. With an unlimited cache, prefill would compute only these.
     by_weight
-        `most` of pat for the first requests, with first come first served and with `dfs-weight`.
-        None if first come first served repeats little prefill, or if `dfs-weight` is not better.
+        pat's requests per second if only the first requests arrive, all at once: the numbers with
+        first come first served and with `dfs-weight`. None if first come first served repeats
+        little prefill, or if `dfs-weight` is not better.
     """
 
     setup: Setup
@@ -299,7 +306,7 @@ def answer(
     Raises
     ------
     ValueError
-        No request of the trace fits, or less than half of them.
+        No request of the trace fits, or fewer than half of the requests fit.
     """
     pool = setup.pool // setup.page_size * setup.page_size
     served, refused = accepted(stream, setup.rules, pool, setup.page_size)
@@ -330,7 +337,10 @@ def answer(
 
 
 def distinct_tokens(prompts: Iterable[Prompt]) -> int:
-    """Count the tokens in a tree of all prompts. Known tokens count in blocks of 32."""
+    """Count the tokens in a prefix tree of all prompts.
+
+    Prompts with known token ids are compared in blocks of 32 tokens.
+    """
     seen: set[int] = set()
     tokens = 0
     for prompt in prompts:

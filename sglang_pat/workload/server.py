@@ -1,10 +1,11 @@
 """Simulates SGLang's scheduler, with a prefix cache and a clock.
 
-Prefills run before decode steps. A prefill pass has `chunked_prefill_size` tokens, and its last
-prompt may be cut. Requests are admitted while the KV pool is expected to suffice. If it does not,
-KV is evicted, and if that is not enough, requests are retracted. A prompt cannot reuse the KV of
-other prompts in its pass, because all of them enter the tree after the pass. The rules are those of
-SGLang 0.5.23, except its overlap, which begins each batch one step later.
+Prefills run before decode steps. A prefill pass has up to `chunked_prefill_size` tokens, and its
+last prompt may be cut. Requests are admitted while the KV pool is expected to suffice. If the pool
+does not suffice later, KV is evicted, and if that is not enough, requests are retracted. A prompt
+cannot reuse the KV of other prompts in its pass, because all prompts enter the tree after the pass.
+The rules are those of SGLang 0.5.23, but without its overlap, by which each batch would begin one
+step later.
 """
 
 from __future__ import annotations
@@ -23,19 +24,21 @@ from sglang_pat.workload.tree import RadixTree, Tree
 
 SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight")
 
-# SGLang's defaults. For each running request, the pool reserves a fraction of the remaining answer.
-# The fraction, which is the ratio, falls from step to step, and rises when requests are retracted.
+# SGLang's defaults. For each running request, the server reserves KV for a fraction of the rest of
+# its answer. This fraction, called the ratio, falls with each step, and rises when requests are
+# retracted.
 _NEW_TOKEN_RATIO = 0.7
 _LEAST_NEW_TOKEN_RATIO = 0.7 * 0.14
 _RATIO_DECAY = (_NEW_TOKEN_RATIO - _LEAST_NEW_TOKEN_RATIO) / 600
 _MOST_NEW_TOKENS = 4096  # most tokens reserved for an answer
 _RETRACT_STEPS = 20
 _SPARE_FOR_ANSWER = 5  # tokens that a prompt must leave for the answer
-_MATCHED_WAITING = 128  # most waiting requests whose prefixes are found
+_MATCHED_WAITING = 128  # the tree is searched for the prefixes of so many waiting requests
 _REFRESH_PASSES = 32
-# lpm: a request with at most this many cached tokens waits for a request with the same beginning.
+# lpm: of requests with the same beginning, of which at most this many tokens are cached, the first
+# keeps its place, and the others go last.
 _SHORT_PREFIX = 32
-_ANSWERS = 0x5EED << 48  # base of answers' content ids, far from other ids
+_ANSWERS = 0x5EED << 48  # the content ids of answers begin here, far from other ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +50,10 @@ class Rules:
     context_length
         Tokens of the longest request. None: only the pool limits requests.
     max_new_tokens
-        The limit that clients set. None: the length of the answer.
+        The limit that clients set for each answer. None: the length that the trace gives.
     ignore_eos
-        Whether answers always have the length of the limit, for all of which the server reserves
-        KV.
+        Whether requests ignore the end-of-sequence token. If so, the server reserves KV for as many
+        tokens as the limit allows.
     """
 
     max_running_requests: int = 256
@@ -68,9 +71,9 @@ class SimulatedRequest:
     Attributes
     ----------
     answer_length, asked
-        Tokens that the request gets, and the limit that it set.
+        Number of tokens in the answer, and the request's limit for this number.
     kv_len
-        Tokens whose KV is in the pool, updated when the batch changes.
+        Number of tokens whose KV is in the pool, updated only when the batch changes.
     """
 
     number: int
@@ -96,7 +99,7 @@ class SimulatedRequest:
 
     @property
     def wanted(self) -> int:
-        """Tokens that a prefill computes, after a retraction including generated ones."""
+        """Tokens that need KV before decode: the prompt, and what a retracted request generated."""
         return self.prompt_length + self.generated
 
     def forget_tokens(self) -> None:
@@ -105,7 +108,7 @@ class SimulatedRequest:
 
 @dataclass(slots=True)
 class Refused:
-    """Numbers of requests that exceed the context or the pool, and of answers cut by them."""
+    """Numbers of requests that exceed the context, or the pool, and of answers that were cut."""
 
     context: int = 0
     pool: int = 0
@@ -119,22 +122,22 @@ class Refused:
 def accepted(
     stream: Iterable[TraceRequest], rules: Rules, pool: int, page_size: int = 1
 ) -> tuple[list[SimulatedRequest], Refused]:
-    """Return the requests that SGLang would accept.
+    """Return the requests that SGLang would accept, and how many it would refuse or cut.
 
-    The model's context and the pool limit a request. A prompt that leaves too few tokens for the
-    answer is refused. An answer that is too long is cut.
+    A request must fit into the model's context and into the pool. It is refused if its prompt
+    leaves too few tokens for an answer. An answer that is too long is cut.
 
     Parameters
     ----------
     pool
-        Tokens of the KV pool, in whole pages.
+        Number of tokens in the KV pool, which consists of whole pages.
     """
     context = math.inf if rules.context_length is None else rules.context_length
     longest = int(min(context, pool)) - 1
     requests, refused = [], Refused()
     for number, traced in enumerate(stream):
         length = traced.input_length
-        # Every request takes one page more than its tokens fill.
+        # Every request takes one more page than its tokens need.
         in_pool = pool - length - 2 * page_size - 1
         if length >= longest - _SPARE_FOR_ANSWER or in_pool < 1 or length == 0:
             if longest - _SPARE_FOR_ANSWER <= length and context <= pool:
@@ -164,7 +167,7 @@ class Clock(Protocol):
     """Computes the seconds of passes and steps."""
 
     def prefill(self, new: int, pairs: float, requests: int) -> float:
-        """Return the seconds of a pass. pairs: (new token, token that it attends to) pairs."""
+        """Return the seconds of a pass. pairs: number of (new token, token it attends to) pairs."""
 
     def begin(self, batch: Batch, tree: Tree) -> None:
         """Begin the steps of another batch."""
@@ -174,7 +177,7 @@ class Clock(Protocol):
 
 
 class Prefill(NamedTuple):
-    """A prefill pass. admitted: (request, new tokens, cached tokens) triples."""
+    """A prefill pass. admitted: (request, its new tokens, its tokens with KV before) triples."""
 
     begin: float
     seconds: float
@@ -203,12 +206,12 @@ class SimulatedServer:
     Attributes
     ----------
     steps_at_once
-        Most steps that are simulated together while the batch stays the same. It does not change
-        the result.
+        At most so many steps are simulated together, while the batch stays the same. The number
+        does not change the result.
     finished
-        (request, time) of finished requests, in order.
+        (request, time of its end) for each finished request, in order.
     starved
-        Seconds of decode steps in which no request waited although more were to come.
+        Seconds in which no request waited although more were to come. Prefill passes do not count.
     retracted
         Number of retractions.
     """
@@ -228,9 +231,9 @@ class SimulatedServer:
     _lengths: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     _left: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     _asked: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    _has_changed: bool = False  # whether the batch has changed
-    _is_full: bool = False  # no request is admitted until one leaves
-    _leaving: int = 0  # finished requests that SGLang still counts
+    _has_changed: bool = False  # since the last decode step
+    _is_full: bool = False  # if True, no request is admitted until another leaves
+    _leaving: int = 0  # number of finished requests that SGLang still counts as running
     _ratio: float = _NEW_TOKEN_RATIO
     _passes: int = 0
 
@@ -257,7 +260,10 @@ class SimulatedServer:
     # --- prefill ---
 
     def _prefill(self) -> Prefill | None:
-        """Compute the rest of a cut prompt, and the prompts for which there is room."""
+        """Prefill the rest of a cut prompt, and the waiting prompts for which there is room.
+
+        Returns None if there is nothing to prefill.
+        """
         if self._chunked is None and (self._is_full or not self._waiting):
             return None
         tree, rules = self.tree, self.rules
@@ -281,7 +287,7 @@ class SimulatedServer:
 
         if self._chunked is not None:
             request, rest = self._chunked, self._chunked.wanted - self._chunked.kv_len
-            new = min(rest, tokens_left)  # it was admitted with room for all of it
+            new = min(rest, tokens_left)  # there is room in the pool for all of `rest`
             admit(request, new, is_whole=new == rest)
             self._chunked = None if new == rest else request
         while self._waiting and tokens_left > 0:
@@ -316,8 +322,8 @@ class SimulatedServer:
 
     def _compute(self, admitted: list[tuple[SimulatedRequest, int, int]]) -> Prefill:
         tree, begin = self.tree, self.now
-        # Evicts only after the prefixes of all requests are locked. Like SGLang, makes room for one
-        # more page per request.
+        # Evict only now, when the prefixes of all requests are locked. Like SGLang, make room for
+        # one more page per request.
         new_tokens = sum(new for _, new, _ in admitted)
         spare = 0 if tree.page_size == 1 else tree.page_size * len(admitted)
         tree.make_room(new_tokens + spare)
@@ -347,7 +353,10 @@ class SimulatedServer:
         return Prefill(begin, self.now - begin, tuple(admitted))
 
     def _sort_waiting(self) -> None:
-        """Sort waiting requests by order of admission. Finds, and so uses, their prefixes."""
+        """Sort the waiting requests in the order in which they will be admitted.
+
+        Looks for their prefixes in the tree, which marks these as used.
+        """
         tree, waiting = self.tree, self._waiting
         policy = self.rules.schedule_policy
         if policy == "lpm" and len(waiting) > _MATCHED_WAITING:
@@ -362,7 +371,8 @@ class SimulatedServer:
         if policy == "dfs-weight":
             waiting[:] = [waiting[index] for index in tree.by_weight(waiting)]
             return
-        # Of requests with the same new beginning, one goes first, and the others will find its KV.
+        # Of requests with the same beginning, if it is not cached, only one goes first. The others
+        # go last, and will find the KV that the first one has computed.
         seen = RadixTree(sum(request.wanted for request in waiting))
         keys: dict[int, float] = {}
         for request, length in zip(waiting, found, strict=True):
@@ -388,12 +398,12 @@ class SimulatedServer:
             self.clock.begin(batch, tree)
             self._has_changed = False
         size = len(self._batch)
-        # With more steps than this at once, the pool may become too small before they end.
+        # With more steps at once than `in_pool`, the pool might become full before they end.
         in_pool = tree.reachable // (size * page) - 1
         steps = max(1, min(int(self._left.min()), in_pool, self.steps_at_once))
         held = tree.size - tree.reachable - int((-self._lengths % page).sum())
         kv_tokens = int(self._lengths.sum())
-        growth = size * (steps + 1) / 2  # mean growth of both counts
+        growth = size * (steps + 1) / 2  # of both counts of tokens, on average over the steps
         seconds = self.clock.decode(size, kv_tokens + growth, held + growth)
         if next_arrival < math.inf and not self._is_full:
             until = math.ceil((next_arrival - self.now) / seconds)
@@ -401,7 +411,7 @@ class SimulatedServer:
                 steps = max(1, until)
                 growth = size * (steps + 1) / 2
                 seconds = self.clock.decode(size, kv_tokens + growth, held + growth)
-        if page > 1:  # like SGLang, as if each request began a page
+        if page > 1:  # like SGLang, make room as if each request began a page
             tree.make_room(self._needed(self._lengths, steps - 1) + page * size)
         needed = self._needed(self._lengths, steps)
         tree.make_room(needed)
@@ -434,10 +444,11 @@ class SimulatedServer:
         self._keep(staying)
 
     def _retract(self) -> None:
-        """Retract requests until the others fit: at least one, but never all."""
+        """Retract at least one request, and more until the others fit, but never all."""
         generated = [each.answer_length for each in self._batch] - self._left
         prompts = np.array([each.prompt_length for each in self._batch])
-        # Retracts the shortest answer first and, of equal ones, that with the longest prompt.
+        # First retract the request that has generated least; of several, the one with the longest
+        # prompt.
         order = np.lexsort((np.arange(len(prompts)), -prompts, generated))
         for leaving in range(1, len(order)):
             index = int(order[leaving - 1])
@@ -471,7 +482,7 @@ class SimulatedServer:
         self._has_changed = True
 
     def _add(self, started: list[SimulatedRequest]) -> None:
-        """Let requests decode. The pool has their KV, except that of the last generated token."""
+        """Add requests to the decode batch. The pool has their KV, except of the last token."""
         rows = [
             (each.kv_len, each.answer_length - each.generated, each.asked - each.generated)
             for each in started
@@ -488,7 +499,10 @@ class SimulatedServer:
         return -(-num_tokens // page) * page
 
     def _needed(self, lengths: IntArray, steps: int) -> int:
-        """Return the tokens of all pages that requests of these lengths begin in `steps` steps."""
+        """Return how many tokens fit into the pages that the requests begin in `steps` steps.
+
+        lengths: KV tokens of each request before these steps.
+        """
         page = self.tree.page_size
         if page == 1:
             return steps * len(lengths)

@@ -10,24 +10,26 @@ from email.utils import parsedate_to_datetime
 
 from sglang_pat.messages import quoted
 
-UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}  # factor of each unit
-_EPOCH = (9e8, 4.2e9)  # seconds since 1970 that count as an epoch: 1998 to 2103
+UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}  # unit -> how many make a second
+_EPOCH = (9e8, 4.2e9)  # numbers that count as seconds since 1970: 1998 to 2103
 
 
 def seconds(value: object, unit: str | None = None, default: str = "s") -> float:
     """Return a time in seconds, since 1970 or since the log began.
 
+    A text without a time zone is read as UTC.
+
     Parameters
     ----------
     unit
-        The unit that the log names. None: `default`, or for numbers that are too large for it, the
-        unit in which the number is an epoch between 1998 and 2103.
+        The unit that the log names. None: the unit is `default`, but a number that would then be
+        after 2103 gets the smaller unit in which it is between 1998 and 2103.
 
     Raises
     ------
     ValueError
-        The value is not a non-negative number, ISO 8601 text or mail date, or it is too large in
-        every unit. A text without a time zone is in UTC.
+        The value is neither a non-negative number nor a date as in ISO 8601, mails or access logs,
+        or it is after 2103 in every allowed unit.
     """
     if isinstance(value, Mapping) and is_time(value):
         (key, inner), *rest = value.items()
@@ -53,7 +55,7 @@ def seconds(value: object, unit: str | None = None, default: str = "s") -> float
 
 
 def is_time(value: object) -> bool:
-    """Return True for an object that some databases write for a time.
+    """Return True if `value` is a JSON object by which some databases write a time.
 
     Such an object is `{"$date": {"$numberLong": "..."}}` or `{"seconds": ..., "nanos": ...}`.
     """
@@ -65,7 +67,7 @@ def is_time(value: object) -> bool:
 
 
 def number_of(value: object) -> float | None:
-    """Return a number, or a text with a number, as a float, else None."""
+    """Return `value` as a float if it is a number or the text of a number, else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:

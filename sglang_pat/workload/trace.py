@@ -1,6 +1,6 @@
-"""Trace: requests in order of arrival, with prompts as segments instead of tokens.
+"""Traces: requests in order of arrival. A prompt consists of segments, or of token ids.
 
-`formats.py` and `generate.py` make traces, and `run.py` simulates a server with them.
+`formats.py` and `generate.py` make traces, and `run.py` simulates a server that answers them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ _CONTENT_BITS = 62
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK_64 = (1 << 64) - 1
 _TOKEN_MASK = (1 << _CONTENT_BITS) - 1
-_CACHED_TEXT = 1024  # bytes; shorter texts are not cached
+_CACHED_TEXT = 1024  # bytes; the tokens of shorter texts are not cached
 
 
 class Segment(NamedTuple):
-    """The first `length` tokens of a text, which `content` identifies.
+    """The first `length` tokens of the text that `content` identifies.
 
-    Segments with equal content have the same tokens up to the shorter length. Two prompts share a
-    prefix as long as their segments are equal. `content` is any integer: the hash of a block, the
-    number of a system prompt, or an id that is used once for text that nobody shares.
+    Segments with equal content have the same tokens up to the shorter length. The shared prefix of
+    two prompts consists of their leading equal segments, and of the common part of the next two if
+    these have equal content. `content` is any integer: the hash of a block, the number of a system
+    prompt, or, for text that no other prompt has, an id that is used only once.
     """
 
     content: int
@@ -67,8 +68,8 @@ def prompt_length(prompt: Prompt) -> int:
 def token_ids(prompt: Prompt) -> TokenIds:
     """Return the token ids of a prompt, int64 `[length]`, the same in every run.
 
-    Ids of segments are made up: they count upwards from a hash of the content. They are not
-    negative, and not ids of a vocabulary.
+    The ids of a segment are made up: they count upwards from a hash of its content. They are not
+    negative, and belong to no vocabulary.
     """
     if isinstance(prompt, TokenPrompt):
         return prompt.tokens
@@ -84,8 +85,8 @@ def token_ids(prompt: Prompt) -> TokenIds:
 def text_tokens(text: str | bytes, ratio: float = 4.0) -> TokenIds:
     """Return made-up token ids of a text, int64 `[length]`, one per `ratio` bytes of UTF-8.
 
-    Texts share a prefix of tokens as far as their bytes are equal. The ids are not those of a
-    vocabulary. ratio: from 1 to 8; a tokenizer for English has about 4.
+    Texts that begin with the same bytes get ids that begin alike. The ids belong to no vocabulary.
+    ratio: from 1 to 8; in English, a tokenizer's token has about 4 bytes.
     """
     encoded = text.encode(errors="replace") if isinstance(text, str) else text
     if len(encoded) < _CACHED_TEXT:
@@ -116,7 +117,7 @@ _text_tokens_cached = lru_cache(maxsize=64)(_text_tokens)
 
 
 def _first_token(content: int) -> int:
-    """Return the first token id of a content, by splitmix64's finaliser."""
+    """Return the id of a content's first token, which is a hash by splitmix64's finaliser."""
     x = (content * _GOLDEN + _GOLDEN) & _MASK_64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK_64
@@ -150,7 +151,7 @@ FAILED = "requests that failed"
 
 # If more than this fraction of the lines is malformed, the rest does not represent the workload.
 MOST_MALFORMED = 0.05
-_HOPELESS = 1000  # malformed lines after which reading stops
+_HOPELESS = 1000  # after this many malformed lines, reading stops if fewer requests were read
 
 
 @dataclass(slots=True)
@@ -172,21 +173,21 @@ class TraceErrors:
     estimated
         Number of requests whose prompt is a text without `usage`.
     counted, by_text
-        Tokens of the prompts with `usage`, and the estimate for them at 4 bytes a token.
+        Tokens of all prompts with `usage`: as `usage` counts them, and if a token had 4 bytes.
     bytes_per_token
-        Bytes of text per token.
+        Bytes of text that are estimated to make one token.
     miscounted
-        Number of requests with fewer or more token ids than `usage` counts.
+        Number of requests whose list of token ids is shorter or longer than `usage` says.
     media
         Number of images whose tokens are a guess.
     limited
-        Number of answers whose length is the request's limit, because the log has no other.
+        Number of answers whose length the log does not give. The request's limit is used instead.
     models
         Number of requests by model.
     unknown
-        Number of requests by each unknown key.
+        Number of requests that have an unknown key, by key.
     assumed
-        What was inferred because the format does not define it.
+        A text that says what was inferred from the lines, because the format does not define it.
     """
 
     strict: bool = False
@@ -210,8 +211,8 @@ class TraceErrors:
     def add(self, file: str, line: int, reason: str) -> None:
         """Count a malformed line.
 
-        Raises TraceError if `strict`, or at `_HOPELESS` malformed lines if fewer requests were
-        read.
+        Raises TraceError if `strict`. After `_HOPELESS` malformed lines, also raises the TraceError
+        of `check` if fewer requests than malformed lines were read.
         """
         error = TraceError(file, line, reason)
         if self.strict:
@@ -241,10 +242,10 @@ class TraceErrors:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of arrival. They are read while they are consumed, and only once.
+    """Requests in order of arrival. `stream` reads them one by one, and works only once.
 
-    name: name of the file or generator. format: one of `formats.FORMATS`, or "generated". requests:
-    number of requests, for progress, or None if unknown. errors: filled while reading.
+    name: name of the file or generator. format: one of `formats.FORMATS`, or "generated". errors:
+    filled while `stream` reads. requests: number of requests, to show progress; None if unknown.
     """
 
     name: str
@@ -256,7 +257,7 @@ class Trace:
     def first(
         self, most: int | None = None, progress: Progress = no_progress
     ) -> list[TraceRequest]:
-        """Return the first requests in order of arrival, or all.
+        """Return the first `most` requests in order of arrival. None: return all.
 
         Raises TraceError if more than `MOST_MALFORMED` of the lines are malformed.
         """

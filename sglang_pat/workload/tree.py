@@ -1,7 +1,7 @@
 """The prefix cache of the simulated server: a radix tree, and a KV pool that only counts.
 
 It follows the rules of SGLang's UnifiedRadixCache for full attention and LRU eviction, and a test
-compares every operation with that class. `offline/simulated_cache.py` has SGLang's own classes with
+compares every operation with that class. `offline/simulated_cache.py` gives SGLang's own classes
 the same interface, `Tree`.
 """
 
@@ -27,10 +27,10 @@ class CachedRequest(Protocol):
     kv_len
         Tokens whose KV is in the pool.
     protected
-        Number of the request's tokens that the tree has, and locks while the request runs. Set by
-        the tree.
+        Number of the request's tokens that are in the tree, which locks them while the request
+        runs. Only the tree sets this number.
     handle
-        Set and read by the tree; None before the tree has seen the request.
+        What the tree remembers of the request; None before the tree has seen the request.
     """
 
     prompt_length: int
@@ -48,14 +48,14 @@ class Tree(Protocol):
     Attributes
     ----------
     size, page_size
-        Tokens of the pool, and of a page. The pool consists of whole pages.
+        Number of tokens in the pool, and in a page. The pool consists of whole pages.
     available
         Number of free tokens.
     finished_leave_late
-        Whether a finished request keeps its place in the batch until the next decode step is
-        prepared, which is after requests are admitted. SGLang did so up to 0.5.17.
+        Whether a finished request keeps its place in the batch until SGLang prepares the next
+        decode step, so that no new request gets the place before. SGLang did so up to 0.5.17.
     refreshes_waiting
-        Whether the prefixes of waiting requests are regularly marked as used.
+        Whether the scheduler regularly marks the prefixes of waiting requests as used.
     """
 
     size: int
@@ -73,14 +73,15 @@ class Tree(Protocol):
     def match(self, request: CachedRequest, length: int) -> int:
         """Lock the cached prefix of the first `length` tokens. Return the prefix's length.
 
-        The prefix leaves at least one token to compute, because prefill must generate the next
-        token.
+        The prefix is shorter than `length`: prefill must compute at least one token to generate the
+        next one.
         """
 
     def find(self, request: CachedRequest, length: int) -> int:
         """Find the cached prefix of the first `length` tokens of a waiting request.
 
-        Returns the prefix's length. Marks the prefix as used, and sets the handle to its end.
+        Returns the prefix's length. Marks the prefix as used, and sets the request's handle to the
+        node at which the prefix ends.
         """
 
     def unlock(self, request: CachedRequest) -> None:
@@ -90,26 +91,29 @@ class Tree(Protocol):
         """Evict unused KV until `num_tokens` tokens are free. Return False if impossible."""
 
     def allocate(self, num_tokens: int) -> None:
-        """Allocate whole pages. They must be free."""
+        """Take `num_tokens` tokens, which are whole pages, from the pool. They must be free."""
 
     def checkpoint(self, request: CachedRequest) -> None:
-        """Insert the KV of a running request into the tree. The request's path then ends there."""
+        """Insert the KV of a running request into the tree, and let its path end after this KV."""
 
     def finish(self, request: CachedRequest) -> None:
-        """Insert all KV of a finished request into the tree, and unlock it."""
+        """Insert all KV of a finished request into the tree, and unlock this KV."""
 
     def release(self, request: CachedRequest) -> None:
         """Free a retracted request's KV that is not in the tree, and unlock the rest."""
 
     def paths(self, requests: Sequence[CachedRequest]) -> PrefixPaths:
-        """Return the path of each request, including nodes that only it has."""
+        """Return the path of each request, including the nodes that no other request shares."""
 
     def by_weight(self, requests: Sequence[CachedRequest]) -> list[int]:
-        """Return the order of `dfs-weight` as indices, after find() was called for each request."""
+        """Return the indices of the requests in the order of `dfs-weight`.
+
+        Call find() for each request before.
+        """
 
 
 class Node:
-    """A node: tokens, and children by the first page of their tokens."""
+    """A node of the tree. children: the key of a child is the first page of its tokens."""
 
     __slots__ = ("children", "lock", "number", "parent", "time", "tokens")
 
@@ -123,7 +127,7 @@ class Node:
 
 
 class RadixTree:
-    """The tree in numpy. It takes 8 bytes for each token."""
+    """Implements `Tree` with numpy. Takes 8 bytes of memory per token."""
 
     finished_leave_late = False
     refreshes_waiting = True
@@ -136,9 +140,9 @@ class RadixTree:
         self._next_number = 0
         self._root = self._new(np.empty(0, dtype=np.int64), None)
         self._root.lock = 1
-        self._leaves: set[Node] = set()  # leaves that nobody has locked
-        # A heap by time of use. It has all of `_leaves`, some with an outdated time, and nodes that
-        # are no longer in `_leaves`.
+        self._leaves: set[Node] = set()  # leaves that no request has locked
+        # A heap, sorted by time of last use. It has all of `_leaves`, but the time of some is
+        # outdated. It also has nodes that are no longer in `_leaves`.
         self._oldest: list[tuple[float, int, Node]] = []
 
     @property
@@ -153,13 +157,13 @@ class RadixTree:
     def find(self, request: CachedRequest, length: int) -> int:
         length = length // self.page_size * self.page_size
         node, found = request.handle, request.protected
-        if node is None or node.parent is None or found > length:  # evicted, or not found yet
+        if node is None or node.parent is None or found > length:  # not found yet, or evicted
             node, found = self._root, 0
         request.protected, request.handle = self._match(request.tokens[:length], node, found)
         return request.protected
 
     def common_prefix(self, tokens: TokenIds) -> int:
-        """Return how many of the first tokens are in the tree, without a lock."""
+        """Return the length of the longest prefix of `tokens` that is in the tree. Lock nothing."""
         return self._match(tokens, self._root, 0)[0]
 
     def insert(self, tokens: TokenIds) -> None:
@@ -181,7 +185,7 @@ class RadixTree:
             time, _, node = heapq.heappop(oldest)
             if node not in self._leaves:
                 continue
-            if time < node.time:  # used since then
+            if time < node.time:  # the node was used after it was pushed
                 heapq.heappush(oldest, (node.time, node.number, node))
                 continue
             self._leaves.discard(node)
@@ -206,7 +210,7 @@ class RadixTree:
         tokens, held = request.tokens, request.protected
         node = self._insert(tokens[:aligned], held, request.handle)
         prompt = request.prompt_length // self.page_size * self.page_size
-        if 0 < prompt < aligned:  # keeps only the prompt of a retracted request
+        if 0 < prompt < aligned:  # split, so that the answer can be evicted alone
             self._insert(tokens[:prompt], prompt, request.handle if held <= prompt else None)
         self.unlock(request)
         request.handle, request.protected = node, aligned
@@ -315,7 +319,8 @@ class RadixTree:
     def _match(self, tokens: TokenIds, node: Node, found: int) -> tuple[int, Node]:
         """Go down the tree from `node`, at which the first `found` of the tokens end.
 
-        The tokens are whole pages. Returns how many of them are in the tree, and the last node.
+        The tokens are whole pages. Returns how many of the tokens are in the tree, and the node at
+        which these end. Marks all nodes on this path as used.
         """
         if not len(tokens):
             return 0, self._root
@@ -337,9 +342,11 @@ class RadixTree:
         return found, node
 
     def _insert(self, tokens: TokenIds, protected: int, held: Node | None = None) -> Node:
-        """Insert whole pages. Free the tokens after `protected` that the tree already has.
+        """Insert tokens, which are whole pages. Return the node at which they end.
 
-        held: a locked node at which some of the tokens end; they need not be compared.
+        If the tree already has some of the tokens after the first `protected`, the request's copies
+        of these are freed. held: a locked node at which the first of the tokens end, so that these
+        need not be compared.
         """
         path: list[Node] = []
         while held is not None and held is not self._root:

@@ -13,8 +13,8 @@ from sglang_pat.workload.weights import WeightBytes
 PAYS, MAY_PAY, DOES_NOT_PAY = "pays", "may pay", "does not pay"
 
 TPOT, RATE = "tpot_ms", "requests_per_second"
-# Relative errors of the estimates. `ERRORS` come from recorded runs, with which tests compare the
-# estimates. The others are guesses, for servers unlike the recorded ones.
+# Relative errors of the estimates. Recorded runs have shown `ERRORS`, and tests check the estimates
+# against these runs. `_UNCHECKED` are guesses, for servers unlike the recorded ones.
 ERRORS = {name: {TPOT: 0.10, RATE: 0.15} for name in ("H100", "H200")}
 _UNCHECKED = {TPOT: 0.25, RATE: 0.25}
 
@@ -26,16 +26,17 @@ class Verdict:
     Attributes
     ----------
     tpot_ms
-        Time per output token at the rate of the trace, by `default` and `pat`.
+        Milliseconds per output token if requests arrive at the trace's rate, by backend.
     requests_per_second
-        The highest rate that is served, by `default` and `pat`.
+        The highest rate at which the server answers requests, by backend.
     error
-        The relative error that each of these two estimates may have, by name.
+        The relative error that each of these two estimates may have, by the estimate's name.
     says
-        `pays`: pat gains more than the error in one of the two, and loses in neither. `may pay`:
-        any other gain. `does not pay`: no gain.
+        `pays`: pat gains more than the error in at least one of the two estimates, and loses in
+        neither. `may pay`: pat gains in at least one, but not as clearly. `does not pay`: pat gains
+        in neither.
     sentence, basis, why
-        The answer in words, the server for which it is valid, and the reasons.
+        The answer in words, the server for which the answer is valid, and the reasons.
     """
 
     tpot_ms: dict[str, float]
@@ -52,7 +53,7 @@ class Verdict:
 
 
 def unchecked(time: StepTime) -> list[str]:
-    """Return the properties for which no recorded run was compared."""
+    """Return the properties of the server for which no recorded run has checked the estimates."""
     kinds = {layer.kind for layer in time.layers}
     reasons = {
         f"{time.gpu.name} is scaled by its data sheet": time.gpu.name not in ERRORS,
@@ -74,7 +75,7 @@ def verdict(found: WorkloadAnswer, model: str, workload: str) -> Verdict:
     Parameters
     ----------
     model, workload
-        Names for the sentence.
+        Names to show in the answer.
     """
     time, default, pat = found.setup.time, found.default, found.pat
     tpot = {DEFAULT: default.tpot_ms, PAT: pat.tpot_ms}

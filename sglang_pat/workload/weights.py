@@ -1,6 +1,6 @@
-"""Estimates the parameters of a model, and the bytes of each, from its `config.json`.
+"""Estimates from a model's `config.json` how many parameters it has, and the bytes of each.
 
-A nightly test compares the parameters with those of SGLang's classes.
+A nightly test compares the numbers of parameters with those of SGLang's classes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _EXPERTS_PER_TOKEN = (
 _EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 _EXPERT_INPUTS = ("moe_latent_size", "routed_expert_hidden_size")  # Nemotron 3, Kimi K3
 _DENSE_WIDTHS = ("intermediate_size_mlp", "intermediate_size", "moe_intermediate_size")
-# Keys with the number of shared experts, each as wide as a routed one, or with the width of all
-# shared experts together.
+# The first keys give the number of shared experts, each of which is as wide as a routed expert. The
+# second keys give the width of all shared experts together.
 _SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "num_shared_expert")
 _SHARED_WIDTHS = (
     "moe_shared_expert_intermediate_size",
@@ -44,7 +44,7 @@ _SHARED_WIDTHS = (
     "shared_intermediate_size",
     "share_expert_dim",
 )
-# Keys that say which layers are MLPs.
+# Keys of a list or string that says which layers are MLPs.
 _PATTERNS = ("hybrid_override_pattern", "layers_block_type")
 # Model types whose MLPs have two matrices and no gate.
 _WITHOUT_GATE = (
@@ -79,29 +79,29 @@ _BYTES = {
     "modelopt_fp4": 9 / 16,
 }
 _SKIPPED = ("ignore", "ignored_layers", "exclude_modules", "modules_to_not_convert")
-_FEW_LAYERS = 8  # the first and last layers are often not quantised
+_FEW_LAYERS = 8  # so many unquantised layers, often the first and last, are neglected
 WHOLE_BYTES = 2.0  # bytes of an unquantised parameter
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Parameters of a model, estimated from its shape.
+    """Numbers of a model's parameters, estimated from its shape.
 
     Attributes
     ----------
     dense
-        Parameters that every step reads, of attention, MLPs, shared experts and the output head.
+        Parameters that every step reads: those of attention, MLPs, shared experts and output head.
     experts
-        The parameters of all routed experts.
+        Parameters of all routed experts.
     num_experts, experts_per_token
         Routed experts of a layer, and how many of them a token uses; 1 and 1 without experts.
     vocabulary
-        Parameters of the output head, which are part of `dense`. An embedding has as many.
+        Parameters of the output head. `dense` includes them. An embedding has as many.
     embedding
-        Further parameters in memory: those of the embedding, unless it is the output head, and of
-        encoders for images and audio.
+        Further parameters in memory: those of encoders for images and audio, and those of the
+        embedding, unless it is also the output head.
     attention
-        Parameters of attention and states, which are part of `dense`.
+        Parameters of attention and states. `dense` includes them.
     """
 
     dense: int
@@ -115,7 +115,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class WeightBytes:
-    """Bytes of a parameter, including its scales. Embeddings and output heads have 2.
+    """Bytes of a parameter, including its scales. In embeddings and output heads, it has 2.
 
     Attributes
     ----------
@@ -157,7 +157,7 @@ def read_weights(config: Mapping[str, Any], layers: Sequence[Layer]) -> Weights:
         dense += matrices * hidden * _shared_width(config, width) + num_experts * hidden
         if inner != hidden:
             dense += 2 * hidden * inner
-        if config.get("enable_moe_block"):  # Gemma 4: a dense MLP, too
+        if config.get("enable_moe_block"):  # Gemma 4 also has a dense MLP per layer
             dense += matrices * hidden * positive(config, "intermediate_size")
     if not experts:
         return Weights(dense, 0, 1, 1, vocabulary, embedding, attention)
@@ -166,7 +166,7 @@ def read_weights(config: Mapping[str, Any], layers: Sequence[Layer]) -> Weights:
 
 
 def _first(config: Mapping[str, Any], keys: Iterable[str]) -> int:
-    """Return the value, or a list's largest value, of the first key that is set, or 0."""
+    """Return the value of the first key that is set, or 0. Of a list, return the largest value."""
     for key in keys:
         value = config.get(key)
         if isinstance(value, list) and value:
@@ -212,14 +212,14 @@ def _mlps(
             if config.get("block_auto_adjust_ff_dim"):  # LFM2
                 multiple = count(config, "block_multiple_of") or 1
                 width = -(-2 * width // 3 // multiple) * multiple
-            if config.get("model_type") == "qwen":  # counts gate and up together
+            if config.get("model_type") == "qwen":  # its width counts gate and up together
                 width //= 2
             for _ in range(attentions):
                 yield False, positive({"intermediate_size": width or None}, "intermediate_size")
 
 
 def _is_mixture(config: Mapping[str, Any], index: int) -> bool:
-    """Return True if the MLP of a layer is a mixture of experts."""
+    """Return True if the MLP of layer `index` is a mixture of experts."""
     kinds = config.get("mlp_layer_types")
     if isinstance(kinds, list) and index < len(kinds):
         return bool(kinds[index] != "dense")
@@ -246,7 +246,10 @@ def _is_mixture(config: Mapping[str, Any], index: int) -> bool:
 
 
 def _shared_width(config: Mapping[str, Any], width: int) -> int:
-    """Return the total width of the experts that every token uses."""
+    """Return the total width of the shared experts, which every token uses.
+
+    width: the width of a routed expert.
+    """
     shared = _first(config, _SHARED_COUNTS)
     own = _first(config, _SHARED_WIDTHS)
     if own:
@@ -319,7 +322,7 @@ def _mamba(config: Mapping[str, Any], hidden: int) -> int:
 
 
 def _encoders(config: Mapping[str, Any], hidden: int) -> int:
-    """Return the parameters of a multimodal model's encoders, without unknown encoders."""
+    """Return the parameters of those encoders of a multimodal model that are known."""
     return sum(
         _encoder(each, hidden) for each in config.get("encoders", ()) if isinstance(each, Mapping)
     )
@@ -355,7 +358,7 @@ def _any(config: Mapping[str, Any], *keys: str) -> int:
 def weight_bytes(config: Mapping[str, Any]) -> WeightBytes:
     """Return the bytes of a parameter in the checkpoint's quantisation.
 
-    They are 2 if the configuration has no quantisation, or an unknown method.
+    All sizes are 2 if the configuration names no quantisation, or a method that is unknown here.
     """
     quantisation = quantisation_of(config)
     if not quantisation:
@@ -374,7 +377,7 @@ def weight_bytes(config: Mapping[str, Any]) -> WeightBytes:
 
 
 def _mixed(quantisation: Mapping[str, Any], layers: Mapping[str, Any]) -> WeightBytes:
-    """Return averages for a checkpoint that describes the quantisation of each module."""
+    """Return the average bytes of a parameter if each module has its own quantisation."""
     sizes: dict[str, list[float]] = {"attention": [], "dense": [], "experts": []}
     for name, how in layers.items():
         algorithm = how.get("quant_algo") if isinstance(how, Mapping) else None
@@ -417,7 +420,7 @@ def _with_scales(bits: int, group_size: object, scale_bits: int) -> float:
 
 
 def _skips(quantisation: Mapping[str, Any], *modules: str) -> bool:
-    """Return True if most layers have an unquantised module of one of these names."""
+    """Return True if modules of these names are unquantised in more than a few layers."""
     patterns = next((quantisation[key] for key in _SKIPPED if quantisation.get(key)), ())
     layers = set()
     for pattern in map(str, patterns if isinstance(patterns, list) else [patterns]):

@@ -1,8 +1,8 @@
 """The demo: SGLang serves the same workload twice, with pat and with its own backend.
 
-It is the shortest way to see everything work: a real engine with its scheduler and radix tree
-serves the tiny trained model that `--write-model` writes. Every token is compared, and some answers
-are shown.
+The demo is the shortest way to see pat work: a real engine with its scheduler and radix tree serves
+the tiny trained model that `--write-model` writes. Every token is compared, and some answers are
+shown.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from sglang_pat.output_file import output_file
 
 DESCRIPTION = "serve a live workload through pat and through SGLang's own backend, and compare"
 MIN_REQUESTS = 48
-MAX_REQUESTS = 10_000  # which arrive within nine minutes
+MAX_REQUESTS = 10_000  # this many requests arrive within nine minutes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the demo's options to `parser`, and the demo itself as the default `run`."""
+    """Add the demo's options to `parser`, and register `run` as the function to call."""
     parser.add_argument(
         "--requests",
         type=whole_number(MIN_REQUESTS, MAX_REQUESTS),
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve, compare, report.
 
     Returns the exit status: 0 if every token is equal, 1 if one is not, 2 if a package is missing
-    or a stand-in, or a variable is wrong.
+    or is a stand-in, or if an environment variable has a wrong value.
     """
     if arguments.write_model is not None:
         return write_model(arguments.write_model)
@@ -72,5 +72,5 @@ def run(arguments: argparse.Namespace) -> int:
 def _quieten() -> None:
     """Hide what SGLang and its libraries print at every start. Errors are still shown."""
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
-    # Delays the weight loader's progress bars by an hour, because it ignores TQDM_DISABLE.
+    # SGLang's weight loader ignores TQDM_DISABLE, so its progress bars are delayed by an hour.
     os.environ.setdefault("TQDM_DELAY", "3600")

@@ -1,4 +1,4 @@
-"""The process of the demo that serves the workload twice, compares and reports.
+"""The demo's child process: serves the workload twice, compares the tokens, and reports.
 
 python -m sglang_pat.cli.demo.comparison REQUESTS [RESULT.json]
 """
@@ -48,7 +48,8 @@ def compare(num_requests: int, result_file: Path | None = None) -> int:
         "requests over a three-level prefix tree (system prompt, document, user) arrive one after "
         "another."
     )
-    stats_file = Path(tempfile.mkdtemp()) / "stats.json"  # session.py removes TMPDIR
+    # No clean-up is needed: session.py deletes the folder that TMPDIR names.
+    stats_file = Path(tempfile.mkdtemp()) / "stats.json"
     os.environ["SGLANG_PAT_STATS_FILE"] = str(stats_file)
     pat = serve(TRAINED, "pat", requests, machine, stats_file)
     del os.environ["SGLANG_PAT_STATS_FILE"]
@@ -71,7 +72,7 @@ def compare(num_requests: int, result_file: Path | None = None) -> int:
 
 
 def _program() -> str:
-    """Return how to call this `sglang-pat`: by its path, unless PATH has the same one."""
+    """Return the command for this `sglang-pat`: its name if a shell finds it, else its path."""
     script = Path(sys.executable).with_name("sglang-pat")
     found = shutil.which("sglang-pat")
     if found is not None and Path(found).absolute() == script.absolute():
@@ -81,5 +82,5 @@ def _program() -> str:
 
 # Guarded, because spawned processes of the engine import the main module again.
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")  # printed by every import of SGLang
+    warnings.simplefilter("ignore")  # every import of SGLang prints warnings
     sys.exit(compare(int(sys.argv[1]), *map(Path, sys.argv[2:])))

@@ -29,9 +29,9 @@ class DemoMachine:
     own_backend
         The attention backend that pat is compared with. None: SGLang's default.
     exact
-        Whether both runs must give the same tokens, as with float32 on the CPU. With half precision
-        on a GPU, two tokens may tie within rounding, so the two most probable tokens are requested
-        too.
+        Whether both runs must give the same tokens. True for float32 on the CPU. False for half
+        precision on a GPU, where two tokens may tie within rounding. To find ties, the two most
+        probable tokens are then requested too.
     arguments
         The arguments of sglang.Engine.
     """
@@ -47,7 +47,7 @@ class DemoMachine:
             return cls("torch_native", True, {"device": "cpu", "dtype": "float32"})
         graphs = {
             "cuda_graph_max_bs_decode": MAX_RUNNING_REQUESTS,
-            "cuda_graph_backend_prefill": "disabled",  # halves the time of a start
+            "cuda_graph_backend_prefill": "disabled",  # halves the time to start the engine
         }
         return cls(None, False, {"device": "cuda", "dtype": "float16", **graphs})
 
@@ -111,7 +111,7 @@ def _candidates(answer: dict[str, Any]) -> list[list[Candidate]]:
 async def _send(
     engine: Any, title: str, requests: list[DemoRequest], machine: DemoMachine
 ) -> list[dict[str, Any]]:
-    """Send every request at its time, but no more at once than the engine can run."""
+    """Send every request at its arrival time. While the engine is full, new requests wait."""
     running = asyncio.Semaphore(MAX_RUNNING_REQUESTS)
     columns = (
         TextColumn("{task.description}"),

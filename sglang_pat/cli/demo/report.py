@@ -51,7 +51,10 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first position where the runs differ. A token is None if that run's output had ended."""
+    """The first position where the answers to a request differ.
+
+    pat, own: the token that each run has there, or None if its answer has ended before.
+    """
 
     request: int
     position: int
@@ -80,7 +83,7 @@ def differences(pat: Sequence[Sequence[int]], own: Sequence[Sequence[int]]) -> l
 def is_tie(difference: Difference, pat: Served, own: Served) -> bool:
     """Return True if the two tokens tie in both runs, within the rounding of float16.
 
-    After a tie, the runs continue different texts, so later tokens cannot be compared.
+    After a tie, the two runs continue with different texts, so later tokens cannot be compared.
     """
     tokens = {difference.pat, difference.own}
     for served in (pat, own):
@@ -196,7 +199,7 @@ class DemoReport:
 
 
 def show_answers(requests: Sequence[DemoRequest], tokens: Sequence[Sequence[int]]) -> None:
-    """Print the questions at the end of the first prompts, and pat's answers as text."""
+    """Print the question that ends a prompt, and pat's answer, for each of the first requests."""
     words = Words()
     table = Table(title="what the model answered", show_lines=True)
     table.add_column("end of the prompt")

@@ -1,4 +1,4 @@
-"""Runs a command so that Ctrl-C ends it and all processes that it has started.
+"""Runs a command in such a way that Ctrl-C ends the command and all processes that it has started.
 
 An SGLang engine has several processes. A terminal sends Ctrl-C to each of them, and each would
 print a traceback. So the command gets its own session, which Ctrl-C does not reach, and this
@@ -25,7 +25,8 @@ _END_S = 10.0
 def run_in_session(command: Sequence[str]) -> int:
     """Run `command`, then remove its temporary files and shared memory.
 
-    TMPDIR of the command is a new folder. Ctrl-C, SIGTERM and SIGHUP kill the whole session.
+    The command's TMPDIR is a new folder. If this process gets Ctrl-C, SIGTERM or SIGHUP, it kills
+    the command's whole session.
 
     Returns
     -------
@@ -86,7 +87,7 @@ def _members(session: int) -> list[int]:
 
 
 def _shared_memory_files() -> dict[int, Path]:
-    """Return the files in shared memory by inode: semaphores are mapped under other names."""
+    """Return the files in shared memory, by inode: semaphores are mapped under other names."""
     found = {}
     for path in SHARED_MEMORY.iterdir() if SHARED_MEMORY.is_dir() else ():
         with suppress(FileNotFoundError):
@@ -95,7 +96,7 @@ def _shared_memory_files() -> dict[int, Path]:
 
 
 def _shared_memory_of(session: int) -> set[int]:
-    """Return the inodes of shared memory files that a session's processes have mapped or open."""
+    """Return the inodes of files in shared memory that a session's processes map or have open."""
     found = set()
     for pid in _members(session):
         with suppress(OSError):  # the process may just have ended
@@ -126,7 +127,7 @@ def _signals_raise() -> Iterator[None]:
 
 @contextmanager
 def _deaf_to_ctrl_c() -> Iterator[None]:
-    """Ignore Ctrl-C in this context, so that a second one does not interrupt the cleanup."""
+    """Ignore Ctrl-C in this context, so that a second Ctrl-C does not interrupt the cleanup."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield

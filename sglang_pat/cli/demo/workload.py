@@ -1,4 +1,4 @@
-"""The demo's workload: requests over a three-level prefix tree, which join and leave over time.
+"""The demo's workload: requests that share a three-level prefix tree, and join and leave over time.
 
 The texts are docstrings of sglang-pat, which the model can continue. The workload depends only on
 the version of sglang-pat, the number of requests and `SEED`, so both runs serve the same requests.
@@ -19,16 +19,16 @@ from sglang_pat.cli.tiny_model import TRAINED
 SEED = 7
 NUM_SYSTEM_PROMPTS = 2
 DOCUMENTS_PER_SYSTEM_PROMPT = 3
-# So short that a prompt and its answer have fewer tokens than a training text, 1,024.
+# With these lengths, a prompt and its answer are shorter than a training text (1,024 tokens).
 SYSTEM_PROMPT_TOKENS = (400, 512)
 DOCUMENT_TOKENS = (256, 384)
 NEW_TOKENS = (16, 64)
 MEAN_GAP_S = 0.05
-BEGIN, END = "<s>", "</s>"  # marks of a docstring's begin and end
+BEGIN, END = "<s>", "</s>"  # mark where a docstring begins and ends
 
 _PACKAGE = Path(__file__).resolve().parents[2]
-_LEAST_CHARACTERS = 200  # of docstrings that are used
-# Users' texts begin a docstring with these words, and the model writes the rest.
+_LEAST_CHARACTERS = 200  # shorter docstrings are not used
+# A user's text is the first sentence of a docstring, made of these words. The model continues it.
 _RESULTS = (
     "mean",
     "median",

@@ -51,7 +51,8 @@ def report_layer_support(layer_support: LayerSupport, model_runner: Any = None) 
         if model_runner is not _LastReport.model_runner:
             _LastReport.drafts.clear()
         _LastReport.model_runner = model_runner
-        # Only scheduler processes have imported it. In others, the hook would cause a slow import.
+        # Only a scheduler process has imported this module. In others, the hook would import it,
+        # which is slow.
         if f"sglang.srt.{_SCHEDULER}" in sys.modules:
             install_hooks([_SERVER_INFO_HOOK])
         if reports.rank_publishes():
@@ -72,7 +73,10 @@ def report_draft_support(layer_support: LayerSupport, key: str = "draft_model") 
 
 
 def _after_get_init_info(result: dict[str, Any], *_: object) -> dict[str, Any]:
-    """Hook AFTER Scheduler.get_init_info: add the last report, and whether pat decodes."""
+    """Hook AFTER Scheduler.get_init_info.
+
+    Adds the last report, and names pat as the decode backend if pat decodes any layer.
+    """
     told = _LastReport.layer_support
     decodes = told is not None and told["pat_layers"] > 0
     told = told and told | _LastReport.drafts

@@ -62,7 +62,7 @@ _ENTRIES = {  # for a counter whose entry of `Counters` has another name: the en
 
 
 class MetricClasses(NamedTuple):
-    """The classes of metrics: those of prometheus_client, or an embedder's with its interface."""
+    """The classes of metrics: prometheus_client's, or an embedder's with the same interface."""
 
     counter: Any
     gauge: Any
@@ -110,7 +110,7 @@ class StepMetrics:
             )
             for name, label in _LABELS.items()
         }
-        for name in _DOCUMENTATION[""]:  # begins at 0: recording rules cannot add up missing series
+        for name in _DOCUMENTATION[""]:  # at 0: recording rules cannot add up missing series
             self._counter(name, "")
         self._kv_read_ratio = _metric(
             classes.gauge,
@@ -184,7 +184,7 @@ def _by_label(name: str, counters: Counters) -> dict[str, int]:
 
 
 class LayerMetrics:
-    """The metric that counts the layers that pat decodes, and the others by reason."""
+    """The metric that counts the layers that pat decodes and, by reason, those that fall back."""
 
     def __init__(self, labels: dict[str, str], classes: MetricClasses | None = None) -> None:
         """Make the metric. See `StepMetrics` for the arguments."""

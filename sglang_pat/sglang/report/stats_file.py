@@ -76,8 +76,8 @@ class StatsFile:
 def read_stats(path: Path, timeout_seconds: float = 30.0) -> dict[str, Any]:
     """Return the contents of a stats file once all requests have been answered.
 
-    Waits until the file has not changed for longer than a write takes. Raises TimeoutError, which
-    names the file, if the file keeps changing.
+    Waits until the file has not changed for longer than a write takes. Raises TimeoutError that
+    names the file if the file keeps changing.
     """
     text, changed = path.read_text(), time.monotonic()
     deadline = changed + timeout_seconds

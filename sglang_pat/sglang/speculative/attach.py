@@ -1,8 +1,8 @@
 """Gives the decode attention of pat to a model that verifies drafts, and to its draft model.
 
-A draft model has an attention backend for each step of a round, a container that prepares these
-backends together, and a backend for draft extend and prompts. SGLang builds them after the backend
-of the served model. Hooks attach pat when SGLang has built them.
+A draft model has an attention backend for each step of a draft round, a container that prepares
+these backends together, and a backend for draft extend and prompts. SGLang builds all of them after
+the backend of the served model. Hooks attach pat when SGLang has built them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _TargetModel:
 
     @classmethod
     def planner_of(cls, model_runner: Any) -> VerifyPlanner | None:
-        """Return a model's planner if the model already has one (adaptive drafts)."""
+        """Return the model's planner if an earlier backend has made one (adaptive drafts)."""
         if cls.model_runner is not model_runner:
             return None
         return cls.planner if resolved(model_runner.server_args, "speculative_adaptive") else None
@@ -76,9 +76,10 @@ class _TargetModel:
 def attach_verification(
     default: Any, model_runner: Any, environment: Environment, layer_support: LayerSupport
 ) -> None:
-    """Make a served model verify drafts with pat, if pat can, and await its draft model.
+    """Make a served model verify drafts with pat, if pat can.
 
-    Changes the class of `default`, the model's backend.
+    Changes the class of `default`, the model's backend. SGLang builds the draft model later, so
+    this function also prepares to attach pat to it.
     """
     arguments = model_runner.server_args
     planner: VerifyPlanner | None = None
@@ -153,7 +154,7 @@ def await_draft_model(planner: VerifyPlanner | None, model_runner: Any) -> None:
 
 
 def _give(built: Any, draft_runner: Any, with_pat: Callable[..., None]) -> Any:
-    """Return `built`, a draft model's backend. Attach pat if pat decodes the verify steps."""
+    """Attach pat to `built` (of a draft model) if pat decodes the verify steps. Return `built`."""
     planner = _TargetModel.planner
     if None not in (built, draft_runner, planner) and is_asked_for(draft_runner.server_args):
         with_pat(built, draft_runner, planner)
@@ -178,8 +179,8 @@ def _after_block_backend(result: Any, worker: Any) -> None:
 def _after_graphs(result: Any, worker: Any) -> None:
     """Hook AFTER EagleDraftWorker._capture_cuda_graphs, which captures draft extend.
 
-    SGLang captures draft extend with some default backends only, in 0.5.17 not with FA3. With pat
-    it can be captured if no layer falls back.
+    SGLang itself captures draft extend only with some default backends, in 0.5.17 not with FA3. If
+    no layer falls back, this hook captures draft extend with the other default backends too.
     """
     backend = getattr(worker, "draft_extend_attn_backend", None)
     if not isinstance(backend, PatMixin):
@@ -200,13 +201,13 @@ def _captured_extends(worker: Any, backend: PatMixin) -> Any:
     )
 
     captured = EAGLEDraftExtendCudaGraphRunner(worker)
-    return None if backend.needs_default else captured  # a layer fell back in the warm-up
+    return None if backend.needs_default else captured  # None: a layer fell back meanwhile
 
 
 def _without_hidden_states(execute: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     """Run a captured step of a STANDALONE draft model. Its result has no hidden states.
 
-    When it retracts a request, SGLang concatenates hidden states and indexes them by request.
+    When SGLang retracts a request, it concatenates hidden states and indexes them by request.
     Prompts have no hidden states, so the states of captured steps alone would be too few.
     """
     out = execute(*arguments, **keywords)
@@ -254,8 +255,8 @@ _LAYERS_HOOK = Hook(
 def with_pat_drafts(steps: Any, model_runner: Any, served: VerifyPlanner) -> None:
     """Make the decode steps of a draft model attend with pat, if pat can.
 
-    Changes the classes of `steps`, SGLang's container, and of its backends. `served`, the planner
-    of the served model, also reports the counters of these steps.
+    Changes the class of `steps` (SGLang's container) and the classes of its backends. `served`, the
+    planner of the served model, also reports the counters of these steps.
     """
     layer_support = _draft_layer_support(model_runner)
     backends = list(getattr(steps, "attn_backends", ()))
@@ -286,8 +287,8 @@ def with_pat_drafts(steps: Any, model_runner: Any, served: VerifyPlanner) -> Non
 def with_pat_blocks(worker: Any, model_runner: Any, served: VerifyPlanner) -> None:
     """Make a draft model that drafts blocks attend with pat, if pat can.
 
-    Changes the class of its backend. `served`, the planner of the served model, also reports the
-    counters of its steps.
+    Changes the class of the draft model's backend. `served`, the planner of the served model, also
+    reports the counters of the draft model's steps.
     """
     backend, arguments = model_runner.attn_backend, model_runner.server_args
     types = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
@@ -323,8 +324,8 @@ def _block_reason(worker: Any, arguments: Any) -> Unsupported | None:
 def with_pat_extend(backend: Any, model_runner: Any, served: VerifyPlanner) -> None:
     """Make a draft model attend with pat in draft extend, if pat can.
 
-    The layers use the plans of the served model. Changes the class of `backend`, which also attends
-    in prompts.
+    Its layers use the plans of the served model. Changes the class of `backend`, which is also the
+    draft model's backend for prompts.
     """
     layer_support = _draft_layer_support(model_runner)
     report = partial(report_draft_support, key="draft_extend")

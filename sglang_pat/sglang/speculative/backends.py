@@ -43,7 +43,7 @@ class PatSpeculativeMixin(PatMixin):
         is_pats = not self._pat.in_default and self._pat.layer_support.shapes
         if isinstance(kind, SpeculativeStep) and is_pats:
             kind.record_in_graph(forward_batch)
-        super().init_forward_metadata_in_graph(forward_batch)  # window rows derive from them
+        super().init_forward_metadata_in_graph(forward_batch)  # windows derive from the rows
 
     @property
     def _trees(self) -> TreeKv | None:
@@ -68,7 +68,7 @@ class PatSpeculativeMixin(PatMixin):
     ) -> None:
         """Complete the metadata of a step that SGLang has prepared before drafting.
 
-        Only the default backend prepares steps that early. Some do not implement this method.
+        pat prepares no step that early. Some default backends do not have this method.
         """
         if self._pat.layer_support.fallback:
             super().update_verify_buffers_to_fill_after_draft(spec_info, cuda_graph_bs)
@@ -97,7 +97,7 @@ class PatSpeculativeMixin(PatMixin):
         return not self._extends() and super().supports_draft_extend_metadata_staging
 
     def _extends(self) -> bool:
-        """True if pat plans draft extend, or planned it when its graphs were captured."""
+        """Return True if pat plans draft extend, or did so when SGLang captured draft extend."""
         pat = self._pat
         has_layers = pat.layer_support.shapes or any(has for has, _ in pat.graphs.values())
         return ForwardMode.DRAFT_EXTEND_V2 in pat.kinds and bool(has_layers)
@@ -105,8 +105,8 @@ class PatSpeculativeMixin(PatMixin):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the buffers of graphs. SGLang calls this before it captures all graphs.
 
-        The default backend always allocates its own too, because SGLang writes to them even if no
-        layer falls back.
+        The default backend always allocates its buffers too, because SGLang writes to the default
+        backend's buffers even if no layer falls back.
         """
         self._pat.graphs.clear()
         super(PatMixin, self).init_cuda_graph_state(max_bs, max_num_tokens)
@@ -128,7 +128,7 @@ class PatSpeculativeMixin(PatMixin):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """Run a prefill on the default backend, or a step that pat plans like `forward_decode`."""
+        """In steps that pat plans, attend like `forward_decode`. Else use the default backend."""
         is_pats = forward_batch.forward_mode in self._pat.kinds
         if not is_pats or not self._attends(layer, forward_batch, kwargs):
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
@@ -145,7 +145,7 @@ class PatSpeculativeMixin(PatMixin):
         trees = self._trees
         if trees is not None:
             has_mask = forward_batch.forward_mode is _VERIFY and not self._pat.is_captured
-            # In a warm-up, custom_mask is a large buffer and no mask.
+            # In a warm-up, custom_mask is a large buffer, not a mask.
             has_mask = has_mask and REQUEST_TRACKER.is_within_step
             undo_square_masks(forward_batch if has_mask else None, trees.masks)
         super()._catch_up(forward_batch)
@@ -160,10 +160,10 @@ class DraftStepsState:
     layers: LayerAttention
     layer_support: LayerSupport
     plans: StepPlans | None = None  # plans of the last round
-    seen: set[int] = field(default_factory=set)  # layers that have run
+    seen: set[int] = field(default_factory=set)  # ids of the layers that have run
     has_default: bool = False  # whether the default backend is prepared for this round
     in_capture: bool = False  # whether a graph captures this round
-    has_graphs: bool = False  # whether pat has layers in any graph
+    has_graphs: bool = False  # whether pat decodes layers in any graph
 
 
 class DraftStepState(NamedTuple):
@@ -174,7 +174,7 @@ class DraftStepState(NamedTuple):
 
 
 class PatDraftSteps:
-    """Mixin that plans the rounds of a draft model, for the container of its steps.
+    """Mixin for the container of a draft model's decode steps. It plans the model's rounds.
 
     If no layer falls back, the default backend is not prepared for the steps.
     """

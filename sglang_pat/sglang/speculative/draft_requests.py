@@ -1,8 +1,8 @@
 """Tracks the requests of verify steps and of a draft model's steps.
 
 SGLang makes the batches of most draft models from the scheduler's batch. `watch_draft_batches()`
-makes the request tracker note these batches and verify steps. Draft models that draft blocks have
-batches that are not made from the scheduler's, so `block_hook()` notes their requests.
+makes the request tracker note these batches and verify steps. SGLang makes the batches of draft
+models that draft blocks in another way, so `block_hook()` notes the requests of those batches.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class DraftRequests:
     """The requests for which SGLang's draft model currently drafts in this process."""
 
     def __init__(self) -> None:
-        self.last_reqs: list[Request] = []  # of the last batch; an equal later batch gets this list
-        self._blocks: StepRequests | None = None  # of the batch of on_block_draft()
+        # The last batch's requests. If the next batch has the same requests, it gets this list.
+        self.last_reqs: list[Request] = []
+        self._blocks: StepRequests | None = None  # set while a draft model drafts blocks
 
     def on_draft_batch(self, forward_batch: Any, batch: Any) -> None:
         """Note the requests of `forward_batch`, which SGLang made of `batch` for drafting."""
@@ -49,9 +50,9 @@ class DraftRequests:
         return StepRequests(self.last_reqs, batch.tree_cache, has_beams=False)
 
     def on_block_draft(self, batch: Any | None) -> None:
-        """Note the scheduler's `batch` while a draft model drafts blocks for it. None ends this.
+        """Note that a draft model begins to draft blocks for the scheduler's `batch`.
 
-        SGLang does not make the draft model's batch from `batch`.
+        None: the draft model is done. SGLang does not make the draft model's batch from `batch`.
         """
         is_known = batch is not None and batch.reqs
         self._blocks = self._step(batch) if is_known else None
@@ -79,7 +80,7 @@ def watch_draft_batches() -> None:
 def _around_load_batch(
     original: Callable[..., Any], graphs: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Hook AROUND DecodeCudaGraphRunner.load_batch, which may prepare verify steps early."""
+    """Hook AROUND DecodeCudaGraphRunner.load_batch, which SGLang may call before a step runs."""
     if graphs.model_runner.is_draft_worker or REQUEST_TRACKER.is_within_step:
         return original(graphs, forward_batch, *args, **kwargs)
     with REQUEST_TRACKER.running(forward_batch):

@@ -63,7 +63,7 @@ class SpeculativePlanner(StepPlanner):
 
         kinds: the types of steps whose graphs SGLang captures next. None: all types. With adaptive
         drafts, SGLang calls this for each number of drafts, and all graphs read the same buffers.
-        RuntimeError if SGLang has already captured graphs of other types for fewer requests.
+        Raises RuntimeError if SGLang has already captured other types of steps for fewer requests.
         """
         if max_requests > self._max_requests:
             others = [] if kinds is None else [each for each in self.kinds if each not in kinds]

@@ -1,8 +1,9 @@
 """Rows of draft tokens: their shape, their tensors on the device, and their paths.
 
-The rows of a request share its path in the tree and one more node below it, which has the tokens
-that the request had committed when its path was read. Later tokens are each row's tail, whose end
-the kernels read on the device. A tail is never empty, so a plan stays usable when requests grow.
+The rows of a request share the request's path in the tree and one more node below that path. The
+node has the tokens that the request had committed when its path was read. Later tokens are each
+row's tail. Kernels read the end of the tail on the device, and a tail is never empty, so a plan
+stays usable when requests grow.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from sglang_pat.sglang.tree.radix_paths import PathReader, Request
 from sglang_pat.sglang.tree.request_tracker import StepRequests
 from sglang_pat.sglang.tree.row_groups import RequestRows, RowPaths, VirtualRequest
 
-# The most committed tokens that a row's tail may have. Beyond that, the builder reads all paths
-# again, which costs a fraction of a millisecond about every ten verify steps.
+# The most committed tokens that a row's tail may have. If a tail would have more, the builder reads
+# all paths again, which costs a fraction of a millisecond about every ten verify steps.
 MAX_READ_APART = 32
 
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """The rows of each request of a step, and what they read.
+    """How many rows each request of a step has, and how many tokens each row reads.
 
-    Row `i` of a request reads the request's KV and `first + i * step` more tokens. In a decode step
-    both are 0, because SGLang's lengths include the new token.
+    Row `i` of a request reads the request's KV and `first + i * step` more tokens. In a decode
+    step, `first` and `step` are 0, because SGLang's lengths include the new token.
     """
 
     per_request: int = 1
     first: int = 0
     step: int = 0
-    are_drafts: bool = False  # rows are draft tokens, with `RequestRows` per request
+    are_drafts: bool = False  # whether rows are draft tokens
 
     @property
     def speculates(self) -> bool:
@@ -50,9 +51,9 @@ class RowShape:
     def of_drafts(cls, count: int, *, are_chains: bool) -> RowShape:
         """Return the rows of `count` draft tokens per request.
 
-        In a chain, each draft token reads itself and the drafts before it. In a tree, the plan
-        covers only the root, which is the first draft token. `tree_attention.py` adds the branch of
-        each row.
+        In a chain, each draft token reads itself and the drafts before it. For a tree, the plan
+        covers only the root, which is the first draft token. `tree_attention.py` adds what each row
+        reads of its branch.
         """
         return cls(count, 1, int(are_chains), True)
 
@@ -62,7 +63,7 @@ class RowShape:
         return self.are_drafts and self.step == 0
 
     def lengths(self, lengths: IntArray) -> IntArray:
-        """Return the lengths of rows, given those of requests. The 0 of padding stays 0."""
+        """Return the lengths of rows, given `lengths` of requests. The 0 of padding stays 0."""
         rows = np.repeat(lengths, self.per_request)
         if self.step:
             rows += np.tile(self._offsets(), len(lengths))
@@ -76,7 +77,7 @@ class RowShape:
         return rows * np.int32(self.step) + np.int32(self.first)
 
     def offsets(self, device: torch.device) -> torch.Tensor:
-        """Return the tokens that each row reads beyond its request's KV: int64 `[per_request]`."""
+        """Return how many tokens rows read beyond their request's KV: int64 `[per_request]`."""
         return torch.from_numpy(self._offsets().astype(np.int64)).to(device)
 
 
@@ -108,7 +109,7 @@ class DeviceRows:
 
 
 class RowTensors(DeviceRows):
-    """The tensors of equally many rows per request. Eager steps allocate their own memory."""
+    """Tensors if each request has the same number of rows. Each eager step allocates new memory."""
 
     def __init__(self, shape: RowShape, device: torch.device) -> None:
         super().__init__()
@@ -119,7 +120,7 @@ class RowTensors(DeviceRows):
     def reserve(self, max_requests: int) -> None:
         super().reserve(max_requests)
         size = (2, max_requests * self._count)
-        if self._reserved is None or self._reserved.shape != size:  # graphs have its address
+        if self._reserved is None or self._reserved.shape != size:  # else graphs hold its address
             self._reserved = self._offsets.new_zeros(size)
 
     def write(self, batch: Any, execution: ExecutionMode) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,7 +136,7 @@ class RowTensors(DeviceRows):
 
 
 class RoundRows(DeviceRows):
-    """Tensors of a draft model's round. Each step has one row per request, one token longer."""
+    """Tensors of a draft model's round. A request has one row, which grows by a token per step."""
 
     def __init__(self, num_steps: int, device: torch.device) -> None:
         super().__init__()
@@ -159,7 +160,10 @@ class RoundRows(DeviceRows):
 
 
 class DraftRowCache:
-    """The rows of the last step's draft tokens, kept so that equal requests get the same list."""
+    """The rows of the last step's draft tokens.
+
+    They are kept so that a step with the same requests gets the same list of rows.
+    """
 
     def __init__(self) -> None:
         self.reqs: list[Request] = []
@@ -174,8 +178,8 @@ class DraftRowCache:
         """Set the next step. Return the id() of the rows whose paths must be read again.
 
         count: rows per request. committed: int32 `[requests]`, the position at which each request's
-        node may end, before the end of the rows. moved: the id() of requests whose paths may have
-        changed.
+        node may end. Every row of the request is longer. moved: the id() of requests whose paths
+        may have changed.
         """
         if reqs is not self.reqs or len(self.rows) != len(reqs) * count:
             # Requests that were in the last step keep their rows.
@@ -187,8 +191,8 @@ class DraftRowCache:
         apart = committed - self._ends
         is_read = self._ends >= 0
         is_outgrown = bool((is_read & ((apart < 0) | (apart > MAX_READ_APART))).any())
-        # If one request has outgrown its path, all paths are read again, because one new plan then
-        # covers all requests.
+        # If one request has outgrown its path, all paths are read again, because the new plan is
+        # made for all requests anyway.
         again = (apart != 0) if is_outgrown else ~is_read
         if moved:
             again |= np.fromiter((id(req) in moved for req in reqs), dtype=bool, count=len(reqs))
@@ -250,7 +254,8 @@ class DraftBatchBuilder(DecodeBatchBuilder):
             self._drafts = None
             return reqs
         shape = view.shape
-        # Each row reads at least one token after these, so its tail is never empty.
+        # The tokens that all rows of a request share. Each row reads at least one more token, so
+        # its tail is never empty.
         self._committed = self.lens + np.int32(shape.first - 1)
         drafts = self._drafts or DraftRowCache()
         self._moved = drafts.update(reqs, shape.per_request, self._committed, self._moved)
@@ -265,9 +270,9 @@ class DraftBatchBuilder(DecodeBatchBuilder):
 
 
 def committed_lengths(reqs: list[Request]) -> npt.NDArray[np.int64]:
-    """Return the lengths of requests after the last results that SGLang has processed.
+    """Return the lengths of requests as of the last results that SGLang has processed.
 
-    A request may be longer, by tokens that were accepted since then.
+    On the device, a request may already be longer, by tokens that were accepted since then.
     """
     lengths = map(RequestFields.on(reqs[0]).committed_len, reqs)
     return np.fromiter(lengths, dtype=np.int64, count=len(reqs))

@@ -1,7 +1,7 @@
 """The types of steps of speculative decoding.
 
-`device_rows` has the tensors of a step's rows on the device. `extra_kv`, which a type need not
-have, has the draft tokens that rows read in addition to the KV in the plan.
+`device_rows` has the tensors of a step's rows on the device. `extra_kv` has the draft tokens that
+rows read in addition to the KV in the plan, or is None.
 
 | type | rows per request | each row reads | requests grow by | counted as |
 |---|---|---|---|---|
@@ -59,12 +59,12 @@ class SpeculativeStep(StepType):
     counts
         Numbers of steps and rows, for log, metrics and stats file.
     lengths_are_bounds
-        Whether a request may be shorter than SGLang's length of it on the host.
+        Whether SGLang's lengths on the host are only upper bounds of the requests' lengths.
     """
 
     counted_as: str
     lengths_are_bounds = False
-    # Lengths of the requests in the last planned step, and by how much each may grow.
+    # Lengths of the requests in the last planned step, and by how much each request may grow.
     _lens: IntArray
     _room: IntArray
 
@@ -117,10 +117,10 @@ class SpeculativeStep(StepType):
         return None if growth is None else self.repeated(forward_batch, requests, growth)
 
     def repeated(self, forward_batch: Any, requests: StepRequests, growth: int) -> int:
-        """Set a step that repeats the last one, and count it.
+        """Prepare and count a step that repeats the last one.
 
-        growth: by how many tokens all requests together have grown. Returns by how many tokens all
-        rows together have grown.
+        growth: by how many tokens all requests together have grown since the planned step. Returns
+        by how many tokens all rows together have grown.
         """
         return growth
 
@@ -154,7 +154,8 @@ class TargetVerifyStep(SpeculativeStep):
         self.chains.reserve(max_requests)
 
     def count_planned(self, forward_batch: Any, batch: DecodeBatch, plans: StepPlans) -> None:
-        # SGLang 0.5.23 prepares an eager step of a block twice, before and when it runs.
+        # SGLang 0.5.23 prepares an eager step that verifies blocks twice: before it runs, and then
+        # when it runs.
         if self._counted is None or self._counted is not forward_batch.spec_info:
             self._count(int(np.count_nonzero(batch.seq_lens)))
         self._counted = forward_batch.spec_info if self.lengths_are_bounds else None
@@ -171,7 +172,7 @@ class BlockDraftStep(TargetVerifyStep):
     """A step in which a draft model drafts a block of tokens at once (DFLASH, DSPARK).
 
     In the plan, all rows end with the block's first token, which is already accepted. In addition,
-    each row reads the whole block in some layers, and in others the block up to the row's token.
+    each row reads the block. In decoder layers, a row reads the block only up to its own token.
     """
 
     requests = DRAFT_REQUESTS.of_blocks
@@ -211,8 +212,8 @@ class DraftExtendStep(SpeculativeStep):
     def view(self, forward_batch: Any, requests: StepRequests | None) -> SpeculativeInputs:
         """Return the inputs of the verify step before this step.
 
-        In draft extend, SGLang's lengths include all draft tokens, even rejected ones. Its tensors
-        may be buffers of the largest graph, and it does not report padding.
+        In draft extend, SGLang's lengths include all draft tokens, even rejected ones. SGLang's
+        tensors may be buffers of the largest graph, and SGLang does not report padding.
         """
         size, count = forward_batch.batch_size, self.shape.per_request
         view = super().view(forward_batch, requests)
@@ -221,7 +222,7 @@ class DraftExtendStep(SpeculativeStep):
             view,
             num_known=size if requests is None else min(len(requests.reqs), size),
             req_pool_indices=view.req_pool_indices[:size],
-            # Padding may be shorter than `count`.
+            # The lengths of padding may be below `count`.
             seq_lens=(view.seq_lens[:size] - count).clamp_(min=1),
             seq_lens_cpu=None if on_host is None else (on_host[:size] - count).clamp_(min=1),
         )
@@ -233,7 +234,7 @@ class DraftExtendStep(SpeculativeStep):
         self.follow(forward_batch)
 
     def follow(self, forward_batch: Any) -> None:
-        """Count a step once. With several draft layers, SGLang prepares the first one twice."""
+        """Count a step once. SGLang prepares the first of several draft layers twice per step."""
         if forward_batch.spec_info is not self._counted:
             self._counted = forward_batch.spec_info
             self._count(len(forward_batch.input_ids))
@@ -277,7 +278,7 @@ class DraftSteps(SpeculativeStep):
         self.counts["steps"] += steps
         self.counts["rows"] += steps * num_rows
         more = steps * growth
-        if self.extra_kv is None:  # each step reads one more token than the last
+        if self.extra_kv is None:  # in each step, each row reads one more token than before
             more += num_rows * steps * (steps - 1) // 2
         for name, tokens in self._tokens._asdict().items():
             self._kv_tokens[name] += steps * tokens + more
@@ -320,8 +321,8 @@ class DraftTreeSteps(DraftSteps):
     extra_kv: BranchKv
 
     def __init__(self, num_steps: int, topk: int, device: torch.device) -> None:
-        # The host's lengths include one token that the device's do not, so that each row has a
-        # tail.
+        # Lengths on the host include one token that lengths on the device do not, so that each row
+        # has a tail.
         shape, on_device = (RowShape(topk, first=n, are_drafts=True) for n in (1, 0))
         branches = BranchKv(num_steps, topk, device)
         super().__init__(num_steps, shape, RowTensors(on_device, device), branches)

@@ -1,9 +1,9 @@
 """Attention to the draft tokens that rows read in addition to the plan.
 
 The plan covers the KV that a request had before the step, and the first draft token, which is the
-root of its tree. A draft token also reads the drafts before it on its branch. That attention is
-computed separately, from the KV that the layer has just stored, and merged with the plan's result
-by LSE. On a GPU, one kernel does both.
+root of the request's tree. A draft token also reads the drafts before it on its branch. This module
+computes that attention from the KV that the layer has just stored, and merges it with the plan's
+result by LSE. On a GPU, one kernel does both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class DraftKv:
         """Allocate the memory that graphs of up to `max_requests` requests read."""
 
     def update(self, forward_batch: Any, num_known: int, execution: ExecutionMode) -> None:
-        """Set the next step. Its requests after the first `num_known` are padding."""
+        """Prepare for the next step, whose requests after the first `num_known` are padding."""
 
     def keys(self, forward_batch: Any, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the arguments `slots` and `biases` of `merge_drafts` for `num_rows` rows."""
@@ -92,8 +92,8 @@ class TreeKv(DraftKv):
 class BlockKv(DraftKv):
     """Draft tokens of chains or blocks. Each reads the drafts up to itself, or the whole block.
 
-    The plan covers the first draft token. Trees are chains in draft extend, because SGLang moves
-    the accepted path of a tree to the front before it.
+    The plan covers the first draft token. In draft extend, drafts of trees are chains too, because
+    SGLang has moved the accepted path of each tree to the front.
     """
 
     def __init__(self, num_drafts: int, device: torch.device, *, are_chains: bool = True) -> None:
@@ -121,8 +121,8 @@ class BlockKv(DraftKv):
 class BranchKv(DraftKv):
     """The draft tokens of a draft model that branches. Each row reads its own branch.
 
-    When branches change parents, SGLang does not move draft tokens: row `i` always reads its own
-    slots.
+    SGLang does not move draft tokens when a branch continues from another branch's tokens: row `i`
+    always reads the slots of row `i`.
     """
 
     def __init__(self, num_steps: int, topk: int, device: torch.device) -> None:
@@ -142,7 +142,7 @@ class BranchKv(DraftKv):
             self.set_slots(forward_batch.out_cache_loc, forward_batch.batch_size * self._topk)
 
     def set_slots(self, out_cache_loc: torch.Tensor, num_rows: int) -> None:
-        """Set the slots of the rows' drafts, `[rows * drafts]`. No row reads the last draft."""
+        """Set the slots of the rows' drafts, `[rows * drafts]`. No row reads its last draft."""
         self._slots = out_cache_loc.view(num_rows, -1)
         size = num_rows * self._num_steps
         fits = size <= len(self._reserved)
@@ -167,7 +167,7 @@ def merge_drafts(
     before: tuple[torch.Tensor, torch.Tensor],
     scales: tuple[Scale, Scale] = (1.0, 1.0),
 ) -> torch.Tensor:
-    """Return the attention of rows to the KV in the plan and to the keys of the row's group.
+    """Return the attention of each row to its KV in the plan and to the keys of its group.
 
     A group is the rows of one request, or one row of a draft model that branches.
 
@@ -185,8 +185,8 @@ def merge_drafts(
     layer
         The layer, which has the scale and the soft-cap.
     before
-        The plan's output, `[rows, heads, v_head_dim]`, which may be overwritten, and LSE, `[rows,
-        heads]`. Both include the attention sink, if any.
+        The plan's output and LSE: `[rows, heads, v_head_dim]` and `[rows, heads]`. Both include the
+        attention sink, if any. The output may be overwritten.
     scales
         Factors by which the keys and the values in the caches are multiplied.
     """
@@ -225,10 +225,10 @@ def _merge_in_torch(
     if logit_cap:
         logits = logit_cap * torch.tanh(logits / logit_cap)
     logits += biases[:, None, :, None, :]
-    # The plan's result counts as one more key, whose logit is its LSE.
+    # The plan's result counts as one more key, whose logit is the plan's LSE.
     rest = lse.view(count, rows, kv_heads, group, 1).transpose(1, 2)
     weights = torch.softmax(torch.cat((rest, logits), dim=-1), dim=-1)
-    weights = weights.nan_to_num_(nan=0.0)  # padding reads nothing
+    weights = weights.nan_to_num_(nan=0.0)  # NaN: a padding row reads no key
     tree = torch.bmm(weights[..., 1:].reshape(count * kv_heads, -1, num_keys), values)
     before_tree = out.view(count, rows, kv_heads, group, -1).transpose(1, 2)
     tree = tree.view(before_tree.shape).addcmul_(weights[..., :1], before_tree)
@@ -243,10 +243,10 @@ def square_masks(
 ) -> torch.Tensor:
     """Return which drafts each draft reads: bool `[requests, draft tokens, draft tokens]`.
 
-    SGLang's mask has the rows of one request after those of another. In a full mask, a row covers
-    the tokens of the request before the step (`seq_lens`) and its draft tokens. In a square mask, a
-    row covers only the draft tokens. Masks are square on a CPU, in `buffer` (`TreeKv.masks`), and
-    after `choose_masks(square=True)`.
+    SGLang's mask lists the rows request by request. In a full mask, a row covers the tokens that
+    the request had before the step (`seq_lens`) and its draft tokens. In a square mask, a row
+    covers only the draft tokens. A mask is square if it is on a CPU, if it is in `buffer`
+    (`TreeKv.masks`), or after `choose_masks(square=True)`.
     """
     count = len(seq_lens)
     size = count * num_drafts**2
@@ -263,7 +263,7 @@ def _is_same(mask: torch.Tensor, buffer: torch.Tensor | None) -> bool:
 
 
 def full_masks(squares: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
-    """Return SGLang's full masks, given the square ones."""
+    """Return SGLang's full masks, given the square masks."""
     places, size = _square_places(seq_lens, squares.shape[-1])
     mask = torch.ones(int(size), dtype=torch.bool, device=squares.device)
     mask[places] = squares
@@ -282,8 +282,8 @@ def _square_places(seq_lens: torch.Tensor, num_drafts: int) -> tuple[torch.Tenso
 def choose_masks(*, square: bool) -> None:
     """Set which masks SGLang's n-gram worker makes.
 
-    square: masks cover only the draft tokens. Backends other than pat need full masks, which the
-    worker makes request by request, with about five torch calls each, while the GPU waits.
+    square: whether masks cover only the draft tokens. Backends other than pat need full masks. For
+    these, the worker makes about five torch calls per request, while the GPU waits.
     """
     from sglang.srt.speculative import ngram_worker
 
@@ -291,9 +291,9 @@ def choose_masks(*, square: bool) -> None:
 
 
 def undo_square_masks(forward_batch: Any | None, buffer: torch.Tensor | None = None) -> None:
-    """Make SGLang make full masks from now on.
+    """Switch SGLang's n-gram worker to full masks from now on.
 
-    forward_batch: a verify step that already has a mask, which becomes a full mask.
+    forward_batch: None, or a verify step that already has a mask, which becomes a full mask.
     """
     from sglang.srt.speculative import ngram_worker
 

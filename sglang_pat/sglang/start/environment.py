@@ -64,8 +64,8 @@ class Environment:
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
         """Parse and check the variables of an environment, by default this process's.
 
-        Raises ValueError that names the variable, if pat has no such SGLANG_PAT_ variable or does
-        not allow the variable's value (such as a stats file that cannot be written).
+        Raises ValueError that names the variable if a SGLANG_PAT_ variable is unknown, or has a
+        value that is not allowed (such as a stats file that cannot be written).
         """
         given = os.environ if variables is None else variables
         ours = {name: value for name, value in given.items() if name.startswith(PREFIX)}

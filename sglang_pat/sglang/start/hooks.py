@@ -1,4 +1,4 @@
-"""Installs functions of pat as hooks on methods of SGLang, by SGLang's own hook registry."""
+"""Installs functions of pat as hooks on methods of SGLang, with SGLang's own hook registry."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """SGLANG_PAT_DEBUG=1 checks every decode step in the running engine.
 
-StepChecker compares a step with SGLang's radix tree and request table, to find paths that were kept
-and plans that were reused although they had changed. It synchronises the device, so it is for tests
-and for finding errors. RankChecker compares the plans of tensor-parallel ranks. With
+StepChecker compares a step with SGLang's radix tree and request table, to find paths that were
+wrongly kept and plans that were wrongly reused. It synchronises the device, so it is for tests and
+for finding errors. RankChecker compares the plans of tensor-parallel ranks. With
 SGLANG_PAT_DEBUG=ranks, only RankChecker runs, so that steps repeat plans as they do in production.
 """
 
@@ -190,7 +190,7 @@ def _check_reuse(
 
 @dataclass(slots=True)
 class RankChecker:
-    """Compares, within a group of ranks, the plans and how long planning took.
+    """Compares the ranks of a group: their plans, and how long each rank took to plan.
 
     All ranks of the group call `check` for every step that they plan.
     """

@@ -52,7 +52,8 @@ class PlanReuse:
 
         The arguments are the step's type, its requests (None in a warm-up), the plans that it
         reads, and the size of its graph. Types, requests and plans are compared by identity.
-        Returns None if the step repeats the last one, unless `StepType.repeat` then objects.
+        Returns None if the step may repeat the last one. If the step's type has a function
+        `repeat`, that function then decides.
         """
         last = self._last
         if last is None:
@@ -144,7 +145,8 @@ class SkippedPlanning:
     def begin(self, tokens: KvTokens, num_growing: int) -> None:
         """Begin to count steps that repeat a planned step with these KV tokens.
 
-        num_growing: how many requests grow by one token per step. add() uses it without `growth`.
+        num_growing: how many requests grow by one token per step. add() uses it if `growth` is
+        None.
         """
         self.end()
         with self._lock:

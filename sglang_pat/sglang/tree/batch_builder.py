@@ -37,12 +37,12 @@ logger = logging.getLogger(__name__)
 _CHANGES = ("join", "leave", "last_node_changed", "split")
 MISMATCH = "mismatch"  # also a key of `changes`
 
-# If more than this many requests' paths must be read again, the builder reads all paths again.
+# If the paths of more than so many requests must be read again, the builder reads all paths again.
 _MOST_MOVED = 10_000
 
 
 class SharedStep(NamedTuple):
-    """A step whose rows may share KV, with the reader of its paths, its rows and its forest."""
+    """A step whose rows may share KV: the reader of paths, the rows, and the forest of paths."""
 
     source: PathReader
     reqs: list[Request]
@@ -52,20 +52,21 @@ class SharedStep(NamedTuple):
 class DecodeBatchBuilder:
     """Makes the DecodeBatch of each step of a batch that SGLang runs.
 
-    The builder reads a path when the request joins, and again after a checkpoint, an extend or a
-    retraction, which can give a running request another last node, another row, or other slots
-    (docs/design/decisions.md#kept-paths). In between, the forest keeps the path.
+    The builder reads a request's path when the request joins, and again after each checkpoint,
+    extend or retraction. These events can give a running request another last node, another row, or
+    other slots (docs/design/decisions.md#kept-paths). In between, the forest keeps the path.
 
     Attributes
     ----------
     steps_without_sharing
         Numbers of steps in which nothing could be shared, by reason.
     changes
-        Numbers of requests that joined or left ("join", "leave"), that got another last node while
-        they ran ("last_node_changed"), whose path was read again because the tree had split a node
-        ("split"), and that share nothing because their path does not match them ("mismatch").
+        Numbers of requests, by kind of change. "join", "leave": the request joined or left.
+        "last_node_changed": it got another last node while it ran. "split": its path was read again
+        because the tree had split a node. "mismatch": it shares nothing because its path does not
+        match it.
     events
-        The monitor of the last prefix cache seen.
+        The monitor of the prefix cache, None before the first step that has a readable cache.
     lens
         SGLang's lengths of the last step's requests, in tokens.
     """
@@ -73,8 +74,9 @@ class DecodeBatchBuilder:
     def __init__(self, tracker: RequestTracker = REQUEST_TRACKER, *, strict: bool = False) -> None:
         """Make a builder.
 
-        tracker: reports requests whose paths may have changed. strict: whether to raise
-        PathMismatchError if a path does not match its request, which otherwise shares nothing.
+        tracker: reports requests whose paths may have changed. strict: what happens if a path does
+        not match its request. If True, PathMismatchError is raised, else the request shares
+        nothing.
         """
         self._tracker = tracker
         self._strict = strict
@@ -128,7 +130,7 @@ class DecodeBatchBuilder:
     # --- how requests become rows: here one row each; overridden for speculative decoding ---
 
     def _request_lengths(self, view: StepInputs, reason: str | None) -> IntArray:
-        """Return the lengths of the requests on the host, 0 for padding.
+        """Return the lengths of the requests as far as the host knows them, and 0 for padding.
 
         reason: why the step shares nothing, or None.
         """
@@ -172,7 +174,7 @@ class DecodeBatchBuilder:
         if self._source is None:
             is_off = ", which is disabled" if getattr(step.tree, "disable", False) else ""
             return f"no shared paths are known to {type(step.tree).__name__}{is_off}"
-        if step.has_beams and not isinstance(self._source, RowPaths):  # the first beams
+        if step.has_beams and not isinstance(self._source, RowPaths):  # first step with beams
             self._source = RowPaths(self._source, step.tree.req_to_token_pool)
         return None
 
@@ -223,8 +225,8 @@ class DecodeBatchBuilder:
 class StepInputs:
     """The fields of a step that pat reads.
 
-    SGLang passes a ForwardBatch, a namespace before a replay, or a ForwardBatch with the buffers of
-    the largest graph.
+    SGLang passes a ForwardBatch or, before a replay, a namespace. The tensors of the ForwardBatch
+    may be the buffers of the largest graph.
     """
 
     requests: StepRequests | None  # in row order; None: unknown (warm-up, capture)
@@ -233,7 +235,7 @@ class StepInputs:
     is_idle: bool  # the batch only keeps a rank of data parallelism in step with the others
     req_pool_indices: torch.Tensor  # on the device: [size]
     seq_lens: torch.Tensor  # on the device: [size]
-    seq_lens_cpu: torch.Tensor | None  # None: SGLang has none on the host
+    seq_lens_cpu: torch.Tensor | None  # None: the host has no lengths
 
     @classmethod
     def read(cls, forward_batch: Any, requests: StepRequests | None, **more: Any) -> Self:
@@ -263,10 +265,10 @@ class StepInputs:
 
 
 def num_known(forward_batch: Any, requests: StepRequests | None) -> int:
-    """Count the requests of a batch without padding.
+    """Return the number of requests in a batch, without padding.
 
-    SGLang reports the padding of graphs, but not the padding of MLP synchronisation, which counts
-    as requests if the requests are not known, as in a capture.
+    SGLang reports the padding of graphs, but not the padding of MLP synchronisation. If the
+    requests are not known, as in a capture, the latter padding is included.
     """
     most: int = forward_batch.batch_size - compat.num_padding(forward_batch)
     return most if requests is None else min(len(requests.reqs), most)

@@ -31,7 +31,7 @@ from sglang_pat.sglang.compat import (
 
 Request = Any  # sglang.srt.managers.schedule_batch.Req
 
-# Matched exactly, because a third-party subclass may have other nodes or other rules for nodes.
+# Class names, matched exactly: a third-party subclass may have other nodes or rules for nodes.
 _NODE_OBJECT_TREES = (
     "sglang.srt.mem_cache.radix_cache.RadixCache",
     "sglang.srt.mem_cache.hiradix_cache.HiRadixCache",
@@ -46,8 +46,8 @@ _COMPONENTS = frozenset({"FULL", "SWA", "MAMBA"})
 # the length of its KV, and the number of its children.
 _Node = tuple[int, int, int, int, int, int]
 _ID, _BEGIN, _END, _NODE_FIELDS = 0, 2, 3, 6
-# Number of children if a core does not return it. The forest then reads more paths than needed
-# (docs/design/decisions.md#kept-paths).
+# Stands for the number of children if a core does not return that number. The forest then reads
+# more paths than needed (docs/design/decisions.md#kept-paths).
 _ANY_CHILDREN = 2
 Path = Sequence[_Node]
 
@@ -79,7 +79,7 @@ class PathReader(ABC):
         """Return the KV slots that the tree has for the path of a request. For checks."""
 
     def paths(self, reqs: Sequence[Request], num_rows: int) -> PrefixPaths:
-        """Return the paths of read() as arrays, with empty paths added up to `num_rows`."""
+        """Return the paths of read() as arrays, followed by empty paths up to `num_rows` paths."""
         spans = [
             [(node[_ID], node[_BEGIN], node[_END]) for node in path] for path in self.read(reqs)
         ]
@@ -117,7 +117,7 @@ def _is_readable(tree: Any) -> bool:
 
 
 class NodeObjectPaths(PathReader):
-    """For RadixCache and HiRadixCache, whose nodes are objects with a `parent` and a `value`."""
+    """Reads RadixCache or HiRadixCache, whose nodes are objects with a `parent` and a `value`."""
 
     def __init__(self, tree: Any, on_mismatch: OnMismatch) -> None:
         self._tree, self._on_mismatch = tree, on_mismatch
@@ -135,7 +135,7 @@ class NodeObjectPaths(PathReader):
 
 
 class NodeIdPaths(PathReader):
-    """For UnifiedRadixCache, whose nodes have integer ids. See `compat.path_access`."""
+    """Reads UnifiedRadixCache, whose nodes have integer ids. See `compat.path_access`."""
 
     def __init__(self, tree: Any, on_mismatch: OnMismatch) -> None:
         self._tree, self._on_mismatch = tree, on_mismatch
@@ -163,7 +163,7 @@ class NodeIdPaths(PathReader):
         return _joined(value_of(node[_ID], _FULL_COMPONENT) for node in path)
 
     def _collect(self, ids: list[int]) -> list[Path]:
-        """Return the path to each id."""
+        """Return the paths to the nodes with these ids."""
         if self._access == "objects":
             root, node_of = self._tree.root_node, self._tree.resolve_node_handle
             return [_walked_path(node_of(id_), root) for id_ in ids]
@@ -175,8 +175,8 @@ class NodeIdPaths(PathReader):
                 [(*_OF_SPAN(node), getattr(node, "num_children", _ANY_CHILDREN)) for node in path]
                 for path in self._core.collect_path_info(ids)
             ]
-        # The Rust core returns tuples. SGLang's Python adapter makes an object of each, which takes
-        # longer than all other work here, so pat calls the core directly.
+        # The Rust core returns tuples. SGLang's Python adapter makes an object of each tuple, which
+        # takes longer than all other work here, so pat calls the core directly.
         collected: Any = binding.collect_path_info(ids)
         first = next(filter(None, collected), None)
         if first is not None and len(first[0]) < _NODE_FIELDS:  # 0.5.22 returns no child counts
@@ -192,12 +192,12 @@ _LAST_NODE = attrgetter("last_node")
 
 
 def _is_node(last_node: object) -> bool:
-    """Return True for a node of a tree, which a streaming session's last node is not."""
+    """Return True if `last_node` is a node of a tree. In streaming sessions it is not."""
     return hasattr(last_node, "parent")
 
 
 def _nodes_to(node: Any, root: Any) -> list[Any]:
-    """Return the nodes from the root, which is left out, to `node`. None: no nodes."""
+    """Return the nodes on the path from the root to `node`, without the root. None: no nodes."""
     path = []
     while node is not None and node is not root:
         path.append(node)
@@ -218,7 +218,7 @@ def _walked_path(last_node: Any, root: Any) -> Path:
 def _climbed_path(core: Any, last_node: int) -> Path:
     """Return the path to a node of a Rust core that describes one node at a time.
 
-    The path is empty if a node has no KV on the device, which running requests' nodes always have.
+    The path is empty if a node has no KV on the device. Nodes of running requests always have KV.
     """
     climbed: list[tuple[int, int, int]] = []
     node = last_node
@@ -239,9 +239,9 @@ def _climbed_path(core: Any, last_node: int) -> Path:
 def _checked(
     reqs: Sequence[Request], paths: Sequence[Path | None], on_mismatch: OnMismatch
 ) -> list[Path]:
-    """Return the paths, with an empty one for each that does not end with its request's shared KV.
+    """Return the paths. A path that does not end where its request's shared KV ends becomes empty.
 
-    None stands for an unknown path. It becomes empty too, without a call of `on_mismatch`.
+    None stands for an unknown path, which becomes empty too, but without a call of `on_mismatch`.
     """
     lengths = [path[-1][_END] if path else 0 for path in paths]
     checked = [path or () for path in paths]
@@ -260,7 +260,7 @@ def _checked(
     return checked
 
 
-NODE_IDS = count(1 << 62)  # for nodes outside of trees, which count from 0
+NODE_IDS = count(1 << 62)  # for nodes outside of trees; trees count from 0
 
 
 def extended_path(path: Path, node_id: int, end: int) -> Path:
@@ -282,8 +282,8 @@ def _joined(slots: Iterable[torch.Tensor]) -> torch.Tensor:
 
 _EVENTS = "_sglang_pat_events"  # attribute of a monitored cache
 
-# Kind of event -> names of the method in which it happens. The first name that a cache has is
-# wrapped. Caches call the method through `self`, so the wrapper sees every call.
+# Kind of event -> names of the method in which the event happens. Of these names, the first that a
+# cache has is wrapped. Caches call the method through `self`, so the wrapper sees every call.
 _METHODS = {
     "insert": ("insert",),
     "evict": ("_evict", "evict"),
@@ -301,15 +301,20 @@ class CacheEventMonitor:
     Attributes
     ----------
     counts
-        Number of calls by kind: insert, split, evict, checkpoint (a running request's KV enters the
-        tree, and its row then has the tree's slots), lock, unlock, reset.
+        Number of calls by kind of event: insert, split, evict, checkpoint, lock, unlock, reset. At
+        a checkpoint, a running request's KV enters the tree, and the request's row then has the
+        tree's slots.
     unobservable
         Kinds that cannot be seen in this cache and are missing in `counts`. A Rust core splits
         nodes without calling a Python method.
     """
 
     def __init__(self, cache: Any, callbacks: Mapping[str, Callable[..., object]]) -> None:
-        """Monitor a cache. callbacks: by kind, called after each call with its arguments."""
+        """Monitor a cache.
+
+        callbacks: by kind of event, the function to call after each event, with the same arguments
+        as the method in which the event happened.
+        """
         self.counts: Counter[str] = Counter()
         self.unobservable: tuple[str, ...] = ()
         self._callbacks = callbacks  # by kind of event
@@ -327,7 +332,7 @@ class CacheEventMonitor:
     def watching(
         cls, cache: Any, on_checkpoint: Callable[[Request], object], on_reset: Callable[[], object]
     ) -> CacheEventMonitor:
-        """Return the monitor of a cache, which the first call makes with its callbacks.
+        """Return the monitor of a cache. The first call makes the monitor with these callbacks.
 
         on_checkpoint: called with the request after each checkpoint. on_reset: called after each
         reset. Raises RuntimeError if the cache lacks the method of an event.
@@ -357,11 +362,11 @@ class CacheEventMonitor:
         setattr(owner, method, self._watched(getattr(owner, method), kind))
 
     def _watched(self, method: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        """Return a wrapper of the method that counts calls and calls the callback."""
+        """Return a wrapper of `method` that counts its calls, and then runs the kind's callback."""
         counts, tell = self.counts, self._callbacks.get(kind)
 
         @wraps(method)
-        def count(*args: Any, **kwargs: Any) -> Any:  # fast, for frequent locks
+        def count(*args: Any, **kwargs: Any) -> Any:  # fast, because locks are frequent
             counts[kind] += 1
             return method(*args, **kwargs)
 

@@ -25,13 +25,13 @@ _NOTE = "_sglang_pat_requests"  # attribute of ForwardBatch
 class StepRequests(NamedTuple):
     """The requests of a batch in row order, and their prefix cache."""
 
-    reqs: list[Request]  # never modified; equal lists of successive steps are the same object
+    reqs: list[Request]  # never modified; the next step has this list if its requests are equal
     tree: Any
     has_beams: bool  # whether `reqs` has beam rows (`row_groups.VirtualRequest`)
 
 
 class PathCache(Protocol):
-    """An object that keeps paths of requests, and must know when they may have changed."""
+    """An object that keeps paths of requests, and must be told when a path may have changed."""
 
     def invalidate(self, ids: Collection[int]) -> None: ...
 
@@ -42,11 +42,11 @@ class RequestTracker:
     """Tracks which batch SGLang currently runs in this process, which has one scheduler thread.
 
     The tracker notes the requests of a batch when SGLang makes the batch. `running()` encloses the
-    batch's forward pass, in which pat's backend calls `claim_step()`. If no backend claims a batch,
-    another backend has decoded it, and the next batch with the same requests is treated as new.
+    batch's forward pass, in which pat's backend calls `claim_step()`. If pat does not claim a
+    batch, another backend has decoded it. The next batch with the same requests then counts as new.
     """
 
-    # Called with batches of a draft model, which SGLang makes and runs by the same methods.
+    # Called with batches of a draft model: SGLang makes them by the same method as other batches.
     on_draft_batch: Callable[[Any, Any], None] | None = None
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class RequestTracker:
             yield
         finally:
             self._step = None
-            if not self._is_claimed:  # another backend may have decoded them
+            if not self._is_claimed:  # another backend may have decoded the batch
                 self.last_reqs = []
 
     def claim_step(self, forward_batch: Any = None) -> StepRequests | None:
@@ -127,7 +127,7 @@ class RequestTracker:
 
 
 def requests_of(forward_batch: Any) -> StepRequests | None:
-    """Return the requests that `note_requests` has put on a batch or on its original."""
+    """Return the requests that `note_requests` has put on a batch, or on what the batch copies."""
     step: StepRequests | None = getattr(forward_batch, _NOTE, None)
     return step
 

@@ -3,9 +3,9 @@
 Such rows belong to a request. They share the request's path in the tree and one more node below it.
 
 In a beam search, the request is the leader, and the node ends where the prompt ends. The other rows
-have no Req and follow the batch's requests. SGLang copies the prompt's slots from the leader to
-them, and reassigns the slots after the prompt in each step. Plans stay valid, because the prompt's
-slots never change, and each step reads the slots after the prompt again.
+have no Req and follow the batch's requests. SGLang copies the prompt's slots from the leader to the
+other rows, and in each step reassigns the slots after the prompt. Plans stay valid, because the
+prompt's slots never change, and because each step reads the slots after the prompt again.
 
 For draft tokens, see `speculative/rows.py`.
 """
@@ -30,7 +30,7 @@ _GROUP = "_sglang_pat_rows"  # attribute of a BeamGroup
 
 
 class VirtualRequest:
-    """A row of a request, in place of a Req. Attributes that it does not set are the request's."""
+    """Stands in for a Req: one row of `group.req`. Attributes not set here are the request's."""
 
     __slots__ = ("group", "kv", "rid")
 
@@ -93,7 +93,7 @@ class RequestRows:
 
 
 def _with_group(req: Request | VirtualRequest) -> tuple[Request, RequestRows | None]:
-    """Return the request of `req`, which may be a row, and that request's group of rows if any."""
+    """Return the request to which a row or request belongs, and the request's rows if any."""
     if isinstance(req, VirtualRequest):
         return req.group.req, req.group
     return req, getattr(getattr(req, "beam_group", None), _GROUP, None)
@@ -130,10 +130,10 @@ class RowPaths(PathReader):
 def batch_with_beams(
     reqs: Sequence[Request], beam_tail: Any, invalidate: Callable[[Iterable[Request]], object]
 ) -> list[Request]:
-    """Return the requests of a batch in row order, and the rows of beams that follow them.
+    """Return the requests of a batch in row order, then the rows of their beams.
 
-    beam_tail: SGLang's description of these rows. invalidate: called with a leader that gets rows,
-    because its path then ends where its prompt ends.
+    beam_tail: SGLang's description of the beams' rows. invalidate: called with a leader that gets
+    rows, because the leader's path then ends where its prompt ends.
     """
     result = list(reqs)
     for entry in beam_tail.entries:

@@ -1,7 +1,7 @@
 """A self-test for versions of SGLang with which pat was not tested.
 
-It builds a small tree in SGLang's cache, matches prompts with it, and reads the paths. It takes
-milliseconds, on the CPU.
+The test builds a small tree in SGLang's cache, matches prompts with the tree, and reads the paths.
+It takes milliseconds, on the CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CACHES = (
 _COMMON, _FIRST, _SECOND = [*range(8)], [*range(10, 13)], [*range(20, 25)]
 _NEXT_TOKEN = 99  # a prompt's last token is never matched
 _SPANS = [[(0, 8), (8, 11)], [(0, 8), (8, 13)]]
-# Tokens and slots of two prompts. The second finds the KV of the common tokens in the cache.
+# Tokens and slots of two prompts. The second prompt finds the KV of the common tokens in the cache.
 _PROMPTS = (
     (_COMMON + _FIRST, [*range(100, 111)]),
     (_COMMON + _SECOND, [*range(100, 108), *range(200, 205)]),
@@ -38,9 +38,9 @@ _PROMPTS = (
 
 
 def check_version() -> None:
-    """Run the self-test if SGLang's version is not in the support table, and log a warning.
+    """If SGLang's version is not in the support table, run the self-test and log a warning.
 
-    Raises RuntimeError, which says what failed.
+    Raises RuntimeError that says what failed in the self-test.
     """
     installed = version("sglang")
     if installed in support.SGLANG_VERSIONS:
@@ -56,9 +56,9 @@ def check_version() -> None:
 
 
 def self_test() -> list[str]:
-    """Test each prefix cache that this SGLang has, and return their names.
+    """Test each prefix cache that this SGLang has, and return the caches' names.
 
-    Raises RuntimeError, which says what failed, if pat misreads a tree or there is no cache.
+    Raises RuntimeError that says what failed, if pat misreads a tree or there is no cache.
     """
     tested = []
     for place in _CACHES:
@@ -85,7 +85,7 @@ def _failed(where: str, what: str) -> str:
 
 
 def _test(kind: type[Any]) -> None:
-    """Raise an exception, which says what is wrong, if pat misreads this class of cache."""
+    """Raise an exception that says what is wrong, if pat misreads this class of cache."""
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -120,7 +120,8 @@ def _new_cache(kind: type[Any]) -> Any:
 
     allocator = SimpleNamespace(
         device=torch.device("cpu"),
-        # The tree frees the second prompt's slots of common tokens, which it already has.
+        # The tree frees the second prompt's slots of common tokens, because it keeps the first
+        # prompt's.
         free=lambda *args, **kwargs: None,
         free_segment=lambda *args, **kwargs: None,
     )
@@ -135,7 +136,7 @@ def _new_cache(kind: type[Any]) -> Any:
 
 
 def _request(name: str, prompt: list[int], cache: Any) -> Any:
-    """Return a request that SGLang has admitted and whose prompt it has matched with the cache."""
+    """Return a request as it is after SGLang has matched its prompt with the cache."""
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
