@@ -511,7 +511,7 @@ def _layer(config: Mapping[str, Any], index: int, kind: str, tp: int) -> Layer:
         window = _CHUNK_TOKENS
     if kind == WINDOW and window is None:
         kind = FULL
-    elif kind == WINDOW and class_name(config) in model_classes.NEW_TOKEN_IS_EXTRA:
+    elif kind == WINDOW and window and class_name(config) in model_classes.NEW_TOKEN_IS_EXTRA:
         window += 1
     heads = (max(1, qo_heads // tp), max(1, kv_heads // tp))  # heads of a rank
     return Layer(
