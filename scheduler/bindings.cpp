@@ -173,8 +173,8 @@ Array<int32_t> row_lengths(const py::array_t<T>& lengths, int64_t num_requests, 
   return result;
 }
 
-// Returns by how many tokens all requests together have grown beyond `least`. Returns None if a request has grown by
-// more than its `room`, has shrunk, or is missing. `lengths` may end with padding.
+// Returns by how many tokens all requests together have grown since their lengths were `least`. Returns None if a
+// request has grown by more than its entry in `room`, has shrunk, or is missing. `lengths` may end with padding.
 template <typename T>
 std::optional<int64_t> growth_of(const py::array_t<T>& lengths, const Array<int32_t>& least,
                                  const Array<int32_t>& room) {

@@ -36,7 +36,7 @@ struct SplitCosts {
   int32_t item = 608;  // 9.5
   // Finishing one query row of a work item: normalising and storing its result.
   int32_t query_row = 61;  // 0.95
-  // The least time for all KV of a work item, even if it has few tokens: the latency of loads.
+  // The least time for the KV of a work item, however few tokens it has: the latency of loads.
   int32_t shortest = 48 * kCostUnit;
   // Per tile of kTileTable: one KV token. By default all tiles have the same cost, because all wait for memory.
   std::array<int32_t, kNumTiles> token = default_token();

@@ -119,8 +119,8 @@ void DecodePlan::list_work_items(const Packing& packing, const Split& split) {
 void DecodePlan::turn_items_around(int32_t num_workers) {
   const auto num_tickets = static_cast<int32_t>(sections_.ticket_begin.size()) - 1;
   for (int32_t t = 0; t < num_tickets; ++t) {
-    // In the first round, each SM's first CTA draws a ticket before any SM's second CTA. So in this round, the second
-    // half of the tickets is turned around, and in later rounds every other ticket.
+    // In the first round, each SM's first CTA draws a ticket before any SM's second CTA. So the items of the second
+    // half of these tickets are turned around. In later rounds, the items of every other ticket are.
     const bool is_first_draw = t < num_workers;
     if (is_first_draw ? 2 * t < num_workers : t % 2 == 1) continue;
     const int32_t end = sections_.ticket_begin[t + 1].work_item;

@@ -14,8 +14,8 @@ namespace pat {
 class PathReader {
  public:
   virtual ~PathReader() = default;
-  // Returns the current paths of some requests of the new batch, in the order of `requests`, their places in the batch.
-  // The result is valid until the next call. May throw.
+  // Returns the current paths of some requests of the new batch. `requests` has the places of these requests in the
+  // batch. The paths are in the same order, and stay valid until the next call. May throw.
   virtual TreePaths read(std::span<const int32_t> requests) = 0;
 };
 
@@ -27,10 +27,9 @@ struct UpdateCounts {
 };
 
 // Updates a forest that has the paths of batch `before`, so that it has the paths of batch `now`. Reads the paths of
-// requests that joined or moved. If these paths show that the tree has split a node of kept paths, reads the kept paths
-// with that node again. If they only show that a split is possible, reads one path again for each node that may be
-// split. The paths that it reads again may show more splits. So after two rounds that have shown splits, or after the
-// third round, it reads all paths.
+// requests that joined or moved. If these paths show that the tree has split a node, rereads all kept paths that hold
+// the node. If they only suggest that the tree may have split a node, rereads one kept path that holds the node. Reread
+// paths may show more splits. So after two rounds that have shown splits, or after the third round, rereads all paths.
 //
 // Returns std::nullopt if the batches are equal and no request moved. Does not use the spans `before` and `now` after
 // the first call of the reader, which may change them. Throws what the reader and PrefixForest::update() throw. After

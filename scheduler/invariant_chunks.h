@@ -1,7 +1,7 @@
 // Stages 2 and 3 of the scheduler for batch-invariant plans: turns a forest into work items.
 //
-// The bits of a request's result depend on the order in which the kernels add, so that order must depend on the
-// request's length alone. A request's KV is cut at the boundaries of the ChunkGrid and nowhere else, and each chunk is
+// The bits of a request's result depend on the order in which the kernels add. So this order may depend on nothing but
+// the request's length. A request's KV is cut at the boundaries of the ChunkGrid and nowhere else, and each chunk is
 // one partial. Within a chunk, the kernels' steps begin at multiples of ChunkGrid::kStepTokens. The other requests of a
 // work item do not change a request's result, because a row skips the steps that belong to other rows only.
 #pragma once

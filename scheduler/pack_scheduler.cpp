@@ -141,7 +141,7 @@ void PackScheduler::plan(PrefixForest& batch, std::span<const int32_t> seq_lens)
     times_.split = stopwatch.lap();
   }
 
-  // Batch-invariant results depend on the order of a row's segments. With 0 workers, it is always ascending.
+  // Batch-invariant results need the same order of segments in every batch. With num_workers = 0, it is ascending.
   next_.plan.assemble(static_cast<int32_t>(row_lens.size()), config_.group_size, packing_, split_,
                       config_.batch_invariant ? 0 : config_.num_workers);
   int64_t query_centric = 0;
@@ -215,10 +215,10 @@ PlanBounds plan_bounds(int32_t max_requests, int32_t num_workers, const TileSele
   // Packer::pack() keeps its packs within these two limits.
   const int64_t packed_requests = int64_t{kMaxPacksPerRequest} * max_requests;
   const int64_t packed_segments = int64_t{kMaxSegmentsPerRequest} * max_requests;
-  // Bounds the tiles. The nodes' sets of holders are nested or disjoint, all different, and have at least two requests,
-  // so there are fewer nodes than requests. Each node is at most one pack, and each request has at most one private
-  // pack. All tiles of a pack are full, except perhaps the last one. SubtreeTiler makes at most as many packs as there
-  // are requests.
+  // The number of tiles is bounded by this sum. The nodes' sets of holders are nested or disjoint, all different, and
+  // have at least two requests, so there are fewer nodes than requests. Each node is at most one pack, and each request
+  // has at most one private pack. All tiles of a pack are full, except perhaps the last one. SubtreeTiler makes at most
+  // as many packs as there are requests.
   const int64_t tiles_of_packs =
       2 * int64_t{max_requests} - 1 + packed_requests / tiles.requests_per_tile();
   const int64_t cut_requests = max_cut_requests(num_workers, tiles);

@@ -79,7 +79,7 @@ class Packer {
     bool leaves_single_partial;  // if the child is merged, its requests are in no other pack
   };
 
-  // Decides for each edge whether to merge. Returns the number of requests, counted once per pack.
+  // Decides for each edge whether to merge. Returns how many requests all packs have together.
   int64_t decide(const PrefixForest& forest, std::span<const int32_t> seq_lens);
   void emit(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out);
   // Fills Packing::requests for the packs of nodes, each pack in tree order.

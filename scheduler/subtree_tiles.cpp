@@ -11,7 +11,7 @@ namespace {
 
 // A node of up to this many tokens shares a segment with an equally short parent if the same requests of the pack hold
 // both, because each segment occupies whole stages of the kernels' rings. For longer nodes, the empty part of the last
-// stage is negligible. Their segments have one node each, so that its slots are gathered once for all packs.
+// stage is negligible. Their segments have one node each, so that a node's slots are gathered once for all packs.
 constexpr int32_t kShortNode = 255;
 // In very deep trees, the packs would have too many segments. Then segments span at least this many levels, however
 // long the nodes are. Segments begin at multiples of their number of levels, so that packs have most segments, and the

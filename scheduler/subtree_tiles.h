@@ -36,8 +36,8 @@ struct Pack {
 };
 
 // The packs of a batch. A pack's segments are in pre-order: ancestors before descendants, requests ascending. So the
-// segments of a request ascend in position, and its packs do too. A pack with more requests than fit into a tile has
-// one segment.
+// segments of a request ascend in position, within a pack and from pack to pack. A pack with more requests than fit
+// into a tile has only one segment.
 struct Packing {
   std::vector<Pack> packs;
   std::vector<int32_t> requests;
@@ -81,8 +81,8 @@ class SubtreeTiler {
   void even_out_runs();
   int64_t cost_of_cut(const PrefixForest& forest, int32_t place) const;
   // Fills `out` with the chosen runs. A node shares a segment with its parent if the same requests of a pack hold both
-  // and, if `fused_levels` is 0, both are short, or else both are in the same group of `fused_levels` levels. Returns
-  // false if the batch then has too many segments.
+  // nodes. In addition, both nodes must be short if `fused_levels` is 0, or else be in the same group of `fused_levels`
+  // levels. Returns false if the batch then has too many segments.
   bool emit(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t fused_levels,
             Packing& out);
   // Counts, over all packs, the segments that all requests of their pack read. In a deep tree, these are nearly all

@@ -54,7 +54,7 @@ class WindowCut {
 
  private:
   struct Row {
-    int32_t node;  // the node that may save the row the most tokens if it is shared
+    int32_t node;  // the shared node that may save the most tokens
     int32_t cut;   // the cut that the row would have if it were alone in its class
     int32_t request;
 

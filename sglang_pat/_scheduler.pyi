@@ -103,9 +103,9 @@ def row_lengths(lengths: _Int32 | _Int64, num_requests: int, num_rows: int) -> _
     """
 
 def growth_of(lengths: _Int32 | _Int64, least: _Int32, room: _Int32) -> int | None:
-    """Return by how many tokens all requests together have grown beyond `least`.
+    """Return by how many tokens all requests together have grown since their lengths were `least`.
 
-    Returns None if a request has grown by more than its `room`, has shrunk, or is missing.
+    Returns None if a request has grown by more than its entry in `room`, has shrunk, or is missing.
     `lengths` may end with padding. ValueError if `least` and `room` differ in size.
     """
 
@@ -225,8 +225,7 @@ class PackScheduler:
 
         With a window, the cuts of all requests follow the plan in `out`. Returns None, and writes
         nothing, if the plan needs a larger capacity, more partials, more shared slots or more cuts
-        than given.
-        ValueError if `out` is too short.
+        than given. ValueError if `out` is too short.
         """
     @property
     def num_partials(self) -> int: ...

@@ -456,9 +456,9 @@ class PackAttention:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Compute the attention of one layer by the last plan.
 
-        Tensors are on `device`, with dtype `dtype`, or `kv_dtype` for the caches. The output has no
-        gradient, autocast has no effect, and torch.compile() breaks its graph here, or raises with
-        fullgraph=True.
+        All tensors are on `device`. The caches have dtype `kv_dtype`, queries and output `dtype`.
+        The output has no gradient, autocast has no effect, and torch.compile() breaks its graph
+        here, or raises with fullgraph=True.
 
         Parameters
         ----------

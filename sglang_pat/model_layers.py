@@ -322,7 +322,7 @@ def _description(layer: Layer) -> str:
 
 
 def _rule(config: Mapping[str, Any]) -> str:
-    """Return the class whose rule applies, which for some multimodal models is the decoder's."""
+    """Return the class whose rule applies: for some multimodal models, the decoder's class."""
     inner = class_name({"architectures": config.get("decoder_architectures")})
     special = model_classes.BY_LAYER_TYPES | model_classes.OTHER_RULES
     return inner if inner in special else class_name(config)
@@ -465,7 +465,7 @@ def _of_exaone_4(config: Mapping[str, Any]) -> list[str]:
 
 
 def _parallel(config: Mapping[str, Any]) -> list[str]:
-    """Return the kinds of layers that have attention and a state side by side."""
+    """Return the kinds of layers if each layer has attention and a state side by side."""
     return [FULL] * _num_layers(config)
 
 

@@ -113,11 +113,11 @@ def problem_with(path: Path) -> str | None:
             return f"{target.parent} is not a folder"
         if not os.access(target.parent, os.W_OK | os.X_OK):
             return f"its folder {target.parent} is not writable"
-        # Raises OSError for a name that is too long or a loop of links, which resolve() and
-        # exists() accept.
+        # os.stat() raises OSError for a name that is too long, and for a loop of links. resolve()
+        # and exists() accept both.
         with contextlib.suppress(FileNotFoundError):
             os.stat(path)
-        # The permissions of /proc do not show that no file can be made there.
+        # In /proc, no file can be made, although the permissions allow it.
         with tempfile.TemporaryFile(dir=target.parent):
             return None
     except (OSError, RuntimeError, ValueError) as error:

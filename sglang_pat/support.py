@@ -346,8 +346,8 @@ def pool_too_small(
 ) -> Unsupported | None:
     """Return why latent attention falls back with a pool of this size, or None if it does not.
 
-    Only for layers for which `pool_decides` returns True. max_requests: the number of requests in
-    the largest step.
+    Call it if `nothing_to_gain` has returned None. max_requests: the number of requests in the
+    largest step.
     """
     is_full = fills_tile(num_heads, num_drafts, one_byte=one_byte, default=default)
     needed = _POOL_PER_ROW * num_heads * num_drafts * max_requests

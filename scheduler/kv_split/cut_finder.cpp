@@ -15,8 +15,8 @@ namespace {
 constexpr double kPriceOfMerging = 1.5;
 // A cut between two segments may leave up to 1 / kEmptyPart of the ticket empty.
 constexpr int64_t kEmptyPart = 8;
-// To avoid partials, the item after a cut may read KV again: at most 1 / kAgainPart of a ticket, or kLittleAgain tokens
-// if that is more.
+// To avoid partials, the item after a cut may reread KV: at most 1 / kAgainPart of a ticket, or kLittleAgain tokens if
+// that is more.
 constexpr int64_t kAgainPart = 3;
 constexpr int64_t kLittleAgain = 160;
 
@@ -36,7 +36,7 @@ void CutFinder::cut_at(const Tile& tile, const Position& at, int32_t segment, in
   cut.both_requests = both_requests;
   cut.is_end = false;
   if (offset == 0 && segments[segment - 1].first < first && first > at.first) {
-    // The cut is between two requests. The next item may read the KV again that requests on both sides share.
+    // The cut is between two requests. The next item may reread the KV that requests on both sides share.
     int64_t reread_load = 0;
     int32_t num_segments = 0;
     for (int32_t s = at.base; s < segment && num_segments <= kMaxSegmentsPerCut; ++s) {

@@ -14,12 +14,12 @@ struct Position {
   int32_t segment;  // first segment that is not assigned fully
   int32_t offset;   // tokens of that segment that are assigned
   int32_t first;    // first request whose KV is not assigned fully
-  // Segment and offset at which the next item begins. Before `segment` and `offset`, it reads KV again that the
+  // Segment and offset at which the next item begins. Up to `segment` and `offset`, this item rereads the KV that the
   // requests from `first` on share with requests of earlier items.
   int32_t base;
   int32_t base_offset;
   int64_t assigned;     // assigned load, without repeated reads
-  int64_t reread_load;  // load of the KV that the next item reads again
+  int64_t reread_load;  // load of the KV that the next item rereads
 
   static Position begin_of(const Tile& tile) {
     return {.segment = tile.segment_begin,
@@ -80,8 +80,8 @@ class CutFinder {
  private:
   bool find(const Tile& tile, const Position& at, int64_t budget_left, int64_t budget,
             bool is_forced, Cut& cut) const;
-  // Makes the cut at token `offset` of a segment. most_reread: upper bound for the load that the next item may read
-  // again to avoid partials.
+  // Makes the cut at token `offset` of a segment. most_reread: upper bound for the load that the next item may reread
+  // to avoid partials.
   void cut_at(const Tile& tile, const Position& at, int32_t segment, int32_t offset, int64_t taken,
               int64_t most_reread, Cut& cut) const;
 

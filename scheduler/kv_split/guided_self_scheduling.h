@@ -27,7 +27,7 @@ class GuidedSelfScheduling {
   // many requests with very long KV would exceed it.
   bool choose(const SplitContext& context, const Packing& packing, const TileList& list);
 
-  // The assignments of the last choice. No ticket has the same number in both.
+  // The assignments of the last choice. Ticket numbers are unique across both.
   const Assignment& shared_work() const { return shared_work_; }
   const Assignment& private_work() const { return private_work_; }
   int32_t num_tickets() const { return static_cast<int32_t>(ticket_costs_.size()); }

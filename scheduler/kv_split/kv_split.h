@@ -42,7 +42,7 @@ class KvSplitter {
   //
   // A cut is between two segments if the ticket is then nearly full, else within a segment. A request with KV on both
   // sides of a cut gets a partial from each side. At a cut between two requests, the item after the cut may instead
-  // read the KV again that requests on both sides share, if that costs less.
+  // reread the KV that requests on both sides share, if that costs less.
   void split(const Packing& packing, SplitTask task, Split& out);
 
   // A lower bound for Split::time of any split whose items read `num_tokens` tokens and share none of them.

@@ -26,7 +26,7 @@ struct Ticket {
 
 struct Split {
   // Some requests of a pack, and KV ranges for intervals of these requests. Each of the requests has at least one
-  // range. A plan stores it as pat::WorkItem.
+  // range. In a plan, it becomes a pat::WorkItem.
   struct WorkItem {
     int32_t tile;           // index into the tile table
     int32_t request_begin;  // index in Split::requests
@@ -61,7 +61,7 @@ struct Split {
 struct SplitTask {
   int32_t num_requests;
   int64_t num_unique;  // KV tokens, each counted once
-  // Expected time of another split of the batch. The result has no tickets if no split can take less time.
+  // Expected time of another split of the batch. If no new split can take less time, the result has no tickets.
   int64_t time_to_beat = std::numeric_limits<int64_t>::max();
   // KvSplitter sets the next two fields itself.
   int64_t num_read = 0;         // KV tokens, counted once per tile that reads them

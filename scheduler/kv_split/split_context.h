@@ -34,8 +34,8 @@ struct SplitContext {
   // work, if nothing is shared or a shared range is long.
   bool counts_stages;
   int64_t min_item_tokens;  // a cut must leave items of at least this length
-  // If true, the item after a cut between two requests reads their shared KV again only if this costs less than
-  // partials do. If false, it always reads their shared KV again.
+  // If true, the item after a cut between two requests rereads their shared KV only if this costs less than partials.
+  // If false, the item always rereads their shared KV.
   bool may_merge = true;
 
   int64_t kv_load_of(int64_t num_tokens) const {

@@ -30,7 +30,7 @@ constexpr int64_t kMerging = 321;
 constexpr int64_t kPartialRowPercent = 675;
 constexpr int64_t kMergingMany = 137;
 constexpr int64_t kRowOfMany = 51;
-// Up to this many partials of a row are summed by one warp of merge_partials.
+// If a row has at most this many partials, one warp of merge_partials sums them.
 constexpr int64_t kPartialsAtOnce = 12;
 
 int64_t chain(const SplitContext& context, int64_t load, int64_t num_segments,

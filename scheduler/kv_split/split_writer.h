@@ -42,7 +42,7 @@ struct Assignment {
 
 class SplitWriter {
  public:
-  // Appends the assignment's work items to `out`, and fills its tickets, which must already exist.
+  // Appends the assignment's work items to `out`, and fills the tickets of `out`, which must already exist.
   void add(const Packing& packing, const SplitContext& context, std::span<const Tile> tiles,
            const Assignment& assignment, Split& out);
 

@@ -64,8 +64,8 @@ Batch balanced_batch(const std::vector<int>& levels, int32_t tokens);
 // Makes a balanced tree from a name such as "1,4,256_32,256,128": the number of nodes of each level, then the number of
 // tokens of a node of each level.
 Batch tree_batch(const std::string& name);
-// Makes a batch of a shape that random_batch() seldom makes: deep chains, wide stars, one long document, equal
-// requests, one-token tails, prefixes of 128k tokens and more.
+// Makes a batch of a shape that random_batch() seldom makes: deep chains, wide stars, one long document, requests of
+// equal length that share nothing, one-token tails, prefixes of 128k tokens and more.
 Batch extreme_batch(Random& random);
 // Makes a chain of shared nodes. Each request holds one node more of the chain than the previous request.
 Batch caterpillar_batch(int num_requests, int32_t node_tokens, int32_t private_tokens);

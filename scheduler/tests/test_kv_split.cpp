@@ -59,7 +59,7 @@ void check_split(const Made& made, const SchedulerConfig& config) {
   const TileSelection tiles(tiles_of(config.latent), config.group_size, config.max_block_q);
   const Packing& packing = made.packing;
   const Split& split = made.split;
-  // No item may be shorter than the usual length or, if workers have fewer than four items, than a quarter of it.
+  // Items have at least the usual length or, if workers have fewer than four items each, a quarter of that length.
   int64_t packed_tokens = 0;
   for (const Pack& pack : packing.packs) {
     for (const Segment& segment : packing.segments_of(pack)) {
@@ -186,7 +186,7 @@ TEST(kv_split_deals_out_a_long_shared_range_chunk_by_chunk) {
   }
 }
 
-// Parting a tile into its long range and the rest makes a partial for each of its requests, like a cut.
+// If a tile is parted into its long range and the rest, each of its requests gets one more partial, as at a cut.
 TEST(kv_split_counts_what_parting_tiles_costs) {
   const auto num_tickets = [](int num_requests, int32_t num_tokens, int32_t num_workers) {
     SchedulerConfig made = config(16, num_workers);  // a tile has four requests
@@ -385,7 +385,7 @@ TEST(kv_split_reads_little_again_where_tickets_are_short) {
 }
 
 TEST(kv_split_reads_more_again_where_nothing_is_merged_then) {
-  // If little is read again, the 33 workers make 96 partials. Without partials, each reads 124 more tokens.
+  // If the 33 workers reread little KV, they make 96 partials. Without partials, each worker reads 124 more tokens.
   SchedulerConfig made = config(4, 33);
   made.max_block_q = 64;
   made.min_item_tokens = 256;

@@ -93,7 +93,7 @@ TEST(plans_fit_what_is_reserved_for_their_requests) {
   }
 }
 
-// A tile has the rows of 64 / heads requests. Shared KV is read that many times less often.
+// A tile has the rows of 64 / heads requests, so shared KV is read only once for that many requests.
 TEST(latent_layers_pack_as_many_requests_as_a_tile_has_room_for) {
   const Batch batch = balanced_batch({1, 128}, 8192);
   for (const int32_t heads : {1, 5, 8, 12, 16, 20, 32, 33, 64}) {

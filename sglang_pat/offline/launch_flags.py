@@ -18,7 +18,7 @@ PLUGIN_GROUP = "sglang.srt.plugins"
 
 
 def launch_flags() -> frozenset[str]:
-    """Return all flags of `sglang.launch_server`, among words that are no flags.
+    """Return all flags of `sglang.launch_server`, and also some words that are no flags.
 
     Returns an empty set if SGLang is not installed.
     """
@@ -43,7 +43,7 @@ def attention_backends() -> frozenset[str]:
 
 
 def _sources() -> Iterator[str]:
-    """Yield the text of modules that define server arguments: SGLang's, and all of its plug-ins."""
+    """Yield the text of SGLang's modules for server arguments, and of all modules of plug-ins."""
     for folder in _folders("sglang"):
         arguments = folder / "srt"
         yield from _texts(arguments / "server_args.py", *arguments.glob("arg_groups/**/*.py"))

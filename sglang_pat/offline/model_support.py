@@ -293,7 +293,7 @@ def undivided(heads: int, kv_heads: int, ranks: Sequence[int]) -> str | None:
 
 
 def _forget_cpu(config: Any) -> None:
-    """Make SGLang build a model as for a GPU: for a CPU, it would change heads and RoPE."""
+    """Make SGLang build a model as for a GPU. For a CPU, SGLang would change heads and RoPE."""
     for part in (config.hf_config, config.hf_text_config):
         for name in ("linear_num_key_heads", "linear_num_value_heads"):
             if hasattr(part, name):

@@ -77,7 +77,7 @@ _PARTIAL_BYTES, _LSE_BYTES = 2, 4  # of each number in a partial output, and of 
 _STATE_BYTES_PER_REQUEST = 4 << 20  # that each step reads and writes for the state of a layer
 
 
-# So many shared tokens of a window are read by each request separately (`sglang_pat/window.py`).
+# Number of shared tokens in a window that each request reads separately (`sglang_pat/window.py`).
 _WINDOW_SLACK = 64
 
 
@@ -206,7 +206,7 @@ class StepTime:
         )
 
     def kv_heads(self, layer: Layer) -> int:
-        """Return the KV heads on one GPU: at least 1, because GPUs may hold the same head."""
+        """Return the KV heads on one GPU: at least 1, as several GPUs may hold the same head."""
         return max(1, layer.num_kv_heads // self.tp)
 
     @property
@@ -224,8 +224,8 @@ class StepTime:
     def pool_tokens(self, pool_bytes: float | None = None) -> int:
         """Return how many tokens fit into a GPU's KV pool of `pool_bytes`.
 
-        None: the pool gets the memory that the weights leave. ValueError if they leave none, or if
-        fewer than two tokens fit.
+        pool_bytes: None stands for the memory that the weights leave. ValueError if they leave
+        none, or if fewer than two tokens fit.
         """
         gpu = self.gpu
         if pool_bytes is None:

@@ -72,24 +72,24 @@ from sglang_pat.workload.trace import (
     prompt_length,
 )
 
-# So many requests are sorted by arrival in memory, because a log that several threads write is a
-# little out of order.
+# Up to this many requests are kept in memory to sort them by arrival, because a log that several
+# threads write is a little out of order.
 REORDER_WINDOW = 1024
 BLOCK_TOKENS = 512  # mooncake's default, if the lines show no other size
 
 _PICKLE_MAGIC = b"\x80"
 _DETECTION_LINES = 20
-# Block size, unit of times and bytes per token are inferred from so many first records.
+# Block size, unit of times and bytes per token are inferred from the first _SAMPLE records.
 _SAMPLE = 256
-# If a file is not larger, its lines are counted in advance, which takes up to two seconds.
+# Size of the largest file whose lines are counted in advance, which takes up to two seconds.
 _COUNT_BYTES = 4 << 30
 _CHUNK_BYTES = 1 << 20
-_NO_RECORD = (b"", b"[", b"]", b",")  # lines without a record, in an array of lines
+_NO_RECORD = (b"", b"[", b"]", b",")  # lines of an array that are not records
 _LONGEST = 10 * 366 * 86_400.0  # seconds that a trace may last
 
 
 class _Record(NamedTuple):
-    """A request, and its place in a file. Its arrival is the time that the file gives."""
+    """A request and its place in a file. The request's arrival is the time in the file."""
 
     file: str
     line: int
@@ -474,7 +474,7 @@ def _arrival(record: _Record) -> float:
 
 
 def _in_order(records: Iterator[_Record], errors: TraceErrors) -> Iterator[_Record]:
-    """Sort by arrival, within `REORDER_WINDOW` requests. Of equal arrivals, keep the order."""
+    """Sort by arrival, within `REORDER_WINDOW` requests. Equal arrivals keep the file's order."""
     waiting: list[tuple[float, int, _Record]] = []
     latest = 0.0
     for number, record in enumerate(records):

@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 _NORMAL = NormalDist()
 
-# Mean lengths of all prompts and answers in BurstGPT. That lengths are log-normal, and the sigma of
-# their distribution, are our choice.
+# Mean lengths of all prompts and answers in BurstGPT. The distribution of lengths, log-normal with
+# this sigma, is our choice.
 _PROMPT_MEAN, _ANSWER_MEAN = 621, 126
 _CHAT_SIGMA = 1.0
 _LONGEST_PROMPT, _LONGEST_ANSWER = 8192, 2048
@@ -237,8 +237,8 @@ def _content(*names: str | int) -> int:
 class Draws:
     """A stream of independent draws. ValueError if the seed is negative.
 
-    Of its generator, Python promises only that `random()` and the seeding with an integer will not
-    change between versions. So everything else is computed from `random()` here.
+    Python promises only that `random()`, and its seeding with an integer, will not change between
+    versions. So everything else is computed from `random()` here.
     """
 
     def __init__(self, seed: int) -> None:

@@ -22,7 +22,7 @@ _LEAST_ROWS = 1 / 800  # fraction of the forest's height; thinner blocks are lef
 
 
 class Block(NamedTuple):
-    """A rectangle of the forest, in fractions of the forest's width and height."""
+    """A rectangle of the forest, in percent of the forest's width and height."""
 
     x: float
     y: float

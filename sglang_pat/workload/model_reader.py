@@ -45,8 +45,8 @@ from sglang_pat.workload.weights import Weights, read_weights
 
 _ASKED = "where SGLang is installed, sglang-pat asks SGLang's own class"
 _SECONDS = 300  # SGLang's import may take minutes on a busy machine
-# Matches an error of SGLang that a missing model module may have caused, or the name of the class
-# by which SGLang runs transformers' class of a model.
+# Matches an error of SGLang that a missing model module may have caused, or the name of SGLang's
+# class that wraps transformers' class of a model.
 _NEEDS_MORE = re.compile("not supported for now|not a registered model|^Transformers|^KeyError")
 
 

@@ -186,7 +186,7 @@ def server_rows(answer: WorkloadAnswer) -> list[tuple[str, str, str]]:
 
 
 def reads(answer: WorkloadAnswer) -> list[tuple[str, str, str]]:
-    """Return rows: (policy, KV tokens, how many times as many query-centric attention reads)."""
+    """Return rows: (policy, KV tokens, factor by which query-centric attention reads more)."""
     tokens = answer.pat.kv_tokens
     most = tokens["query-centric"]
     return [

@@ -473,7 +473,10 @@ def _texts(objects: Sequence[_Placed]) -> tuple[list[int], list[Any] | None]:
 
 
 def _answer_bytes(value: object) -> int:
-    """Return the bytes of all text that a model generated. value: the answer, as any API has it."""
+    """Return the bytes of all text that a model generated.
+
+    value: an answer or a part of one, in the format of any API.
+    """
     if isinstance(value, str):
         return len(value.encode(errors="replace"))
     if isinstance(value, list):
@@ -497,7 +500,7 @@ def _answer_bytes(value: object) -> int:
 def _mappings(value: object) -> list[Json]:
     """Return [value] if it is an object. Of a list, return only the first object.
 
-    A list has the parameters of each prompt of a batch, which are all the same.
+    For a batch, `value` is a list of the parameters of each prompt. These are all the same.
     """
     found = value[:1] if isinstance(value, list) else [value]
     return [each for each in found if isinstance(each, Mapping)]

@@ -31,15 +31,16 @@ Json: TypeAlias = Mapping[str, Any]
 IMAGE_TOKENS = 1024  # of an image; a guess, used without `usage`
 # Fewest and most bytes per token. Texts in English, code and most other scripts are in between.
 _BYTES_PER_TOKEN = (1.0, 8.0)
-# If a text has fewer or more bytes per token, it is not the prompt that `usage` has counted. But a
-# short text may have more. And a template may add tokens, for example its own system prompt.
+# If a text has fewer or more bytes per token than these limits, it is not the prompt that `usage`
+# has counted. But a short text may have more bytes per token, and a template may add tokens, for
+# example its own system prompt.
 _LEAST_BYTES, _MOST_BYTES, _SHORT_TEXT, _TEMPLATE_TOKENS = 1.5, 16, 1024, 256
 _MARK = re.compile(r"<\|?(?:image|video|audio|vision)[^<>\s]{0,24}>", re.I)
 _MASK = (1 << 62) - 1
 
 
 class Media(NamedTuple):
-    """An image or other medium in a prompt. tokens: their number, None if unknown."""
+    """An image or other medium in a prompt. tokens: how many it takes, None if unknown."""
 
     kind: str
     identity: int
@@ -143,7 +144,7 @@ def _media(kind: str, value: object) -> Media:
 
 
 class _Rendered:
-    """Renders a prompt much like a chat template. Prompts that begin alike give like beginnings."""
+    """Renders a prompt much like a chat template. If prompts begin alike, so do the renderings."""
 
     def __init__(self) -> None:
         self.parts: tuple[Part, ...] = ()

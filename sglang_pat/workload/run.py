@@ -58,7 +58,7 @@ class BackendClock:
     def pat_reads(
         self, requests: int, kv_tokens: float, distinct: float, policy: str | None = None
     ) -> Reads:
-        """Return the reads of an accelerated layer with a packing policy. None: the one of pat."""
+        """Return the reads of an accelerated layer with a packing policy. None: pat's policy."""
         planner = self._planner
         plan = planner.ratios.plans[planner.policies[0] if policy is None else policy]
         again = (kv_tokens - distinct) * plan.again
@@ -96,8 +96,8 @@ class ServerStats:
     prompt_tokens, new_tokens
         Prompt tokens of the requests served, and the tokens that prefill computed.
     repeats
-        Of the KV reads of query-centric attention, the fraction that another request of the same
-        step has already read.
+        The fraction of query-centric attention's KV reads that only repeat what another request of
+        the step has read.
     kv_tokens
         KV tokens that an accelerated layer reads per KV head in all steps, by packing policy. The
         keys "query-centric" and "distinct" are always there.
@@ -301,7 +301,7 @@ def answer(
     Parameters
     ----------
     watch
-        Called with every step of the server with pat, at the rate of the trace.
+        Called with every step of the server with pat, while requests arrive at the trace's rate.
 
     Raises
     ------

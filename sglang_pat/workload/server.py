@@ -33,10 +33,10 @@ _RATIO_DECAY = (_NEW_TOKEN_RATIO - _LEAST_NEW_TOKEN_RATIO) / 600
 _MOST_NEW_TOKENS = 4096  # most tokens reserved for an answer
 _RETRACT_STEPS = 20
 _SPARE_FOR_ANSWER = 5  # tokens that a prompt must leave for the answer
-_MATCHED_WAITING = 128  # the tree is searched for the prefixes of so many waiting requests
+_MATCHED_WAITING = 128  # at most this many waiting requests have their prefixes looked up
 _REFRESH_PASSES = 32
-# lpm: of requests with the same beginning, of which at most this many tokens are cached, the first
-# keeps its place, and the others go last.
+# lpm: if several requests have the same beginning, and at most this many of its tokens are cached,
+# the first request keeps its place, and the others go last.
 _SHORT_PREFIX = 32
 _ANSWERS = 0x5EED << 48  # the content ids of answers begin here, far from other ids
 
@@ -177,7 +177,7 @@ class Clock(Protocol):
 
 
 class Prefill(NamedTuple):
-    """A prefill pass. admitted: (request, its new tokens, its tokens with KV before) triples."""
+    """A prefill pass. admitted: (request, tokens to compute, tokens that have KV) triples."""
 
     begin: float
     seconds: float
@@ -371,8 +371,8 @@ class SimulatedServer:
         if policy == "dfs-weight":
             waiting[:] = [waiting[index] for index in tree.by_weight(waiting)]
             return
-        # Of requests with the same beginning, if it is not cached, only one goes first. The others
-        # go last, and will find the KV that the first one has computed.
+        # If several requests have the same beginning, and it is not cached, only one of them keeps
+        # its place. The others go last, and will find the KV that the first one has computed.
         seen = RadixTree(sum(request.wanted for request in waiting))
         keys: dict[int, float] = {}
         for request, length in zip(waiting, found, strict=True):

@@ -94,7 +94,7 @@ class Tree(Protocol):
         """Take `num_tokens` tokens, which are whole pages, from the pool. They must be free."""
 
     def checkpoint(self, request: CachedRequest) -> None:
-        """Insert the KV of a running request into the tree, and let its path end after this KV."""
+        """Insert a running request's KV into the tree. The request's path then covers this KV."""
 
     def finish(self, request: CachedRequest) -> None:
         """Insert all KV of a finished request into the tree, and unlock this KV."""

@@ -13,8 +13,8 @@ from sglang_pat.workload.weights import WeightBytes
 PAYS, MAY_PAY, DOES_NOT_PAY = "pays", "may pay", "does not pay"
 
 TPOT, RATE = "tpot_ms", "requests_per_second"
-# Relative errors of the estimates. Recorded runs have shown `ERRORS`, and tests check the estimates
-# against these runs. `_UNCHECKED` are guesses, for servers unlike the recorded ones.
+# Relative errors of the estimates. `ERRORS` were found by comparison with recorded runs, and tests
+# repeat it. `_UNCHECKED` are guesses, for servers unlike the recorded ones.
 ERRORS = {name: {TPOT: 0.10, RATE: 0.15} for name in ("H100", "H200")}
 _UNCHECKED = {TPOT: 0.25, RATE: 0.25}
 

@@ -35,8 +35,8 @@ _EXPERTS_PER_TOKEN = (
 _EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 _EXPERT_INPUTS = ("moe_latent_size", "routed_expert_hidden_size")  # Nemotron 3, Kimi K3
 _DENSE_WIDTHS = ("intermediate_size_mlp", "intermediate_size", "moe_intermediate_size")
-# The first keys give the number of shared experts, each of which is as wide as a routed expert. The
-# second keys give the width of all shared experts together.
+# _SHARED_COUNTS are keys of the number of shared experts, each of which is as wide as a routed one.
+# _SHARED_WIDTHS are keys of the width of all shared experts together.
 _SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "num_shared_expert")
 _SHARED_WIDTHS = (
     "moe_shared_expert_intermediate_size",
@@ -263,7 +263,7 @@ def _shared_width(config: Mapping[str, Any], width: int) -> int:
 
 
 def _mixer(config: Mapping[str, Any], layer: Layer, hidden: int) -> int:
-    """Return the parameters of a layer's token mixer: attention or its replacement."""
+    """Return how many parameters a layer's token mixer has: attention or what replaces it."""
     if layer.kind == NO_ATTENTION:
         return 0
     if layer.kind in (FULL, WINDOW, CHUNK):
@@ -291,7 +291,7 @@ def _latent(config: Mapping[str, Any], layer: Layer, hidden: int) -> int:
 
 
 def _state(config: Mapping[str, Any], hidden: int) -> int:
-    """Return the parameters of a layer that keeps a state."""
+    """Return how many parameters a layer that keeps a state has."""
     if heads := count(config, "linear_num_value_heads"):  # gated delta rule: Qwen3-Next, Qwen3.5
         values = heads * positive(config, "linear_value_head_dim")
         keys = positive(config, "linear_num_key_heads") * positive(config, "linear_key_head_dim")
@@ -309,7 +309,7 @@ def _state(config: Mapping[str, Any], hidden: int) -> int:
 
 
 def _mamba(config: Mapping[str, Any], hidden: int) -> int:
-    """Return the parameters of a Mamba 2 layer, or 0 if there is none."""
+    """Return how many parameters a Mamba 2 layer has, or 0 if the model has no such layer."""
     heads = _first(config, ("mamba_num_heads", "mamba_n_heads"))
     width = heads * _first(config, ("mamba_head_dim", "mamba_d_head"))
     width = count(config, "mamba_d_ssm") or width
@@ -322,7 +322,7 @@ def _mamba(config: Mapping[str, Any], hidden: int) -> int:
 
 
 def _encoders(config: Mapping[str, Any], hidden: int) -> int:
-    """Return the parameters of those encoders of a multimodal model that are known."""
+    """Return how many parameters the known encoders of a multimodal model have together."""
     return sum(
         _encoder(each, hidden) for each in config.get("encoders", ()) if isinstance(each, Mapping)
     )
