@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.tiny_model import TinyModel
+from sglang_pat.model_layers import decoder_config
 from sglang_pat.workload.models import NAMED_CONFIGS
 
 
@@ -29,7 +30,7 @@ class ModelShape:
 
     @property
     def vocab_size(self) -> int:
-        size: int = self.config.get("text_config", self.config)["vocab_size"]
+        size: int = decoder_config(self.config)["vocab_size"]
         return size
 
     def write(self, folder: Path) -> Path:

@@ -62,7 +62,7 @@ from server.shapes import CONTEXT, SHAPES
 from sglang_pat.bench.answers import Answer, agreement, with_candidates
 from sglang_pat.bench.decoding import DecodeRun, ratio
 from sglang_pat.bench.server import START_SECONDS, Start, sampling_of
-from sglang_pat.model_layers import read_layers
+from sglang_pat.model_layers import decoder_config, read_layers
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 from sglang_pat.workload.cost import StepTime
 from sglang_pat.workload.models import GPUS
@@ -113,7 +113,7 @@ def server_bytes(scenario: Scenario) -> float:
     """Return the approximate memory of a server on each of its GPUs."""
     arguments = arguments_of(scenario)
     time_of_step = StepTime.of_model(
-        SHAPES[scenario.shape].config,
+        decoder_config(SHAPES[scenario.shape].config),
         GPUS["H100"],
         scenario.gpus,
         kv_cache_dtype=arguments.get("kv_cache_dtype", "auto"),

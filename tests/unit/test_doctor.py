@@ -313,7 +313,7 @@ def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     check = doctor.check_environment()
     assert check.status == "ok"
     assert (
-        "policy memory, debug False, strict False, stats_file None, growth_tokens 7, kernel_"
+        "policy memory, debug 0, strict False, stats_file None, growth_tokens 7, kernel_"
         in check.found
     )
     monkeypatch.setenv("SGLANG_PAT_POLICY", "greedy")

@@ -16,7 +16,7 @@ from published_shapes import read_shapes
 
 from sglang_pat import support
 from sglang_pat.batch import PrefixPaths
-from sglang_pat.model_layers import WINDOW
+from sglang_pat.model_layers import WINDOW, decoder_config
 from sglang_pat.workload.cost import Reads, StepTime
 from sglang_pat.workload.models import GPUS, read_config
 from sglang_pat.workload.reads import Planner
@@ -123,7 +123,7 @@ def test_compared_servers_are_predicted(path: Path) -> None:
         given = scenario["arguments"]
         kv = given.get("kv_cache_dtype", "auto")
         time = StepTime.of_model(
-            scenario["config"], gpu, given.get("tp_size", 1), kv_cache_dtype=kv
+            decoder_config(scenario["config"]), gpu, given.get("tp_size", 1), kv_cache_dtype=kv
         )
         predicted: dict[str, float] = {}
         for backend, names in ((PAT, ("pat", "pat-64")), (DEFAULT, ("fa3", "default"))):

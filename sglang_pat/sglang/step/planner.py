@@ -134,6 +134,7 @@ class StepPlanner:
         assert plans is not None
         begun_ns = time.perf_counter_ns()
         builder, times_ns = microbatch.builder, self._skipped.end()
+        num_repeated = len(times_ns)
         reqs = None if requests is None else requests.reqs
         num_requests: int = forward_batch.batch_size
         would_repeat = False
@@ -154,10 +155,9 @@ class StepPlanner:
             made = plans.plan(batch, **tensors)
         except PlanOverflowError:
             made = plans.plan(builder.without_sharing(batch, StepReason.OVERFLOW), **tensors)
-        num_repeated = len(times_ns)
         if self._ranks is not None:
-            times_ns.append(time.perf_counter_ns() - begun_ns)
-            self._ranks.check([plan for _, plan in made], times_ns)
+            planned_ns = time.perf_counter_ns() - begun_ns
+            self._ranks.check([plan for _, plan in made], [*times_ns, planned_ns])
         if self._checks is not None:
             self._checks.check_growth(made[-1][0], builder, would_repeat=would_repeat)
             self._checks.check(made, builder, view.seq_lens, tensors)
