@@ -67,11 +67,7 @@ def has_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_wrong_input_is_one_line(
-    flags: list[str],
-    message: str,
-    config: Path,
-    cli: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str], message: str, config: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_options, "find_gpus", list)
     has_sglang(monkeypatch)
@@ -271,11 +267,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> FakeServers:
 
 
 def test_two_servers_serve_the_same_batches(
-    config: Path,
-    tmp_path: Path,
-    servers: FakeServers,
-    cli: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    config: Path, tmp_path: Path, servers: FakeServers, cli: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out.json"
     monkeypatch.setattr(server_options, "find_gpus", lambda: [Gpu("H100", (9, 0), "1")] * 2)

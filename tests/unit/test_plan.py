@@ -6,12 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from sample_forests import (
-    make_case,
-    make_scheduler,
-    plan_case,
-    three_level_case,
-)
+from sample_forests import make_case, make_scheduler, plan_case, three_level_case
 
 from sglang_pat._scheduler import (
     LATENT_TILE_TABLE,
@@ -21,11 +16,7 @@ from sglang_pat._scheduler import (
     PlanCapacity,
     row_lengths,
 )
-from sglang_pat.plan import (
-    BufferSizes,
-    new_scheduler,
-    write_plan,
-)
+from sglang_pat.plan import BufferSizes, new_scheduler, write_plan
 
 SECTIONS = (
     "num_tickets",

@@ -71,10 +71,9 @@ def test_every_output_is_written(advise: Any, tmp_path: Path) -> None:
 def test_fp8_kv_halves_the_pool_and_the_steps_follow(advise: Any, tmp_path: Path) -> None:
     pools, gains = [], []
     for name in ("auto", "fp8_e4m3"):
-        result = tmp_path / name
         words = ("--generate", "few-shot", "--limit", 40, "--kv-cache-dtype", name)
-        assert advise(*words, "--json", result).status == 0
-        data = json.loads(result.read_text())
+        assert advise(*words, "--json", tmp_path / name).status == 0
+        data = json.loads((tmp_path / name).read_text())
         pools.append(data["server"]["kv_tokens"])
         gains.append(data["default"]["tpot_ms"] / data["pat"]["tpot_ms"])
     assert pools[1] == pytest.approx(2 * pools[0], abs=2)
