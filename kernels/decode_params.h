@@ -1,5 +1,5 @@
 // Parameters of each kernel: addresses, strides and scalars that stay the same between graph replays. Everything that
-// changes from step to step lies in the buffers that they point to. In the comments, D is the head_dim of keys and
+// changes from step to step lies in the buffers at these addresses. In the comments, D is the head_dim of keys and
 // queries, Dv the head_dim of values, and Hq = num_kv_heads * group_size.
 #pragma once
 
@@ -61,14 +61,14 @@ struct GatherParams {
 };
 
 struct FillParams {
-  const int32_t* cuts;          // [num_requests], position that a row lists first, if in the window
+  const int32_t* cuts;          // [num_requests], position that a row begins with, if in its window
   const int32_t* req_to_token;  // [num_rows, req_to_token_stride]
   int64_t req_to_token_stride;  // in elements
   IndexArray req_pool_indices;  // [num_requests]
   IndexArray seq_lens;          // [num_requests]
-  IndexArray slot_map;          // maps req_to_token's slots to the layers' slots; nullptr: the same
+  IndexArray slot_map;          // maps req_to_token's slots to the layers' slots; nullptr: identity
   int32_t num_requests;
-  int32_t window;     // largest number of tokens in a row
+  int32_t window;     // tokens that one row of `rows` has room for
   bool chunked;       // windows are fixed: [i * window, (i + 1) * window)
   int32_t* rows;      // [num_requests, window], output
   int32_t* row_lens;  // [num_requests], output
@@ -120,8 +120,8 @@ struct alignas(64) TensorMap {
 // Parameters of pack_decode and merge_partials, the two kernels of a decode step.
 struct DecodeParams {
   PlanView plan;
-  // [num_requests, Hq, D], where a request's heads follow one another without a gap. In latent attention, only the
-  // first Dv columns, and the heads may have any distance.
+  // [num_requests, Hq, D], where a request's heads follow one another without a gap. In latent attention, `q` has only
+  // the first Dv columns, and its heads may be any distance apart.
   QueryArray q;
   QueryArray q_rope;      // the remaining D - Dv columns in latent attention
   int32_t num_requests;   // must equal num_requests of the plan

@@ -8,7 +8,7 @@
 
 namespace pat {
 
-// Where the partials of a row lie: the addresses of the first, and the distance from one to the next.
+// Where the partials of a row lie: the addresses of the first partial, and the distance from one partial to the next.
 template <typename T>
 struct PartialRow {
   const T* partial_out;
@@ -69,8 +69,8 @@ struct PartialSum {
     return sum;
   }
 
-  // Sums kRows rows with up to kFew partials each, and gets the same bits as of(). counts: number of partials of each
-  // row, which may be 0.
+  // Sums kRows rows with up to kFew partials each. Produces the same bits as PartialSum::of(). counts: number of
+  // partials of each row, which may be 0.
   template <int kFew, int kRows>
   __device__ __forceinline__ static void of_few(PartialSum (&sums)[kRows],
                                                 const PartialRow<T> (&rows)[kRows],

@@ -1,7 +1,7 @@
 // write_kv: writes the keys and values of a step's new tokens into the KV cache, either unchanged, or scaled and
 // rounded to one byte. In latent attention, the "keys" are the first columns of a row, and the "values" are the others.
-// It writes the same bytes as SGLang's pool, which launches a store kernel after up to four torch kernels that scale
-// and round.
+// write_kv writes the same bytes as SGLang's pool, which launches a store kernel after up to four torch kernels that
+// scale and round.
 //
 // Such a small kernel spends most of its time on starting. So the common path is short: keys and values share its code
 // if they have equally many columns, and a branch leads to the rare cases (numbers too large, NaN).
@@ -18,7 +18,7 @@
 namespace pat {
 
 inline constexpr int kWriteThreads = 128;
-inline constexpr int kWriteColumns = 8;  // of a thread, which reads 16 bytes and writes 16 or 8
+inline constexpr int kWriteColumns = 8;  // per thread, which reads 16 bytes and writes 16 or 8
 
 // Scales numbers and rounds them to T, because torch scales in type T.
 template <typename T>

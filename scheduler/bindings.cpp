@@ -98,7 +98,8 @@ class PythonPathReader : public pat::PathReader {
   }
 
   [[noreturn]] static void refuse(PyObject* node) {
-    const auto held = py::reinterpret_borrow<py::object>(node);  // repr() may run any code
+    const auto held =
+        py::reinterpret_borrow<py::object>(node);  // repr() may run code that releases the node
     throw py::type_error("a node must be a tuple of 6 integers, got " +
                          std::string(py::repr(held)));
   }

@@ -57,7 +57,7 @@ void DecodePlan::count_partials(int32_t num_requests, const Split& split) {
   kv_tokens_.planned = 0;
   for (const Split::WorkItem& item : split.work_items) kv_tokens_.planned += item.num_tokens;
   checked_int32(static_cast<int64_t>(split.requests.size()),
-                "item requests");  // also bounds the partials
+                "item requests");  // also bounds the number of partials
   for (const int32_t request : split.requests) ++num_partials_[request];
 }
 
@@ -120,7 +120,7 @@ void DecodePlan::turn_items_around(int32_t num_workers) {
   const auto num_tickets = static_cast<int32_t>(sections_.ticket_begin.size()) - 1;
   for (int32_t t = 0; t < num_tickets; ++t) {
     // In the first round, each SM's first CTA draws a ticket before any SM's second CTA. So the items of the second
-    // half of these tickets are turned around. In later rounds, the items of every other ticket are.
+    // half of these tickets are turned around. In later rounds, the items of every other ticket are turned around.
     const bool is_first_draw = t < num_workers;
     if (is_first_draw ? 2 * t < num_workers : t % 2 == 1) continue;
     const int32_t end = sections_.ticket_begin[t + 1].work_item;

@@ -55,7 +55,8 @@ class DecodePlan {
 
   // Fills num_partials_, and counts the tokens that the work items read.
   void count_partials(int32_t num_requests, const Split& split);
-  // Fills merges, and item_requests in the order of the work items. Returns the number of partials.
+  // Fills the sections merges and item_requests, the latter in the order of the work items. Returns the number of
+  // partials.
   int32_t assign_partials(const Split& split);
   // Fills work_items, kv_segments and ticket_begin in the order in which CTAs draw them.
   void list_work_items(const Packing& packing, const Split& split);

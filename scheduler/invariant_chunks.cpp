@@ -49,7 +49,7 @@ void InvariantChunks::list_requests(const PrefixForest& forest) {
   for (const int32_t request : forest.requests_in_tree_order()) {
     const int32_t anchor = forest.anchor(request);
     int32_t node = anchor;
-    while (node != before) {  // a parent's index is smaller
+    while (node != before) {  // the greater index goes up, because a parent's index is smaller
       int32_t& deeper = node > before ? node : before;
       deeper = nodes[deeper].parent;
     }
@@ -61,8 +61,8 @@ void InvariantChunks::list_requests(const PrefixForest& forest) {
 bool InvariantChunks::enter_chunk(const PrefixForest& forest, std::span<const int32_t> seq_lens,
                                   int32_t begin) {
   // The deepest node that this request shares with the last kept request. A holder's `node` is the deepest node that it
-  // shares with the holder before it. So the node shared with the last kept request is the uppermost of the `node`s
-  // since then, which has the smallest index, because all of them are on one path.
+  // shares with the holder before it. So the node shared with the last kept request is the uppermost `node` of all
+  // holders after that request. It has the smallest index among these nodes, because they all lie on one path.
   int32_t common = std::numeric_limits<int32_t>::max();
   size_t num_kept = 0;
   for (Holder holder : holders_) {
@@ -138,8 +138,8 @@ void InvariantChunks::add_item(const PrefixForest& forest, std::span<const int32
   for (int32_t i = first; i < end; ++i) {
     const Holder& holder = holders_[i];
     split.requests.push_back(holder.request);
-    // Adds, in ascending order, the KV of this request that no earlier request of the item has: first the range that
-    // the most later requests share, then ranges that fewer requests share.
+    // Adds, in ascending order, the KV of this request that no earlier request of the item has: first the range
+    // shared by the largest number of later requests, then ranges shared by fewer.
     int32_t next = i == first ? begin : holder.shared_end;
     reaches_.clear();
     Reach reach{.last = i, .end = holder.end, .node = std::numeric_limits<int32_t>::max()};

@@ -30,10 +30,10 @@ class InvariantChunks {
         item_costs_(item_costs_of(cost, tiles)) {}
 
   // Divides the requests of each chunk, in tree order, into runs that fit into a tile. It chooses runs as SubtreeTiler
-  // does, but also avoids items that are much longer than others. Takes time linear in requests * chunks + segments, or
-  // at most that times the requests of a tile.
+  // does, but also avoids items that are much longer than others. Takes time linear in requests * chunks + segments; in
+  // the worst case, that is multiplied by the number of requests per tile.
   //
-  // Of `packing`, it fills only the spans. Throws std::length_error if int32 cannot count the slots of all spans.
+  // Fills only the spans of `packing`. Throws std::length_error if int32 cannot count the slots of all spans.
   void plan(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& packing,
             Split& split);
 
@@ -57,7 +57,7 @@ class InvariantChunks {
 
   // Fills holders_ with all requests, in tree order.
   void list_requests(const PrefixForest& forest);
-  // Removes the holders whose KV ends before the chunk. Returns false if none is left.
+  // Removes the holders that have no KV in the chunk from `begin` on. Returns false if no holder is left.
   bool enter_chunk(const PrefixForest& forest, std::span<const int32_t> seq_lens, int32_t begin);
   // Fills run_ends_. longest: upper bound for the tokens of an item with several requests.
   void choose_runs(int32_t begin, int64_t longest);
@@ -78,7 +78,7 @@ class InvariantChunks {
   std::vector<int64_t>
       own_tokens_;  // running sum of the tokens that a holder does not share with its predecessor
   std::vector<int64_t> best_;        // per holder: cost of the cheapest cuts before it
-  std::vector<int32_t> run_begin_;   // per holder: begin of the run that ends before it
+  std::vector<int32_t> run_begin_;   // per holder: start of the run that ends before it
   std::vector<int32_t> candidates_;  // holders at which the next run may begin, best first
   std::vector<int32_t> run_ends_;
   struct Reach {

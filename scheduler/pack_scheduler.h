@@ -31,7 +31,8 @@ struct SchedulerConfig {
   // Makes each request's result depend on its own KV alone. policy and min_item_tokens then have no effect.
   bool batch_invariant = false;
   bool one_tile = false;  // all work items use the largest tile
-  // With Policy::kMemory, a small step gets other packs if the step is estimated to end earlier with them.
+  // With Policy::kMemory, a small step gets packs other than those that move the fewest bytes if it is estimated to end
+  // earlier with them.
   bool by_time = true;
   bool latent = false;  // plans for latent attention, which has its own tile table
   WindowRule window = {};
@@ -48,16 +49,16 @@ struct StageTimes {
 struct LengthCheck {
   bool served;      // whether the last plan is usable for the lengths
   int64_t total;    // number of tokens to which all requests together attend
-  int32_t longest;  // 0 if there are no requests
+  int32_t longest;  // the greatest of the lengths; 0 if there are no requests
 };
 
 class PackScheduler {
  public:
   explicit PackScheduler(const SchedulerConfig& config);
 
-  // Arranges a forest and builds a plan for its requests. With a window, plans for the rows of a WindowCut. Throws
-  // std::invalid_argument on bad input, and std::length_error if the plan is too large for its format. The last plan
-  // is then kept.
+  // Arranges a forest and builds a plan for its requests. With a window, the plan is for the rows of a WindowCut.
+  // Throws std::invalid_argument on bad input, and std::length_error if the plan is too large for its format. After an
+  // error, the previous plan is kept.
   void plan(PrefixForest& forest, std::span<const int32_t> seq_lens);
   // Builds a plan for paths that are not in a forest.
   void plan(const PathsView& paths, std::span<const int32_t> seq_lens);

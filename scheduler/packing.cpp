@@ -20,7 +20,8 @@ constexpr int64_t kRowPaddingWeight = 20;
 constexpr int64_t kTokenPaddingWeight = 10;
 constexpr int64_t kPartialWeight = 3;
 
-// Cost of a pack's padding: of the rows in its last tile, and of the tokens if it has fewer than kTokensPerTile.
+// Cost of a pack's padding: padding rows in its last tile, and padding tokens if the pack has fewer than kTokensPerTile
+// tokens.
 int64_t padding_cost(int64_t rows, int64_t tokens) {
   const int64_t tile_rows = rows > kFewRows ? kManyRows : kFewRows;
   const int64_t row_padding = (tile_rows - rows % tile_rows) % tile_rows;

@@ -76,7 +76,7 @@ class Packer {
     int32_t parent_requests;  // of the parent's pack, including the child's
     int32_t child_tokens;
     int32_t child_requests;
-    bool leaves_single_partial;  // if the child is merged, its requests are in no other pack
+    bool leaves_single_partial;  // if the child is merged, each of its requests is in one pack only
   };
 
   // Decides for each edge whether to merge. Returns how many requests all packs have together.
@@ -95,7 +95,7 @@ class Packer {
   // Price of a partial row, in 1 / kCostUnit tokens. 0: only the policy decides about merges.
   int64_t raised_price_ = 0;
   std::vector<NodeState> state_;
-  std::vector<int32_t> private_begin_;  // per request: begin of its private pack
+  std::vector<int32_t> private_begin_;  // per request: start of its private pack
 };
 
 }  // namespace pat

@@ -203,8 +203,9 @@ void PrefixForest::mark_outdated(const TreePaths& read) {
 }
 
 // Handles `node`, an unknown child of the known node `parent`, on a path of `read` whose nodes end before `path_end`.
-// Finds the path's first node, from `node` on, that has children off the path. If a split has made `node`, then the
-// split node is on a kept path and ends after the node found. So new_child_end gets the end of the node found.
+// The tree may have split a known child of `parent` and made `node` its upper part. That child then ends after the
+// path's first node, from `node` on, that has children off the path. new_child_end of `parent` becomes the least end of
+// such nodes: mark_suspects() suspects the known children that end after it.
 void PrefixForest::note_new_child(int32_t parent, const TreePaths& read, int32_t node,
                                   int32_t path_end) {
   while (node < path_end && !read.branches[node]) ++node;

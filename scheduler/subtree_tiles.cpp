@@ -9,13 +9,13 @@ namespace pat {
 
 namespace {
 
-// A node of up to this many tokens shares a segment with an equally short parent if the same requests of the pack hold
+// A node shares a segment with its parent if both have up to this many tokens and the same requests of the pack hold
 // both, because each segment occupies whole stages of the kernels' rings. For longer nodes, the empty part of the last
 // stage is negligible. Their segments have one node each, so that a node's slots are gathered once for all packs.
 constexpr int32_t kShortNode = 255;
 // In very deep trees, the packs would have too many segments. Then segments span at least this many levels, however
-// long the nodes are. Segments begin at multiples of their number of levels, so that packs have most segments, and the
-// slots of these segments, in common.
+// long the nodes are. A segment begins at a level that is a multiple of the number of levels per segment, so that packs
+// have most segments, and the slots of these segments, in common.
 constexpr int32_t kFewestFusedLevels = 64;
 
 bool is_short(const ForestNode& node) { return node.kv_end - node.kv_begin <= kShortNode; }

@@ -43,7 +43,7 @@ struct Packing {
   std::vector<int32_t> requests;
   std::vector<Segment> segments;
   std::vector<GatherSpan> spans;  // shared ranges, in the order of the slot buffer
-  int64_t packing_slack = 0;      // how many more `requests` kMaxPacksPerRequest allows
+  int64_t packing_slack = 0;      // how many more entries kMaxPacksPerRequest allows in requests
 
   std::span<const int32_t> requests_of(const Pack& pack) const {
     return std::span(requests).subspan(pack.request_begin, pack.num_requests);
@@ -101,7 +101,7 @@ class SubtreeTiler {
   std::vector<int32_t> common_before_;
   std::vector<int32_t> common_;     // per place in tree order: see find_common_nodes(); -1: none
   std::vector<int64_t> best_;       // per place: cost of the cheapest cuts before it
-  std::vector<int32_t> run_begin_;  // per place: begin of the run that ends before it
+  std::vector<int32_t> run_begin_;  // per place: start of the run that ends before it
   // In choose_cuts(): places where the next run may begin, best first. Afterwards: the ends of all runs.
   std::vector<int32_t> candidates_;
   // Per node: first node of the segment that ends with this node, if the same requests of a pack hold both nodes.

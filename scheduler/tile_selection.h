@@ -1,4 +1,5 @@
-// Selects the smallest tile with room for given query rows: PAT's round-up rule (section 5.2), for any tile table.
+// Selects the smallest tile with room for the query rows of some requests: PAT's round-up rule (section 5.2), for any
+// tile table.
 #pragma once
 
 #include <cstdint>

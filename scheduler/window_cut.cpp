@@ -55,7 +55,7 @@ void WindowCut::add_class(const PrefixForest& forest, std::span<const Row> rows,
 // becomes a class, with the cut of its last row.
 void WindowCut::add_runs(std::span<const Row> rows, int32_t node_end, const PrefixForest& forest) {
   saved_.assign(rows.size() + 1, 0);  // per place: tokens that the rows before it save
-  begin_.assign(rows.size() + 1, 0);  // per place: begin of the run that ends there
+  begin_.assign(rows.size() + 1, 0);  // per place: start of the run that ends there
   for (size_t end = 1; end <= rows.size(); ++end) {
     const int64_t tokens = node_end - rows[end - 1].cut;
     int64_t most = saved_[end - 1];

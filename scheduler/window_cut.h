@@ -3,12 +3,12 @@
 //
 // A request attends to its last `window` tokens, which form its row. Rows that share KV are put into classes. The rows
 // of a class have the same cut, a position that lies in the windows of all of them. A row begins with the tokens from
-// the cut on. The window's tokens before the cut follow, because attention does not depend on the order of keys. So
-// when the window moves on, the shared KV keeps its place in the row, and the plan stays valid until the window's begin
-// has passed the cut.
+// the cut on. The window's tokens before the cut come after them, which is allowed because attention does not depend on
+// the order of keys. So when the window moves on, the shared KV keeps its place in the row, and the plan stays valid
+// until the start of the window has passed the cut.
 //
-// Chunked windows do not move on with each token. A request attends to the tokens from its cut on, which is the last
-// multiple of `window` below the request's length.
+// Chunked windows do not move on with each token. A request's cut is the last multiple of `window` below the request's
+// length. The request attends to the tokens from its cut on.
 #pragma once
 
 #include <cstdint>
@@ -35,8 +35,8 @@ struct WindowRule {
 // Assigns the requests of a batch to classes and cuts their paths. cut() reuses its buffers.
 class WindowCut {
  public:
-  // rows_per_class: the most rows of a class, or 2 if that is more. The kernels would read the shared KV of a larger
-  // class more than once. Throws std::invalid_argument if a number of the rule is out of range.
+  // rows_per_class: upper bound for the rows of a class; 1 counts as 2. The kernels would read the shared KV of a
+  // larger class more than once. Throws std::invalid_argument if a number of the rule is out of range.
   WindowCut(const WindowRule& rule, int32_t rows_per_class);
 
   // Cuts the paths of a forest that has been arranged for seq_lens. Requests of length 0 are padding. Takes time linear
@@ -54,7 +54,7 @@ class WindowCut {
 
  private:
   struct Row {
-    int32_t node;  // the shared node that may save the most tokens
+    int32_t node;  // the shared node that would save the most tokens; see best_node()
     int32_t cut;   // the cut that the row would have if it were alone in its class
     int32_t request;
 

@@ -193,7 +193,7 @@ class PackScheduler:
         kv_end: _Int32,
         seq_lens: _Int32,
     ) -> None:
-        """Build a plan. `seq_lens` may have more rows than the forest; these rows have no path.
+        """Build a plan. `seq_lens` may have more rows than the forest; the extra rows have no path.
 
         With a window, the plan is for the rows of a WindowCut (scheduler/window_cut.h). ValueError
         on bad input, or if the plan is too large for its format. The last plan is then kept.

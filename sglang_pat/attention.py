@@ -61,8 +61,9 @@ class Executor(Protocol):
     """Executes plans. `ReferenceExecutor` uses torch, and `CudaExecutor` the kernels.
 
     A step begins with load_plan(), which loads the scheduler's last plan, or with reuse_plan(). One
-    run() per layer follows. gather: the slots of shared KV may have changed since the last step.
-    rows and refill() are for layers with a window (`WindowAttention`).
+    run() per layer follows. With `gather`, reuse_plan() reads the slots of shared KV again, because
+    they may have changed since the last step. rows and refill() are for layers with a window
+    (`WindowAttention`).
     """
 
     name: str
@@ -120,12 +121,12 @@ class PackAttention:
         num_qo_heads, num_kv_heads : int
             Heads of this rank. `num_qo_heads` is a multiple of `num_kv_heads`.
         head_dim : int
-            Length of a query and a key, and of a value unless `v_head_dim` is given. 576 with
+            Elements of a query and of a key, and of a value unless `v_head_dim` is given. 576 with
             `v_head_dim` 512 and one KV head means latent attention (MLA, absorbed).
         dtype : torch.dtype
             dtype of queries and outputs.
         v_head_dim : int, optional
-            Length of a value and an output. Default: `head_dim`.
+            Elements of a value and of an output. Default: `head_dim`.
         kv_dtype : torch.dtype, optional
             dtype of the KV cache: float8_e4m3fn, float8_e5m2 or `dtype`, the default.
         device : torch.device or str
@@ -362,8 +363,8 @@ class PackAttention:
     def advance(self, seq_lens: torch.Tensor, tokens: int) -> None:
         """Use the last plan for a later step with longer requests.
 
-        This is for a few steps after plan(), if the host knows only by how much their requests have
-        grown since then. `stats` does not count these steps.
+        This is for a few steps after plan(), if the host knows only by how many tokens the requests
+        have grown since plan(). `stats` does not count these steps.
 
         Parameters
         ----------
@@ -630,7 +631,7 @@ class PackAttention:
             self._scheduler.plan(
                 paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end, batch.seq_lens
             )
-        self._plan = None  # the scheduler has a new plan, even if the executor refuses it
+        self._plan = None  # if the executor refuses the new plan, there is no plan
         self._plan = self._executor.load_plan(self._scheduler, step)
         self._num_requests = len(batch.seq_lens)
         self._key = key
@@ -770,7 +771,7 @@ def _canonical_device(device: torch.device | str) -> torch.device:
     given = device
     try:
         device = torch.device(given)
-    except (RuntimeError, TypeError):  # torch would list devices that pat lacks
+    except (RuntimeError, TypeError):  # torch's message lists devices that pat lacks
         raise ValueError(f"device must be cpu or cuda, got {given!r}") from None
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device}")

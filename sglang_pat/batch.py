@@ -156,7 +156,7 @@ class Step(NamedTuple):
 
 
 def check_integers(**values: int) -> None:
-    """Raise TypeError for a value that is no integer, ValueError for an integer beyond int32."""
+    """Raise TypeError for a value that is not an integer, ValueError for one beyond int32."""
     for name, value in values.items():
         if not is_integer(value):
             raise TypeError(f"{name} must be an integer, got {value!r}")

@@ -106,8 +106,8 @@ class Layer:
     Attributes
     ----------
     kind
-        FULL, WINDOW, CHUNK, LATENT, STATE or NO_ATTENTION. An unknown kind has its name in the
-        configuration.
+        FULL, WINDOW, CHUNK, LATENT, STATE or NO_ATTENTION; for an unknown kind, the name that it
+        has in the configuration.
     num_qo_heads, num_kv_heads, head_dim, v_head_dim
         Shape of attention layers; 0 for other kinds.
     window
@@ -173,7 +173,7 @@ def check_served(config: Mapping[str, Any]) -> None:
 
 
 def check_counts(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a count that is not valid for any class."""
+    """Raise ValueError for a count that no class accepts."""
     names = ("num_attention_heads", "num_key_value_heads")
     for key in (*names, "num_hidden_layers", "hidden_size", "vocab_size"):
         if not isinstance(config.get(key), (list, type(None))):  # some classes take a list
@@ -358,7 +358,7 @@ def _plain(config: Mapping[str, Any]) -> list[str]:
 
 
 def attentions_per_layer(config: Mapping[str, Any]) -> int:
-    """Return how many attentions each layer of a model has."""
+    """Return how many attention modules each layer of a model has."""
     return 2 if class_name(config) == "LongcatFlashForCausalLM" else 1
 
 
@@ -442,7 +442,8 @@ def _of_bailing(config: Mapping[str, Any]) -> list[str]:
 
 
 def _of_llama_4(config: Mapping[str, Any]) -> list[str]:
-    # Every fourth layer reads all tokens, because SGLang's class ignores no_rope_layers.
+    # Every fourth layer reads all tokens, even if no_rope_layers says otherwise: SGLang's class
+    # ignores that key.
     return _every(config, 4, CHUNK if config.get("attention_chunk_size", _CHUNK_TOKENS) else FULL)
 
 

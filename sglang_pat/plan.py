@@ -108,7 +108,7 @@ def shipped_latent_costs(gpu: str) -> CostModel:
 
 
 class HeadConfig(NamedTuple):
-    """The number of heads on this rank, and the lengths of keys and values."""
+    """The numbers of heads on this rank, and the head_dims of keys and values."""
 
     num_qo_heads: int
     num_kv_heads: int

@@ -1,7 +1,7 @@
 """PlanStats: counters and planning times of decode steps.
 
 `PackAttention` counts the steps that it plans. SGLang's log line, metrics and stats file
-(`sglang/report/reports.py`) read them through `read_counters()`.
+(`sglang/report/reports.py`) read the counters through `read_counters()`.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ Counters = dict[str, Any]
 
 
 def read_counters(stats: Sequence[PlanStats], **more: Sequence[Mapping[str, int]]) -> Counters:
-    """Return the sum of each field over all `stats`, and of the mappings of each keyword in `more`.
+    """Sum each field over all `stats`, and sum the mappings of each keyword in `more`.
 
     The result is a copy. Any thread may call this function while another thread counts.
     """

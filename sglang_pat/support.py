@@ -56,9 +56,9 @@ MAX_LATENT_GROUP_SIZE = 64
 _LEAST_IN_TILE, _LEAST_BESIDE_FLASHMLA = 1.5, 4
 # SGLang's fa3 converts the whole pool of latent KV from fp8 in every layer, which takes 1.65 ns per
 # token on an H200. If one request fills a tile of 64 rows, pat's attention itself takes 0.45 ns
-# longer per token of a tile (`h200/mla-fp8-pool-*.json`). So pat needs a pool of at least
-# _POOL_PER_ROW tokens for each query row of the largest step. With such a pool, pat is faster for
-# requests of up to about 60,000 tokens on average.
+# longer than fa3's per token of a tile (`h200/mla-fp8-pool-*.json`). So pat needs a pool of at
+# least _POOL_PER_ROW tokens for each query row of the largest step. With such a pool, pat is faster
+# for requests of up to about 60,000 tokens on average.
 _CONVERTS_POOL, _POOL_PER_ROW = "fa3", 256
 GROWTH_TOKENS = 256  # default of SGLANG_PAT_GROWTH_TOKENS and of PackAttention
 # SGLang's backends in whose place pat can decode, because they compute dense attention over the
@@ -323,7 +323,7 @@ def shape_reason(
 def nothing_to_gain(
     num_heads: int, num_drafts: int = 1, *, one_byte: bool = False, default: str = ""
 ) -> Unsupported | None:
-    """Return why latent attention falls back whatever the pool's size, or None if it need not.
+    """Return why latent attention falls back with a pool of any size, or None if it need not.
 
     The arguments are those of `fills_tile`.
     """

@@ -4,16 +4,16 @@ Attention does not depend on the order of keys. So the last tokens of a request 
 new table, with another order of tokens. The row begins at a cut, a position that several requests
 share:
 
-    the cut to the end of the path    shared, as far as paths are
-    the end of the path to the end    the tail, which grows
-    the window's begin to the cut     private, and shrinks as the window moves on
+    from the cut to the end of the path              shared, wherever the paths are shared
+    from the end of the path to the last token       the tail, which grows
+    from the start of the window to the cut          private, and shrinks as the window moves on
 
-The row is as long as the window. Its plan is usable until the window's begin reaches the cut. Only
-the table changes from step to step, on the device. The scheduler and the kernels are the same as
-for layers without a window.
+The row is as long as the window. Its plan is usable until the start of the window reaches the cut.
+Only the table changes from step to step, on the device. The scheduler and the kernels are the same
+as for layers without a window.
 
 Windows may be chunks (Llama 4): a request attends to the tokens from the last multiple of `window`
-on. The cut is then the begin of the chunk, and a plan is usable until the chunk ends.
+on. The cut is then the start of the chunk, and a plan is usable until the chunk ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sglang_pat.batch import check_integers
 from sglang_pat.executors.window_rows import Window
 
 # A request may grow by SLACK tokens, or by 1 / SLACK_PART of a small window, before it gets another
-# cut. So a cut lies that many tokens after the window's begin, and the tokens in between are
+# cut. So a cut lies that many tokens after the start of the window, and the tokens in between are
 # private.
 SLACK, SLACK_PART = 64, 8
 AHEAD = 4  # the default of `ahead`
@@ -66,7 +66,7 @@ class WindowAttention(PackAttention):
             Number of tokens that a request attends to, including its new token. With `chunked`,
             the number of tokens of a chunk.
         chunked : bool
-            A request of n tokens attends to those from `(n - 1) // window * window` on.
+            A request of n tokens attends to its tokens from `(n - 1) // window * window` on.
         slot_map : torch.Tensor, optional
             int64 or int32 `[num_slots]`: for each slot in `req_to_token`, the slot in the caches of
             these layers. Borrowed, and read in each step. Default: both slots are equal.

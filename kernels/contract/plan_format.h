@@ -117,7 +117,8 @@ struct KvSegment {
 
 struct ItemRequest {
   int32_t request;
-  int32_t partial_slot;  // index of the request's partials of this item, or kDirectStore
+  // Index of the partials that the item makes for the request, or kDirectStore.
+  int32_t partial_slot;
 };
 
 // slots[slot_begin + i] = req_to_token[row of request][kv_begin + i] for i in [0, num_tokens). gather_slots makes this

@@ -122,8 +122,9 @@ struct Consumer {
     }
   }
 
-  // Broadcasts the record that lane 0 has read, so that ptxas knows that the record is uniform. Also, lane 0 may
-  // release the stage for its whole warp; what another lane reads later could be another stage's record.
+  // Broadcasts the record that lane 0 has read, so that ptxas knows that the record is uniform. A second reason: lane 0
+  // may release the stage for its whole warp, and a lane that then read the record itself could get that of a later
+  // stage.
   __device__ __forceinline__ StageRecord
   stage_record(const RingPosition<Storage::kStages>& at) const {
     return {__shfl_sync(kFullWarp, storage.stage_records[at.stage].packed, 0)};

@@ -145,7 +145,7 @@ struct LatentMmaConsumer {
       parts[tile][tile][lane] = make_float4(sum[0], sum[1], sum[2], sum[3]);
     }
     // After this wait, the next call may overwrite the partial scores. The next call overwrites the sums only after its
-    // own first wait. By then, all warps have read them.
+    // own first wait. By then, all warps have read the sums.
     wait_for_unit();
 #pragma unroll
     for (int tile = 0; tile < LatentPart::kParts; ++tile) {

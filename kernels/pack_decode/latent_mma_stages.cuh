@@ -22,7 +22,7 @@ static_assert(kLatentTileTable[0].block_q == kPassRows &&
               kLatentTiles.largest_block_q() <= kMaxTileRows);
 // Number of pass records in shared memory. The ring holds the first stages of at most (kMaxPassStages + 1) / 2 passes,
 // because a pass has at least two stages. One more record is needed: a consumer may still be at the end of the pass
-// before these.
+// before those in the ring.
 inline constexpr int kPassRecords = (kMaxPassStages + 1) / 2 + 1;
 
 struct PassRecord {
@@ -35,8 +35,8 @@ struct PassRecord {
 template <typename Dims>
   requires(kHasPasses<Dims>)
 struct SharedState<Dims> {
-  // exchange[unit][warp][group of 8 tokens][lane]: the warp's partial scores. For the group that the warp adds up: the
-  // sums.
+  // exchange[unit][warp][group of 8 tokens][lane]: the warp's partial scores or, for the group that this warp adds up,
+  // the sums.
   alignas(kSharedAlignment) float4 exchange[kPassUnits][LatentPart::kParts][Dims::kTokens / 8][32];
   PassRecord records[kPassRecords];
   StageRecord stage_records[kMaxPassStages];

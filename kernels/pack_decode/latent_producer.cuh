@@ -116,7 +116,7 @@ class KvStages<Dims, kIsKey> {
   RingPosition<Storage::kStages> ring_;
 };
 
-// Of each item of a CTA, loads 32 of the 64 query rows and writes their part of the item's record.
+// For each of a CTA's items, loads 32 of its 64 query rows and writes their part of the item's record.
 template <typename Dims>
 class LatentQueryProducer {
  public:

@@ -1,7 +1,7 @@
 // Keeps a NaN in one request's KV out of the results of other requests in the same work item. A row has weight 0 for
 // the segments to which its request does not attend, but 0 times NaN or infinity is NaN. So at the end of an item with
-// such segments, each warp looks for NaN in its sums. It recomputes each row with a NaN from the KV of that row's
-// request alone. If that KV holds NaN, the result keeps the NaN.
+// such segments, each warp looks for NaN in its sums. If a row has a NaN, the warp recomputes the row, and reads only
+// the KV of the row's own request. If that KV holds NaN, the result keeps the NaN.
 //
 // A row's maximum and its sum of weights cannot get such a NaN, because masked scores are replaced by -inf, not
 // multiplied.
@@ -75,8 +75,8 @@ __device__ __noinline__ void recompute_rows(const DecodeParams& params, const Ro
     };
     const char* query =
         row_of(params.q, Dims::kIsLatent ? params.q.head_chunks : Dims::kKey * 2 / kChunkBytes);
-    // Address to which the offsets of the rope's column groups are relative. In latent attention, the numbers of these
-    // groups continue those of the query's other groups.
+    // Base address for the rope's column groups. In latent attention, the rope's groups are numbered after the query's
+    // other groups, so the base lies Dv columns before the rope.
     const char* rope = query;
     if constexpr (Dims::kIsLatent) {
       rope = row_of(params.q_rope, params.q_rope.head_chunks) - Dims::kValue * 2;

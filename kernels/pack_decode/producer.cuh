@@ -78,9 +78,9 @@ class Producer {
         if constexpr (kPublishes) publish();
         if constexpr (kHasPasses<Dims>) publish_pass();
       }
-      // Calls look_ahead() once per batch. If the batch begins a pass, the consumers already wait for its first stage,
-      // so that stage is filled before the call. Otherwise the call comes first. One loop does both, so that there is
-      // one copy of the code.
+      // Calls look_ahead() once per batch. If the batch begins a pass, its first stage is filled before the call,
+      // because the consumers already wait for this stage. Otherwise the call comes first. One loop does both, so that
+      // there is one copy of the code.
       const int turn = batch.begins_pass ? 0 : -1;
       int i = turn;
 #pragma unroll 1  // unrolled copies would fill the instruction cache
@@ -131,8 +131,8 @@ class Producer {
     lane_item_ = ItemSource::load(params_, min(next_item_ + lane_, ticket_.end_item - 1));
   }
 
-  // Loads the ticket's next 32 segments, one per lane. kWaits: waits for the preceding kernel after it has read the
-  // plan, and before it reads anything else.
+  // Loads the ticket's next 32 segments, one per lane. kWaits: after the reads of the plan, and before all other reads,
+  // waits for the preceding kernel.
   template <bool kWaits = false>
   __device__ __forceinline__ void load_segments() {
     first_lane_segment_ = next_segment_;

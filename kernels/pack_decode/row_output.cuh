@@ -96,9 +96,9 @@ __device__ __forceinline__ void store_lse(const DecodeParams& params, RowTarget 
   }
 }
 
-// In latent attention, stores kTiles * 8 columns, from first_column on, of the 16 rows from row first_row of the item
-// on. If first_column is 0, stores the LSEs too. maximum, total: of each of this lane's two rows, the score to which
-// the exponentials are relative, and the sum of the exponentials.
+// Stores the results of latent attention for 16 rows, the first of which is row first_row of the item: kTiles * 8
+// columns from first_column on and, if first_column is 0, the LSEs. maximum, total: for each of this lane's two rows,
+// the score to which the exponentials are relative, and the sum of the exponentials.
 template <typename T, typename Dims, int kTiles>
 __device__ __forceinline__ void store_latent_unit(
     const DecodeParams& params, const KvScales<Dims::kIsFp8>& scales, const RowTarget* targets,

@@ -65,7 +65,7 @@ struct HeadDims {
   static constexpr int kTokens = kIsLatent ? kLatentTokens : kStageTokens;  // per stage
   static constexpr int kKeyBytes = kTokens * kKeyPanels * kPanelRowBytes;   // per stage
   static constexpr int kValueBytes = kTokens * kValuePanels * kPanelRowBytes;
-  // Bytes of a token's keys and values of one KV head in the cache.
+  // Bytes that the key and the value of one token take in the cache, for one KV head.
   static constexpr int kTokenBytes = (kIsLatent ? kKey : kKey + kValue) * kElementBytes;
   static constexpr int kUnitBytes = kUnitRows * kQueryPanels * kPanelRowBytes;
 };
@@ -202,13 +202,14 @@ struct LatentPart {
            swizzled_offset(kRows, lane % 16, lane / 16);
   }
 
-  // Offset of a lane's columns of the queries over one-byte KV. A lane has four neighbouring columns of a query row,
-  // and the same four columns of the row that is 8 rows further on.
+  // With one-byte KV: byte offset of a lane's query columns in a panel. A lane has four neighbouring columns of a query
+  // row, and the same four columns of the row that is 8 rows further on.
   PAT_HOST_DEVICE constexpr uint32_t byte_queries(uint32_t unit, uint32_t lane) const {
     return swizzled_offset(kRows, unit * kUnitRows + lane / 4, 2 * part + lane / 2 % 2) +
            lane % 2 * 8;
   }
-  // Offset of token `lane` in the 16 columns of one-byte keys that are multiplied with a panel of the queries.
+  // Byte offset in a stage of the 16 one-byte key columns of token `lane` that this warp multiplies with query panel
+  // query_panel.
   PAT_HOST_DEVICE constexpr uint32_t byte_keys(uint32_t query_panel, uint32_t lane) const {
     return swizzled_offset(kRows, lane, 4 * query_panel + part);
   }

@@ -94,7 +94,8 @@ struct WarpAttention {
     return rescaling;
   }
 
-  // Adopts another warp's maxima of the same rows. That warp has computed the weights of later tokens.
+  // Adopts the maxima of another warp, which has computed the weights of the same rows for the tokens that `out` adds
+  // up next.
   __device__ __forceinline__ Rescaling follow(const float (&raised)[2], const LogitScale& scale) {
     Rescaling rescaling{};
     rescaling.any = __any_sync(kFullWarp, raised[0] != maximum[0] || raised[1] != maximum[1]);
@@ -153,8 +154,8 @@ struct WarpAttention {
     }
   }
 
-  // Sorts a lane's four columns of every 16. Needed if one-byte values were converted in registers, because that
-  // changes the order of the columns.
+  // Puts a lane's four columns of every 16 into ascending order. Needed if one-byte values were converted in registers,
+  // because that changes the order of the columns.
   __device__ __forceinline__ void order_columns() {
 #pragma unroll
     for (int tile = 0; tile < kColumnTiles; tile += 2) {

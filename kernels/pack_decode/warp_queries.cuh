@@ -27,7 +27,7 @@ using WarpQueries = ptx::Fragment[kDepthSteps<Dims>];
 template <typename T, typename Number, int kSteps>
 __device__ __forceinline__ bool narrow_queries(ptx::Fragment (&queries)[kSteps],
                                                float* query_factors, uint32_t lane) {
-  uint32_t exceeds = 0;  // a half's top bit is set if some number is 2^15 or more
+  uint32_t exceeds = 0;  // the top bit of a 16-bit half is set if some number is 2^15 or more
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
@@ -73,7 +73,7 @@ __device__ __forceinline__ void load_queries(WarpQueries<T, Dims>& queries, bool
                                              uint32_t tile, int tile_rows, int first_row,
                                              float* query_factors, uint32_t lane) {
   if constexpr (Dims::kIsFp8) {
-    // Of every 16 columns, a lane has the same four neighbouring ones of the queries and of the keys. This differs from
+    // Of every 16 columns, a lane has four neighbouring ones, the same four for queries and keys. This differs from
     // mma's column order, which is fine because a score is a sum over all columns.
     const uint32_t first =
         tile + swizzled_offset(tile_rows, first_row + lane / 4, lane / 2 % 2) + lane % 2 * 8;

@@ -38,7 +38,7 @@ inline constexpr bool kHasWgmma = true;
 #else
 inline constexpr bool kHasWgmma = false;
 #endif
-// True if separate warps convert one-byte values for wgmma (converter.cuh). True only if a thread has enough registers
+// True if separate warps convert one-byte values for wgmma (converter.cuh). A thread must then have enough registers
 // for the terms of its queries and for its accumulators.
 template <typename Dims>
 inline constexpr bool kHasConverters =
@@ -92,8 +92,8 @@ template <typename Dims>
 inline constexpr int kStageArrivals = kUsesWgmma<Dims> ? 1 : 32;
 
 // A stage holds keys, then values. kValueRoom: bytes for the values. kLandingOffset: where the asynchronous copies
-// write the values. If the values are converted in place, that is the end of the room, because the converted values
-// take all of it.
+// write the values. Values that are converted in place are written to the end of their room: converted, they are larger
+// and fill it.
 template <typename Dims>
 inline constexpr int kValueRoom =
     kHasConverters<Dims> ? Dims::Converted::kValueBytes : Dims::kValueBytes;
@@ -208,7 +208,8 @@ struct StageRecord {
     return first_row() == 0 && end_row() == kMaxTileRows;
   }
   __device__ __forceinline__ int num_tokens() const { return packed >> kTokens & 0x7f; }
-  __device__ __forceinline__ bool is_last() const { return packed >> kLast & 1; }  // of its item
+  // True for the last stage of an item or of a pass.
+  __device__ __forceinline__ bool is_last() const { return packed >> kLast & 1; }
   __device__ __forceinline__ bool is_for_wgmma() const { return packed >> kWgmma & 1; }
   __device__ __forceinline__ bool is_end() const { return packed >> kEnd & 1; }
   __device__ __forceinline__ bool is_read_once() const { return packed >> kReadOnce & 1; }
@@ -266,7 +267,7 @@ struct SharedState {
   uint64_t drawn_empty[kDrawsAhead];
 };
 
-// Bytes of shared memory of a CTA if two CTAs share an SM.
+// Bytes of shared memory that a CTA gets if two CTAs share an SM.
 template <typename Dims>
 inline constexpr int kHalfBytes =
     kHasConverters<Dims> ? kMaxSharedBytes / 2 - 1024
@@ -282,8 +283,9 @@ inline constexpr int kCtasPerSm = Dims::kKey + Dims::kValue <= (kUsesWgmma<Dims>
                                       ? 2
                                       : 1;
 
-// True if some warpgroups give registers to others (setmaxnreg). With one CTA per SM, only wide rows need this, because
-// their CTAs have more threads. Otherwise, each thread of the CTA already has the largest possible number of registers.
+// True if some warpgroups give registers to others (setmaxnreg). With one CTA per SM, only wide rows need this: their
+// CTAs have more threads. In other CTAs that have an SM to themselves, each thread already has the largest possible
+// number of registers. With two CTAs per SM, only kernels with converters need it.
 template <typename Dims>
 inline constexpr bool kMovesRegisters =
     Dims::kIsWide || kHasConverters<Dims> && kCtasPerSm<Dims> == 2;

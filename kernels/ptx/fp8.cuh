@@ -18,7 +18,8 @@ __device__ __forceinline__ uint32_t permuted(uint32_t bytes) {
   return result;
 }
 
-// Puts bytes 2 * kPair and 2 * kPair + 1 of a word into the upper bytes of the two halves. The lower bytes are 0.
+// Puts bytes 2 * kPair and 2 * kPair + 1 of a word into the upper bytes of the result's two 16-bit halves. The lower
+// bytes are 0.
 template <int kPair>
 __device__ __forceinline__ uint32_t upper_bytes(uint32_t bytes) {
   return permuted < kPair == 0 ? 0x1404 : 0x3424 > (bytes);

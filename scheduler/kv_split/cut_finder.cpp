@@ -85,7 +85,7 @@ bool CutFinder::find(const Tile& tile, const Position& at, int64_t budget_left, 
       if (taken <= fit) {
         border = s;
         border_taken = taken;
-      } else {  // reached only if is_forced, when no cut fits
+      } else {  // reached only if is_forced and no cut fits
         cut_at(tile, at, s, 0, taken, most_reread, cut);
         return true;
       }

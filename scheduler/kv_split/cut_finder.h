@@ -14,8 +14,8 @@ struct Position {
   int32_t segment;  // first segment that is not assigned fully
   int32_t offset;   // tokens of that segment that are assigned
   int32_t first;    // first request whose KV is not assigned fully
-  // Segment and offset at which the next item begins. Up to `segment` and `offset`, this item rereads the KV that the
-  // requests from `first` on share with requests of earlier items.
+  // Segment and offset at which the next item begins. From there up to `segment` and `offset`, the next item rereads
+  // KV: the ranges that requests from `first` on share with requests of earlier items.
   int32_t base;
   int32_t base_offset;
   int64_t assigned;     // assigned load, without repeated reads
@@ -35,7 +35,7 @@ struct Position {
 struct Cut {
   Position next;
   int64_t cost;           // cost of the item before the cut
-  int32_t last;           // end of the requests of the item before the cut
+  int32_t last;           // one past the last request of the item before the cut
   int32_t both_requests;  // number of requests that have KV on both sides of the cut
   bool is_end;            // the item ends the tile
 };
@@ -48,7 +48,7 @@ struct TilePart {  // a part of a tile, up to a cut
 // Finds cuts. Functions write into the caller's Cut, which saves time, because a plan tries hundreds of cuts.
 class CutFinder {
  public:
-  // aligned: all tiles that read the same range are cut at the same positions, for any number of requests.
+  // aligned: all tiles that read the same range are cut at the same positions, however many requests each tile has.
   CutFinder(const Packing& packing, const SplitContext& context, bool aligned = false)
       : packing_(packing), context_(context), aligned_(aligned) {}
 

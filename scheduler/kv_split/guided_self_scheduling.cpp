@@ -15,8 +15,8 @@ constexpr int64_t kItemPerCut = 32;
 // but would make partials.
 constexpr double kWorstUncutImbalance = 1.05;
 constexpr int64_t kMostUncutTiles = 8;  // per worker; more tiles are balanced without cuts
-// CTAs with equal work end up to 12% apart, and shrinking tickets even that out. If the tickets' costs are less
-// balanced than that, StreamKSplit is better.
+// CTAs with equal work finish up to 12% apart, and shrinking tickets even that out. If the tickets' costs are out of
+// balance by more than 12%, StreamKSplit is better.
 constexpr double kWorstGuidedImbalance = 1.12;
 // A chunk has at most this many tokens, so that it is still in the L2 when the last tile starts to read it.
 constexpr int64_t kLongestChunk = 4096;
@@ -136,7 +136,7 @@ int64_t Stream::assign_ticket(int64_t budget, int32_t ticket) {
     Cut& cut = part_.cut;
     cut_finder_.take_rest(tile, at, cut);
     if (cut.cost > budget_left) {
-      if (budget_left < budget) break;       // an empty ticket has more budget
+      if (budget_left < budget) break;       // the next ticket still has all of its budget
       if (cut.cost > budget + budget / 2) {  // a smaller excess is not worth a cut
         const int32_t num_requests = tile.num_requests - at.first;
         const int64_t shortest = shortest_item(num_requests);

@@ -12,7 +12,7 @@ namespace pat {
 
 // A cut within a segment is a multiple of this number of tokens away from the segment's beginning.
 inline constexpr int32_t kCutGranularity = 64;
-// A cut adds at most this many segments.
+// A cut increases the number of segments of all work items together by at most this many.
 inline constexpr int32_t kMaxSegmentsPerCut = 8;
 
 // Consecutive work items that one CTA executes.
@@ -31,8 +31,8 @@ struct Split {
     int32_t tile;           // index into the tile table
     int32_t request_begin;  // index in Split::requests
     int32_t num_requests;
-    int32_t
-        segment_begin;  // index in Split::segments; intervals count from the item's first request
+    // Index in Split::segments. `first` and `end` of the item's segments count from the item's first request.
+    int32_t segment_begin;
     int32_t num_segments;
     int64_t num_tokens;
     int64_t cost;

@@ -30,12 +30,12 @@ struct SplitContext {
   TileSelection tiles;
   const CostModel* costs;
   const ItemCost* item_costs;
-  // True if loads are in whole stages and include the starts of segments. False if this makes no difference: for much
-  // work, if nothing is shared or a shared range is long.
+  // True if loads are in whole stages and include the starts of segments. False if there is much work, and either
+  // nothing is shared or a shared range is long: whole stages and starts then make no difference.
   bool counts_stages;
   int64_t min_item_tokens;  // a cut must leave items of at least this length
-  // If true, the item after a cut between two requests rereads their shared KV only if this costs less than partials.
-  // If false, the item always rereads their shared KV.
+  // The item after a cut between two requests either rereads their shared KV or leaves it to the item before the cut,
+  // at the cost of partials. True: whichever costs less. False: it always rereads.
   bool may_merge = true;
 
   int64_t kv_load_of(int64_t num_tokens) const {

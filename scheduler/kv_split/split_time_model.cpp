@@ -13,7 +13,7 @@ namespace {
 // What each segment and each query row add to a chain, in tokens, besides the stages of KV.
 constexpr int64_t kSegmentInChain = 13;
 constexpr int64_t kRowInChain = 2;
-// Weights of the slowest chain: if other chains keep the memory busy, and if the slowest chain runs alone.
+// Weights of the slowest chain: the first if other chains keep the memory busy, the second if it runs alone.
 constexpr int64_t kSlowestPercent = 100;
 constexpr int64_t kAlonePercent = 226;
 // Weights of the mean chain per worker, and of the distinct KV per worker, which device memory must deliver.
@@ -24,8 +24,8 @@ constexpr int64_t kUniquePercent = 433;
 // plans with sharing (H200, both kinds of plan for 101 small batches).
 constexpr int64_t kSharingNothing = 83;
 constexpr int64_t kRereadPercent = 200;
-// Costs of merging: one per plan with partials, and one per partial row, divided by the workers. The last two are added
-// for rows with more than kPartialsAtOnce partials: one per plan, and one per such row, divided by the workers.
+// Costs of merging: one per plan with partials, and one per partial row, divided by the workers. If some rows have more
+// than kPartialsAtOnce partials, the last two are added: one per plan, and one per such row, divided by the workers.
 constexpr int64_t kMerging = 321;
 constexpr int64_t kPartialRowPercent = 675;
 constexpr int64_t kMergingMany = 137;

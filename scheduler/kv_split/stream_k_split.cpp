@@ -12,7 +12,8 @@ namespace pat {
 
 namespace {
 
-// With a little work, items may have a half or a quarter of the usual shortest length, so that more workers have work.
+// If there is little work, items may have a half or a quarter of the usual shortest length, so that more workers have
+// work.
 constexpr std::array<int64_t, 2> kShorterItems = {2, 4};
 // Still shorter items are tried if perfect balance would save at least 1 / kUnevenPart of the time.
 constexpr int64_t kUnevenPart = 12;

@@ -15,9 +15,9 @@
 namespace pat {
 
 // Stream-K: a contiguous split, balanced by cost, with at most num_workers - 1 cuts. Bisection finds the smallest
-// ticket budget for which all tiles fit, to within a few tokens. Each step is linear in the tiles. Tiles that read the
-// same range are cut at the same positions if that costs little ("aligned"). They then read the range at the same time,
-// and from device memory only once.
+// ticket budget for which all tiles fit, to within a few tokens. Each step takes time linear in the tiles. Tiles that
+// read the same range are cut at the same positions if that costs little ("aligned"). They then read the range at the
+// same time, and from device memory only once.
 //
 // split() makes a few such splits, and chooses the one with the shortest expected time, including the merge. They
 // differ in how short items may be, and in whether cuts between two requests may make partials.

@@ -22,8 +22,8 @@ struct Tile {
   bool is_shared;
   bool is_chunked;  // the tile is one range of kLongRange tokens or more
   bool is_rest;     // the rest of a tile whose long range became a tile of its own
-  // The greatest number of requests that any tile has that reads the first segment's range. 0 if only this tile reads
-  // the range, or if the range is too short.
+  // Of all tiles that read the first segment's range, the number of requests of the widest tile. 0 if only this tile
+  // reads the range, or if the range is too short.
   int32_t widest_reader;
   int64_t num_tokens;
   int64_t kv_load;

@@ -109,7 +109,7 @@ def agreement(answers: Sequence[Answer], reference: Sequence[Answer], tie: float
 def _parting(
     left: Sequence[int], right: Sequence[int]
 ) -> tuple[int, tuple[int | None, int | None] | None]:
-    """Return how many tokens at the beginning are equal, and the first two that differ, or None."""
+    """Return how many leading tokens are equal, and the first pair of unequal ones, or None."""
     for position, tokens in enumerate(zip_longest(left, right)):
         if tokens[0] != tokens[1]:
             return position, tokens

@@ -190,7 +190,7 @@ def designs(kind: str = PLAIN) -> list[Design]:
             (128, 64, 16, 16),
         )
     ]
-    # As in real plans, several tiles read a prefix at the same time, so that most reads hit the L2.
+    # Several tiles read a prefix at the same time, as in real plans. Most reads then hit the L2.
     read_again = [
         Design(*shape)
         for shape in (
@@ -295,7 +295,7 @@ class _Timer:
         return Measurement(design, features, missing, us / len(layers))
 
     def _layers(self, num_slots: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield K and V of each layer, `num_slots` slots. If memory is short, layers overlap."""
+        """Yield each layer's K and V of `num_slots` slots. If memory is short, layers overlap."""
         stride = min(num_slots, (len(self._k) - num_slots) // (LAYERS - 1))
         for begin in range(0, LAYERS * stride, stride):
             yield self._k[begin : begin + num_slots], self._v[begin : begin + num_slots]

@@ -70,7 +70,7 @@ def generate(
     number : int
         Number of prompts. With `len(KINDS)` or more, all kinds occur.
     prefix : int
-        Approximate tokens of the longest shared prefix.
+        Approximate number of tokens of the longest shared prefix.
     tokens : int
         Tokens of the longest answer.
     samples : int

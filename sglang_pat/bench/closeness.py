@@ -68,8 +68,8 @@ class Measure:
     limit : float
         The largest value of `pat` that counts as close.
     certainty : float
-        The share of resamples in which pat is beyond the limit. For a worst value, which has no
-        resamples: 1 if it is beyond the limit, else 0.
+        The share of resamples in which pat is beyond the limit. The worst answer and the worst
+        token have no resamples: 1 if `pat` is beyond the limit, else 0.
     """
 
     name: str
@@ -94,7 +94,7 @@ class LogprobVerdict:
     greedy : Agreement
         How far pat's greedy answers agree with the other backend's.
     tie : float
-        Largest difference of log-probabilities of two tokens that tie.
+        Two tokens tie if their log-probabilities differ by at most this.
     tokens : dict of str to int
         Number of tokens compared, for the keys `pat` and `other`.
     """
@@ -164,7 +164,7 @@ def judge(
     asked : sequence of Asked
         The requests of both backends.
     replies, distances : tuple
-        Two pairs. Each has a sequence of pat, and one of the other backend.
+        Two pairs: pat's sequence, then the other backend's.
     dtype : str
         The model's dtype, a key of `ROUNDING`.
     own_prefill : bool
@@ -173,7 +173,7 @@ def judge(
     Raises
     ------
     ValueError
-        `dtype` is no key of `ROUNDING`, or no answer has two tokens.
+        `dtype` is not a key of `ROUNDING`, or no answer has two tokens.
     RuntimeError
         A log-probability of the other backend is not a number.
     """

@@ -27,7 +27,7 @@ from sglang_pat.model_layers import check_served, decoder_config, positive
 PAT = "pat"
 ROUNDS = 3
 POOL_SHARE = 0.8  # part of the KV pool for a batch; the rest holds answers of earlier rounds
-MOST_NOISE = 0.10  # of a ratio: interquartile range / median
+MOST_NOISE = 0.10  # a gain whose interquartile range / median is larger is not judged
 Tell = Callable[[str], None]
 
 
@@ -40,9 +40,9 @@ class ComparedModel(NamedTuple):
 
     @classmethod
     def of(cls, config: Mapping[str, Any], path: Path) -> ComparedModel:
-        """Return the model in folder `path` with contents `config` of its config.json.
+        """Return the model in folder `path`. config: the contents of its config.json.
 
-        ValueError says what is wrong with the config.
+        Raises ValueError, with a message that says what is wrong with `config`.
         """
         check_served(config)
         decoder = decoder_config(config)
@@ -132,7 +132,7 @@ def measure(
     into
         Each result is stored here as soon as it is known, so that it is kept if the rest fails.
     exactly
-        Whether another server has served these cases, so that they must not change.
+        Whether the cases must not be made smaller, because another server has served them.
     rounds
         Number of passes of each case.
 

@@ -102,12 +102,12 @@ def decode_run(
 def ask_again_if_held_up(
     runs: list[DecodeRun], ask: Callable[[], DecodeRun], report: Callable[[str], object]
 ) -> None:
-    """Replace passes whose tokens were held up on the way to the client, and then came at once.
+    """Replace passes whose tokens were held up on the way to the client and came in one burst.
 
     This happened in batches whose prompts have a million tokens: tokens came 0.13 ms apart, while a
     step took 5 ms. A pass counts as held up if its time per token is less than half of the slowest
-    pass's. For each pass that was held up, `ask` runs a new one, whose `held_up_ms` becomes the
-    time per token of the old one, and `report` is called with a line of text.
+    pass's. For each such pass, `ask` runs a new pass, which keeps the old time per token in
+    `held_up_ms`. `report` gets a line of text.
     """
     slowest = max(run.tpot_ms for run in runs)
     for index, run in enumerate(runs):
@@ -152,7 +152,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """Return the spread of at least one value."""
+        """Return the spread of `values`, which must not be empty."""
         ordered = sorted(values)
         if len(ordered) == 1:
             return cls(ordered[0], ordered[0], ordered[0], math.inf)

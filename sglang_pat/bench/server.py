@@ -1,7 +1,7 @@
 """An SGLang server whose attention backend is one of the contenders, and requests to the server.
 
-Everything goes over HTTP, so that one start serves all measurements, and the client is a separate
-process.
+Clients send requests over HTTP: one start of the server is enough for all measurements, and the
+client runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -303,7 +303,8 @@ def running_servers(
             options = {**own_port, **arguments, **more}
             server = running_server(contender, model, folder, **options)
             servers[name] = stack.enter_context(server)
-        # Signals all servers before it waits for one, because each takes time to free GPU memory.
+        # After the block, these callbacks run before any server is waited for, because each server
+        # takes time to free GPU memory.
         for started in servers.values():
             stack.callback(started.process.signal_all)
         try:
@@ -311,7 +312,7 @@ def running_servers(
                 processes = {name: server.process for name, server in servers.items()}
                 wait_for_all(processes, START_SECONDS)
             yield servers
-        except SystemExit:  # on SIGTERM, perhaps after a timeout
+        except SystemExit:  # on SIGTERM, e.g. after a time limit
             for name, each in servers.items():
                 print(f"--- the log of {name} ends:\n{each.process.tail()}", file=sys.stderr)
             raise

@@ -26,7 +26,7 @@ from sglang_pat.sglang.cpu import STUB_DIR, cuda_driver_is_present
 _IMPORT = re.compile(
     rb"^[ \t]*(?:import|from(?=[\w. \t]* import\b))[ \t]+([A-Za-z_]\w*)", re.MULTILINE
 )
-_TOP_LEVEL = re.compile(r'^"?([^/.,\n]+)', re.MULTILINE)  # top-level name of a file in RECORD
+_TOP_LEVEL = re.compile(r'^"?([^/.,\n]+)', re.MULTILINE)  # first part of a path in RECORD
 _TINY = 4096  # packages with at most this many bytes of Python files are imported and tested
 _NO_NAME = "no_package_has_this_name"
 _COMPILED = (".so", ".pyd", ".dll")

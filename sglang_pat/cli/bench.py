@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             _conclude(arguments, gpus, measured, "interrupted")
             return 130
-        except SystemExit:  # on SIGTERM, perhaps after a timeout
+        except SystemExit:  # on SIGTERM, e.g. after a time limit
             _conclude(arguments, gpus, measured, "told to end")
             raise
     return 0 if _conclude(arguments, gpus, measured, failure) else 1
@@ -186,7 +186,7 @@ def _cases(arguments: argparse.Namespace) -> dict[str, Case]:
 def _measure(
     arguments: argparse.Namespace, model: Any, folder: Path, measured: dict[str, Measured]
 ) -> None:
-    """Measure both servers. The cases are fitted to the first server; the second gets the same."""
+    """Measure both servers. The cases are fitted to the first server; both get these cases."""
     from sglang_pat.bench import comparison
 
     given = {

@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compile all requested combinations, and print the path of each image.
+    """Compile all requested kernel variants, and print the path of each compiled image.
 
     Returns the exit status: 0, 1 if the kernels cannot be compiled here, 2 for wrong input.
     """
@@ -128,7 +128,7 @@ def _build(arguments: argparse.Namespace, source: str, words: list[str]) -> int:
     variants = list(product(archs, dtypes, kv_dtypes, head_dims))
     if arguments.model is not None:
         # Layers without kernels run on SGLang's default backend, so their variants are not built.
-        # If no layer has kernels, KernelConfig reports it.
+        # If no variant has kernels, all are kept, and KernelConfig raises a ValueError below.
         variants = [each for each in variants if _has_kernels(*each)] or variants
     try:
         configs = [
@@ -160,7 +160,7 @@ def _has_kernels(
 
 
 def _check_alone(arguments: argparse.Namespace) -> None:
-    """Raise ValueError if an option is given whose value --model determines."""
+    """Raise ValueError if --dtype, --kv-dtype or --head-dim is given together with --model."""
     for name in ("dtype", "kv_dtype", "head_dim"):
         if getattr(arguments, name):
             raise ValueError(f"--{name.replace('_', '-')}: allowed: without --model, which says it")

@@ -52,7 +52,7 @@ MAX_RUNNING_REQUESTS = 24
 # Tokens of a prefill chunk: so few that prompts are split, and a multiple of every page size.
 CHUNK_TOKENS = 256
 ENVIRONMENT = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"}  # lets SGLang admit more requests
-LEAST_CONTEXT = 4 * CHUNK_TOKENS  # has room for a prompt of a prefix and two chunks
+LEAST_CONTEXT = 4 * CHUNK_TOKENS  # enough for the longest prompt: a prefix and two chunks
 _CPU_BACKEND = "torch_native"  # SGLang's default needs a CPU with AMX
 _GPU_REFERENCE = "triton"  # supports nearly every model
 _SHARE_OF_CONTEXT = 4  # shared prefixes fill at most 1 / _SHARE_OF_CONTEXT of the context
@@ -69,7 +69,7 @@ class _Served(NamedTuple):
 
 
 class _Scored(NamedTuple):
-    """Distances from prefills by the backend `by`: pat's, and those of the other backend."""
+    """How far pat's and the other backend's answers are from prefills by the backend `by`."""
 
     by: str
     distances: tuple[list[Distances], list[Distances]]
@@ -236,7 +236,7 @@ def _chosen_dtype(config: Any) -> str:
 
 
 def _resolved(chosen: str, info: dict[str, Any]) -> str:
-    """Return the dtype of a server: the one in its info, or `chosen` if that is `auto`."""
+    """Return the dtype of a server: the one in its info, or `chosen` if its info says `auto`."""
     named = {"half": "float16", "float": "float32", "auto": chosen}
     dtype = str(info.get("dtype", "auto")).removeprefix("torch.")
     return named.get(dtype, dtype)

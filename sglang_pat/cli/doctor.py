@@ -280,7 +280,7 @@ def check_self_test() -> Check:
 
 
 def import_failed(error: Exception) -> Check:
-    """Return the check that replaces all checks by SGLang if SGLang cannot be imported."""
+    """Return the check that replaces those that need SGLang if SGLang cannot be imported."""
     return Check(
         "import of SGLang",
         "failed",
@@ -479,7 +479,7 @@ def _check_cache(gpus: Sequence[Gpu], given: Path | None) -> tuple[Check, bool]:
 
 
 def _compiled_kernels(gpus: Sequence[Gpu], cache: Path) -> list[str]:
-    """Return the name of each kernel variant that is compiled for these GPUs, and its compiler."""
+    """Return `NAME (COMPILER)` of each kernel variant that is compiled for these GPUs."""
     import torch
 
     from sglang_pat.executors import jit
@@ -509,7 +509,7 @@ def _compiled_kernels(gpus: Sequence[Gpu], cache: Path) -> list[str]:
 
 
 def _size(folder: Path) -> int:
-    """Return how many bytes all files below `folder` have."""
+    """Return the size of all files below `folder` together, in bytes."""
     size = 0
     for path in folder.rglob("*"):
         with suppress(OSError):  # another process may remove the file

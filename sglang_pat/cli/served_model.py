@@ -75,7 +75,7 @@ def _without_pat(words: list[str]) -> list[str]:
 
 def check_config(whole: Mapping[str, Any], arguments: argparse.Namespace) -> None:
     """Raise ValueError if SGLang cannot build the model on as many GPUs as --tp says."""
-    tp = 1 if arguments.server_args else arguments.tp or 1  # the flags may set --tp
+    tp = 1 if arguments.server_args else arguments.tp or 1  # --server-args may set another tp
     check_architectures(whole)
     config = decoder_config(whole)
     check_counts(config)
@@ -91,8 +91,8 @@ def loadable(arguments: argparse.Namespace, folder: Path) -> str:
     """Return a folder or a name on the hub from which SGLang can load --model's configuration.
 
     If --model is a file or one of MODEL_NAMES, writes its configuration into `folder`. Raises
-    ValueError or OSError if --model is neither a configuration nor on the hub. Also raises for a
-    configuration that SGLang would refuse, but only after half a minute.
+    ValueError or OSError if --model is neither a configuration nor on the hub. Also raises
+    ValueError for a configuration that SGLang itself would take half a minute to refuse.
     """
     model: str = arguments.model
     if os.path.exists(model) or model in MODEL_NAMES:

@@ -161,7 +161,7 @@ def server_flags(arguments: argparse.Namespace) -> list[str]:
 
 
 def backend_name(asked: str, info: dict[str, Any]) -> str:
-    """Return the name of the decode backend: `asked`, or SGLang's choice if that is `default`."""
+    """Return the name of the decode backend. If `asked` is `default`, that is SGLang's choice."""
     chosen = info.get("decode_attention_backend") or info.get("attention_backend")
     return asked if asked != DEFAULT or not chosen else f"{chosen} (SGLang's default)"
 

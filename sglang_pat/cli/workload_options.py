@@ -273,7 +273,7 @@ def _check_by_rules(config: Mapping[str, Any], arguments: argparse.Namespace) ->
 def _pool_tokens(time: StepTime, arguments: argparse.Namespace) -> int:
     """Return how many tokens the KV pool holds. ValueError if it is too small.
 
-    The options determine its size or, if they do not, the memory that the weights leave.
+    An option may give the size. If none does, the pool fills the memory that the weights leave.
     """
     pool: int | None = arguments.kv_tokens
     given, page = arguments.kv_pool_gb, arguments.page_size

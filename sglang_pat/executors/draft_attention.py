@@ -45,7 +45,7 @@ def _merge_drafts(
     HAS_CAP: tl.constexpr, STEPS_AT_ONCE: tl.constexpr,
     K_SCALE_ON_DEVICE: tl.constexpr, V_SCALE_ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """Attend by reading key after key. A program computes a KV head's query heads of one row."""
+    """Attend by reading key after key. A program computes, for one row, a KV head's query heads."""
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_heads = tl.num_programs(1) * GROUP
     first = row // NUM_ROWS * NUM_KEYS  # first key of the row's group
@@ -81,8 +81,8 @@ def _merge_drafts(
             logit = logit_cap * (1.0 - 2.0 / (tl.exp(2.0 * (logit / logit_cap)) + 1.0))
         logit += bias
         larger = tl.maximum(most, logit)
-        # `most` is -inf if the row has attended to nothing yet, and `logit` if it does not attend
-        # to this draft token. If both are -inf, exp() would give NaN.
+        # `most` is -inf if the row has attended to nothing yet. `logit` is -inf if the row does not
+        # attend to this draft token. If both are -inf, exp() would give NaN.
         kept = tl.where(most == float("-inf"), 0.0, tl.exp(most - larger))
         weight = tl.where(logit == float("-inf"), 0.0, tl.exp(logit - larger))
         v = value.to(tl.float32) * v_factor

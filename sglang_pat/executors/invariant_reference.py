@@ -2,7 +2,7 @@
 
 `reference.PlanExecution` computes many work items at once, so the order of the sums in a matrix
 product depends on the other requests. Here each chunk of each request is computed separately, by
-operations whose shapes depend on that request alone. So its result is bit-identical.
+operations whose shapes depend on that request alone. So a request's result is bit-identical.
 """
 
 from __future__ import annotations

@@ -50,21 +50,21 @@ class KernelConfig:
     dtype
         dtype of queries and outputs: float16 or bfloat16.
     head_dim
-        Length of queries and keys.
+        head_dim of queries and keys.
     arch
         Compute capability, 8.0 or newer.
     v_head_dim
-        Length of values. 0: the same as `head_dim`.
+        head_dim of values. 0: the same as `head_dim`.
     kv_dtype
         dtype of the KV cache: float8_e4m3fn or float8_e5m2. None: the same as `dtype`.
     force_mma_sync
-        Whether to compile the mma.sync bodies, which are those of other architectures, for Hopper.
-        Tests can then run them there.
+        Whether to compile for Hopper the mma.sync bodies that other architectures use. Tests run
+        these bodies on Hopper.
 
     Raises
     ------
     ValueError
-        There are no kernels for a value. The message names the value and what is supported.
+        The kernels do not support these values. The message says which values.
     """
 
     dtype: torch.dtype
@@ -149,11 +149,11 @@ class KernelConfig:
 
     @property
     def tiles_agree(self) -> bool:
-        """True if one body computes all tiles, so that a row's result is bit-identical in each.
+        """True if one body computes all tiles. A row's result is then bit-identical in every tile.
 
         Latent attention has one body, except on Hopper with a cache of the queries' dtype. Other
-        layers have one body only on Hopper with a cache of the queries' dtype. Otherwise they use
-        mma.sync, whose tiles split KV among warps in different ways.
+        layers have one body only in that case. In all other cases, they use mma.sync, whose tiles
+        split KV among warps in different ways.
         """
         has_wgmma = self.arch == (9, 0) and not self.force_mma_sync and self.kv_dtype is None
         return has_wgmma != self.is_latent
@@ -258,9 +258,9 @@ def build(config: KernelConfig, *, cache: Path | None = None, force: bool = Fals
 def find_image(config: KernelConfig, cache: Path) -> Path | None:
     """Return an image of `config` without compiling: a cached one, or else the shipped one.
 
-    Normally, a cached image counts only if this machine's compiler made it. But the newest cached
-    image of any compiler is returned if there is no compiler here. It is also returned if there is
-    no other image and the cache cannot be written. None: there is no image.
+    Normally, a cached image counts only if this machine's compiler made it. In two cases, the
+    newest cached image is returned, whichever compiler made it: if there is no compiler here, or if
+    there is no other image and the cache cannot be written. None: there is no image.
     """
     made = kernel_cache.versions(cache, cache_key(config))
     if made:
@@ -287,10 +287,11 @@ def entry_key(config: KernelConfig, compiler: Compiler) -> str:
 
 
 def cache_key(config: KernelConfig) -> str:
-    """Return the name of `config`'s image in a wheel. Names of its cache entries begin with it.
+    """Return the name of `config`'s image in a wheel.
 
-    The name depends on the source files and options, but not on the compiler, so the images of a
-    wheel are used wherever the wheel is installed.
+    The names of the cache entries for `config` begin with this name. The name depends on the source
+    files and options, but not on the compiler, so the images of a wheel are used wherever the wheel
+    is installed.
     """
     digest = _hash_of_sources()
     digest.update(json.dumps(config.options).encode())
@@ -432,7 +433,10 @@ class Compiler:
 
 
 def _digest(nvrtc: Any, cuda_headers: Path) -> str:
-    """Return a hash of the CUDA headers and of NVRTC's build, which any PTX of NVRTC names."""
+    """Return a hash of the CUDA headers and of NVRTC's build.
+
+    Every PTX that NVRTC writes names its build, so the PTX of an empty program is hashed.
+    """
     program = _checked(nvrtc.nvrtcCreateProgram(b"", b"", 0, [], []), "reading nothing")
     try:
         _checked(nvrtc.nvrtcCompileProgram(program, 0, []), "compiling nothing")

@@ -154,7 +154,7 @@ def add(
 
 
 def check_owners(*paths: Path) -> None:
-    """Refuse files and folders that another user could have written, because they hold code to run.
+    """Refuse files and folders that another user could have written: their code would be run.
 
     Each path must belong to this user or to root, and nobody else may have write permission. A
     folder above a path must not be writable by everybody, unless the folder is sticky, as /tmp is.

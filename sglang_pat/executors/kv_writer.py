@@ -60,7 +60,7 @@ class KvWriter:
             infinity = torch.full((1,), math.inf, dtype=config.dtype, device=device)
             self._overflow = int(infinity.to(config.kv_dtype).view(torch.uint8))
         if device.type == "cuda":
-            with torch.cuda.device(device):  # now, because the first launch may be captured
+            with torch.cuda.device(device):  # loads now: the first launch may be in a capture
                 load_kernels(config, torch.cuda.current_device())
 
     def scale(self, divisor: torch.Tensor | float | None) -> KvScale | None:
@@ -75,8 +75,8 @@ class KvWriter:
         if divisor is None or self.config.kv_dtype is None:
             return UNSCALED
         if isinstance(divisor, torch.Tensor):
-            # The kernel divides as torch does by a 0-d float32 tensor on the device: torch rounds
-            # such a divisor to the dividends' dtype. By other tensors, torch divides differently.
+            # The kernel divides only as torch divides by a 0-d float32 tensor on the device: torch
+            # rounds such a divisor to the dividends' dtype, but treats other tensors differently.
             if (divisor.dim(), divisor.dtype, divisor.device) != (0, torch.float32, self._device):
                 return None
             return KvScale(divisor.data_ptr(), ScaleUse.DIVIDE)
@@ -126,7 +126,7 @@ class KvWriter:
         """
         is_scaled = (k_scale.use, v_scale.use) != (ScaleUse.NONE, ScaleUse.NONE)
         if is_scaled and k.data_ptr() == v.data_ptr():
-            return False  # torch would divide the shared memory twice
+            return False  # k and v are the same memory, which torch would divide twice
         if not (
             self._takes(k, k_cache, self.columns[0])
             and self._takes(v, v_cache, self.columns[1])

@@ -34,7 +34,7 @@ class LaunchFacts(NamedTuple):
 
 
 class _LaunchConfig(threading.local):
-    """The driver's launch configuration. Each thread has one: a launch sets its grid and stream."""
+    """The driver's launch configuration. Each thread has one, because each launch changes it."""
 
     def __init__(self, num_threads: int, shared_bytes: int, overlap: bool) -> None:
         """Set up the configuration of a thread, at the thread's first launch."""
@@ -213,8 +213,8 @@ def _tensor_map(address: int, num_slots: int, row_bytes: int, slot_bytes: int) -
     try:
         return check(answer, "describing a KV cache")
     except RuntimeError as error:
-        # The driver refuses an object without the documented alignment, which some versions of
-        # cuda-bindings pass.
+        # Some versions of cuda-bindings pass a map that does not have the documented alignment. The
+        # driver refuses such a map.
         _warn_once(f"{error}: slots that follow one another are copied one by one, which is slower")
         return None
 
@@ -227,8 +227,8 @@ def _warn_once(message: str) -> None:
 def kv_map(address: int, shape: torch.Size, element_bytes: int, slot_bytes: int) -> int:
     """Return the address of a tensor map of keys or values with this `shape`.
 
-    shape: `[num_slots, num_kv_heads, head_dim]`. The address is valid while the map is among the
-    most recently used. 0 means that there is no map.
+    shape: `[num_slots, num_kv_heads, head_dim]`. The address is valid while `_tensor_map` still
+    caches the map. 0 means that there is no map.
     """
     row_bytes = shape[1] * shape[2] * element_bytes
     found = _tensor_map(address, shape[0], row_bytes, slot_bytes)

@@ -240,7 +240,7 @@ class ReferenceExecutor:
         self._plan: DecodePlan | None = None
         self._shared_slots = torch.empty(0, dtype=torch.int64, device=device)
         self._step: Step | None = None
-        self._row_step: Step | None = None  # `_step`, or its window rows
+        self._row_step: Step | None = None  # `_step`; with a window, rows.step(_step)
         self._execution: Execution | None = None  # made by the first run() of a step
 
     def load_plan(self, scheduler: PackScheduler, step: Step) -> DecodePlan:

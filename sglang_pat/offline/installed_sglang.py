@@ -24,11 +24,11 @@ class Touchpoint(NamedTuple):
     kind
         The kind of change, as `touchpoints.txt` defines it.
     target
-        `module:path` in SGLang. If the last name of the path depends on the version, it is `a|b`.
+        `module:path` in SGLang. The path ends in `a|b` if its last name depends on the version.
     name
         The attribute, field or variable that pat sets, unless the target itself names it.
     not_in
-        The supported version of SGLang that lacks the target, because pat does not need it there.
+        The supported version of SGLang that lacks the target. There, pat does not need the target.
         None: no supported version lacks it.
     module
         The module of pat that makes the change.

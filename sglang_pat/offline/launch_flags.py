@@ -1,8 +1,8 @@
 """Reads the flags of SGLang's server, and names of its attention backends, from its source.
 
 To import SGLang and use its parser takes ten seconds or more. The source text contains all flags,
-but also words that are no flags. So a flag that is not in the text is certainly wrong; whether any
-other flag is right, only the server checks.
+but also words that are not flags. So a flag that is not in the text is certainly wrong. Only the
+server can tell whether any other flag is right.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PLUGIN_GROUP = "sglang.srt.plugins"
 
 
 def launch_flags() -> frozenset[str]:
-    """Return all flags of `sglang.launch_server`, and also some words that are no flags.
+    """Return all flags of `sglang.launch_server`, and also some words that are not flags.
 
     Returns an empty set if SGLang is not installed.
     """

@@ -33,11 +33,12 @@ def describe_model(path: str, flags: Sequence[str] = ()) -> dict[str, Any]:
     -------
     dict
         `class`: the name of the model's class.
-        `reason`: why pat does not decode the model at all, as [topic, value], else None.
+        `reason`: [topic, value] if pat does not decode the model at all, else None.
         `layers`: a list per attention layer, with the numbers of heads on one rank: [id, query
-        heads, KV heads, head_dim, v_head_dim, window, fallback, is_chunked]. The window counts the
-        new token, and is None without one. The fallback is the reason why pat does not decode the
-        layer, as [topic, value], else None. is_chunked: whether the layer attends within chunks.
+        heads, KV heads, head_dim, v_head_dim, window, fallback, is_chunked]. window: the number of
+        tokens that a request attends to, including its new token, or None if the layer has no
+        window. fallback: [topic, value] if pat does not decode the layer, else None.
+        is_chunked: whether the layer attends within chunks.
         `parameters`: the number of parameters on one rank, by role: "attention" (includes states),
         "dense", "experts", "head" (0 if the head is the embedding), "embedding", "encoders".
         `experts`: [experts in a layer, how many of them a token uses].
@@ -123,7 +124,7 @@ def main() -> None:
 
     with without_gpu():
         import sglang.srt.models.registry
-        import sglang.srt.server_args  # noqa: F401  # takes seconds, so once before the forks
+        import sglang.srt.server_args  # noqa: F401  # slow, so imported before the forks
 
     for line in sys.stdin:
         asked = json.loads(line)

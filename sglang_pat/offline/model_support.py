@@ -42,7 +42,7 @@ _CAPABILITY = (9, 0)  # an H100's, which is assumed if there is no GPU
 
 
 def layers_of_config(path: str, flags: Sequence[str] = ()) -> LayerSupport:
-    """Return the layer support of a server on this machine. If it has no GPU, assume an H100.
+    """Return a server's layer support on this machine's GPU, or on an H100 if there is no GPU.
 
     A process can build only one model.
 
@@ -91,8 +91,8 @@ class KernelNeeds(NamedTuple):
     dtype
         The dtype of queries.
     kv_dtypes
-        The dtypes that the KV cache may have. None stands for the dtype of queries. There are two
-        if the checkpoint asks for an fp8 cache: whether SGLang obeys depends on its version.
+        The dtypes that the KV cache may have. None stands for the dtype of queries. If the
+        checkpoint asks for an fp8 cache, there are two: only some versions of SGLang obey.
     head_dims
         (head_dim, v_head_dim) of the layers that pat decodes.
     """
@@ -271,7 +271,8 @@ def _on_meta_device(config: Any) -> torch.nn.Module:
             model: torch.nn.Module = model_class(config=config.hf_config, quant_config=None)
     except AssertionError as error:
         # SGLang's assertion about heads has no message. Most classes divide the heads among the
-        # ranks of the attention group, those without data-parallel attention among all ranks.
+        # ranks of the attention group. Classes without data-parallel attention divide them among
+        # all ranks.
         attention = parallel_state.get_attn_tp_group().world_size
         ranks = (attention, parallel_state.get_tensor_model_parallel_world_size())
         why = undivided(config.num_attention_heads, config.num_key_value_heads, ranks)
@@ -312,8 +313,8 @@ def _platform_with_gpu() -> Iterator[Sequence[str]]:
     """Without a GPU, make SGLang resolve its arguments as on an H100. Yield the flags for that.
 
     Some model classes have their own default backend for a GPU, and others refuse the backends of
-    CPUs. SGLang 0.5.17 can only resolve for the machine on which it runs; `_on_gpu` then corrects
-    the backends. If there is a GPU, nothing changes.
+    CPUs. SGLang 0.5.17 can resolve its arguments only for the machine on which it runs, so for that
+    version `_on_gpu` corrects the backends later. If there is a GPU, nothing changes.
     """
     from sglang.srt import runtime_context
 
@@ -328,7 +329,10 @@ def _platform_with_gpu() -> Iterator[Sequence[str]]:
 
 
 def _on_gpu(backend: str) -> str:
-    """Return `backend`. If it is a CPU's, which 0.5.17 chooses here, return the H100's default."""
+    """Return `backend`, or the H100's default if SGLang has chosen a CPU's backend.
+
+    SGLang 0.5.17 chooses a CPU's backend if this machine has no GPU.
+    """
     is_of_cpu = backend in ("torch_native", "intel_amx") and not torch.cuda.is_available()
     return "fa3" if is_of_cpu else backend
 
@@ -340,7 +344,7 @@ def _resolve(arguments: Any) -> None:
 
 
 def _parallel_sizes(arguments: Any) -> dict[str, int]:
-    """Return the sizes of groups of ranks as keyword arguments. Only SGLang 0.5.17 takes any."""
+    """Return arguments of initialize_model_parallel(). Only SGLang 0.5.17 needs group sizes."""
     from sglang.srt import runtime_context
 
     if hasattr(runtime_context, "SpawnRanks"):

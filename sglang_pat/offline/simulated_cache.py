@@ -230,7 +230,7 @@ class SGLangTree(ABC):
 
 
 class NodeTree(SGLangTree):
-    """SGLang's RadixCache, the default up to 0.5.17, whose nodes are objects."""
+    """SGLang's RadixCache, whose nodes are objects. It is the default up to 0.5.17."""
 
     finished_leave_late = True
 
@@ -257,7 +257,7 @@ class NodeTree(SGLangTree):
 
 
 class IdTree(SGLangTree):
-    """SGLang's UnifiedRadixCache, the default of 0.5.23, whose nodes are ids."""
+    """SGLang's UnifiedRadixCache, whose nodes are ids. It is the default of 0.5.23."""
 
     finished_leave_late = False
 

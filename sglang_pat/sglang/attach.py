@@ -1,4 +1,4 @@
-"""Gives the default SGLang backend of a served model the decode attention of pat.
+"""Makes the default SGLang backend of a served model decode with pat.
 
 After SGLang has built the backend, this module decides which layers pat decodes, makes the planner
 of decode steps, and reports the decision. If pat decodes no layer, the backend stays as it is.

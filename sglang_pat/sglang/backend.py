@@ -41,7 +41,7 @@ class BackendState:
         self.kinds = {kind.mode: kind for kind in kinds}  # types of the steps that pat plans
         self.report = report  # called when a layer falls back after start-up
         self.is_strict = is_strict  # whether to raise an error if a layer falls back
-        # Of the last step: its plans, its type, and whether it runs in a CUDA graph.
+        # The plans and the type of the last step, and whether that step runs in a CUDA graph.
         self.plans: StepPlans | None = None
         self.kind: Any = kinds[0]
         self.is_captured = False
@@ -49,8 +49,8 @@ class BackendState:
         # default backend does. If a layer falls back after the capture, the graph still runs that
         # layer on pat.
         self.graphs: dict[tuple[ForwardMode, int], tuple[bool, bool]] = {}
-        # The entry of `graphs` that the capture in progress will replace. SGLang may capture a size
-        # twice, with and without LoRA.
+        # The entry of `graphs` from an earlier capture of the size that is now captured. The new
+        # entry includes it, because SGLang may capture a size twice, with and without LoRA.
         self.earlier = (False, False)
         # True while the default backend prepares an eager step. It may then call methods on itself
         # that the mixin overrides.
@@ -172,8 +172,9 @@ class PatMixin(DecodeMixin):
     def shared_read_ends(self, mode: ForwardMode) -> Any:
         """Return the point of a step after which the scheduler may overwrite the step's inputs.
 
-        pat may read inputs after that point without harm
-        (docs/design/decisions.md#gathered-shared-slots). SGLang 0.5.17 never calls this method.
+        pat also reads inputs after that point. If they are overwritten, this changes only answers
+        that SGLang throws away (docs/design/decisions.md#gathered-shared-slots). SGLang 0.5.17
+        never calls this method.
         """
         ends = super().shared_read_ends(mode)
         return type(ends).max_of((ends, type(ends).IN_REPLAY)) if mode in self._pat.kinds else ends

@@ -47,18 +47,19 @@ _WEIGHT_SHARE = 2.96e12 / _H100.bytes_per_second
 _FLOPS_SHARE = 700e12 / _H100.flops_per_second
 _L2_PER_SM = 6.8e12 / _H100.num_sms  # bytes of KV per second from the L2 cache
 # The tensor cores multiply each KV token with a whole tile of 64 query rows, even if few of these
-# are used. Their rate was fitted to latent attention. It limits other attention only on GPUs with
-# much bandwidth and few operations per second (H20).
+# are used. _LATENT_FLOPS_SHARE, the tensor cores' rate, was fitted to latent attention. This rate
+# limits other kinds of attention only on GPUs with much bandwidth and few operations per second
+# (H20).
 _LATENT_FLOPS_SHARE = 650e12 / _H100.flops_per_second
-# The tensor cores' rate in pat's attention, except latent, on tokens that several requests share:
-# each of these tokens is multiplied with all rows of a tile.
+# The tensor cores' rate in pat's non-latent attention, on tokens that several requests share. Each
+# of these tokens is multiplied with all rows of a tile.
 _TILE_FLOPS_SHARE = 400e12 / _H100.flops_per_second
 _TILE_ROWS = 64
-_OVERLAP = 4  # p of the p-norm of the times of memory and of the tensor cores
+_OVERLAP = 4  # p of the p-norm that combines memory time and tensor-core time
 _ATTENTION_SECONDS = 8.5e-6  # fixed time of a layer's attention
 _LAYER_SECONDS = 32e-6  # a layer's norms, and the launches of its kernels
-# Additional times of a layer whose additional kernels choose and sort experts, project latent
-# attention, or update a state.
+# Additional time of a layer with experts, with latent attention, or with a state: that of the
+# kernels that choose and sort experts, project latent attention, or update the state.
 _EXPERTS_SECONDS, _LATENT_SECONDS, _STATE_SECONDS = 35e-6, 70e-6, 40e-6
 _PREFILL_SHARE = 650 / 989  # fraction of the tensor cores' peak
 _PREFILL_ATTENTION_SHARE = 350 / 989
@@ -74,10 +75,10 @@ _ALL_REDUCE_SECONDS = 5e-6
 _ALL_REDUCE_BYTES_PER_SECOND = 300e9
 
 _PARTIAL_BYTES, _LSE_BYTES = 2, 4  # of each number in a partial output, and of the LSE
-_STATE_BYTES_PER_REQUEST = 4 << 20  # that each step reads and writes for the state of a layer
+_STATE_BYTES_PER_REQUEST = 4 << 20  # read and written per step for a layer's state
 
 
-# Number of shared tokens in a window that each request reads separately (`sglang_pat/window.py`).
+# How many of a window's shared tokens each request reads by itself (`sglang_pat/window.py`).
 _WINDOW_SLACK = 64
 
 
@@ -206,7 +207,7 @@ class StepTime:
         )
 
     def kv_heads(self, layer: Layer) -> int:
-        """Return the KV heads on one GPU: at least 1, as several GPUs may hold the same head."""
+        """Return how many KV heads one GPU has: at least 1, as GPUs may hold the same head."""
         return max(1, layer.num_kv_heads // self.tp)
 
     @property
@@ -349,7 +350,7 @@ class StepTime:
 
     @cached_property
     def _alike(self) -> Counter[Layer]:
-        """Return how often each layer with attention occurs. Equal layers take equal times."""
+        """Return each layer with attention, without its index, and how often it occurs."""
         layers = (layer for layer in self.layers if layer.kind not in (STATE, NO_ATTENTION))
         return Counter(replace(layer, index=0) for layer in layers)
 
@@ -371,7 +372,7 @@ class StepTime:
 
     @property
     def _dense_bytes(self) -> float:
-        """Return the bytes of `weights.dense`. The output head, which is a part, is unquantised."""
+        """Return the bytes of `weights.dense`. Its output head is unquantised."""
         weights, size = self.weights, self.bytes_of_weights
         mlps = weights.dense - weights.vocabulary - weights.attention
         attention = weights.attention * size.attention

@@ -100,7 +100,7 @@ def intact_lines(path: Path) -> Iterator[bytes]:
 
 
 def json_objects(path: Path, is_record: Callable[[Mapping[str, Any]], bool]) -> Iterator[bytes]:
-    """Yield the JSON of each object in a file, which is an array or has one object after another.
+    """Yield the JSON of each object in a file: an array of objects, or one object after another.
 
     Line breaks make no difference. Superfluous commas are skipped. If an object is not a record but
     has a list of records, yields these records instead. If the file ends within an object, yields

@@ -370,7 +370,7 @@ _TEXT_LINE = re.compile(rb"\[?(?:\d{4}-\d\d-\d\d[T ]|(?:DEBUG|INFO|WARN|WARNING|
 
 
 def _json_part(line: bytes) -> tuple[bytes, bytes]:
-    """Return the JSON object in a line, or else the line, and the text before the object."""
+    """Return (JSON object, text before it) of a line, or (line, b"") if it has no such text."""
     line = line.strip().rstrip(b",")
     begin = line.find(b"{", 0, _LONGEST_PREFIX)
     return (line[begin:], line[:begin]) if begin > 0 else (line, b"")
@@ -635,7 +635,7 @@ def _create(path: Path) -> BinaryIO:
 def _block_hashes(prompt: tuple[Segment, ...]) -> Iterator[int]:
     """Yield ids of a prompt's blocks, each a hash of all tokens up to the end of the block.
 
-    The hashes have 63 bits, so that they are integers in every language. Among 15 million blocks,
+    The hashes have 63 bits, so that they fit into a signed 64-bit integer. Among 15 million blocks,
     the probability of a collision is 1 in 80,000. No id is kept, so memory does not limit the file.
     """
     digest = hashlib.blake2b(digest_size=8)

@@ -113,10 +113,10 @@ def toolagent(
 ) -> Iterator[_Burst]:
     """Yield requests of agents, whose system prompt depends on the task (PAT, section 8.2).
 
-    The requests imitate Mooncake's toolagent trace. Over a thousand requests or more, an unlimited
-    cache already has 59% of the prompt tokens. `shared`, the system prompt's fraction of a prompt's
-    tokens, is a bit higher, because the first prompt of a task is never cached. The frequencies of
-    tasks follow Zipf's law. All numbers but the 59% are our choice.
+    The requests imitate Mooncake's toolagent trace. If there are a thousand requests or more, an
+    unlimited cache already has 59% of their prompt tokens. `shared`, the system prompt's fraction
+    of a prompt's tokens, is a bit higher, because the first prompt of a task is never cached. The
+    frequencies of tasks follow Zipf's law. All numbers but the 59% are our choice.
     """
     system_lengths = [draws.length(system_mean, 0.5, 4 * system_mean) for _ in range(tasks)]
     frequencies = zipf(tasks)

@@ -45,8 +45,8 @@ from sglang_pat.workload.weights import Weights, read_weights
 
 _ASKED = "where SGLang is installed, sglang-pat asks SGLang's own class"
 _SECONDS = 300  # SGLang's import may take minutes on a busy machine
-# Matches an error of SGLang that a missing model module may have caused, or the name of SGLang's
-# class that wraps transformers' class of a model.
+# Matches errors of SGLang that a missing model module may have caused, and the names of SGLang's
+# classes that run a model of transformers.
 _NEEDS_MORE = re.compile("not supported for now|not a registered model|^Transformers|^KeyError")
 
 
@@ -120,7 +120,7 @@ def _by_rules(config: Mapping[str, Any], tp: int, why: str | None) -> Sequence[L
 def _of_sglang(
     whole: Mapping[str, Any], config: Mapping[str, Any], tp: int
 ) -> tuple[list[Layer], Weights] | str | None:
-    """Read a model by SGLang's class. Return None without SGLang, or a text if SGLang fails."""
+    """Read a model by SGLang's class. Return None without SGLang, or the reason if SGLang fails."""
     try:
         installed = f"SGLang {version('sglang')}"
     except PackageNotFoundError:

@@ -1,7 +1,7 @@
 """Models and GPU types of a simulated server.
 
 The shape of a model comes from its Hugging Face `config.json`; `model_layers.py` reads the layers
-from this file.
+from that `config.json`.
 """
 
 from __future__ import annotations
@@ -116,11 +116,11 @@ _LONGEST_PATH = 120  # characters in a message
 
 @dataclass(frozen=True, slots=True)
 class GpuModel:
-    """A GPU type, for estimates. If a GPU is sold as several modules, it is the SXM module.
+    """A GPU type, for estimates. If it is sold in several forms, the values are the SXM module's.
 
     The values come from pages of third parties, or were written from memory. Not all were compared
-    with NVIDIA's data sheets. For H20 and B200, NVIDIA publishes no number of SMs; theirs are the
-    numbers that users report.
+    with NVIDIA's data sheets. For H20 and B200, NVIDIA publishes no number of SMs, so `num_sms` is
+    the number that users report.
 
     Attributes
     ----------
@@ -233,7 +233,7 @@ def quantised_config(label: str, config: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def config_file(name: str | Path) -> Path:
-    """Return the path of a `config.json`, given this path, its folder, or a cached hub model."""
+    """Return the path of a `config.json`. name: this path, its folder, or a cached hub model."""
     path = Path(name)
     if os.path.isdir(path):
         return path / _CONFIG
@@ -304,7 +304,7 @@ def context_length_of(config: Mapping[str, Any]) -> int | None:
 
 
 def check_dtype(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a dtype of weights that SGLang does not serve in 16 bits."""
+    """Raise ValueError if the weights have a dtype that SGLang does not serve in 16 bits."""
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
     if dtype not in _DTYPES:
         raise ValueError(f"torch_dtype={dtype!r}; allowed: {', '.join(_DTYPES)}")

@@ -127,7 +127,8 @@ class Planner:
         """Return how many of the repeated tokens a query-centric kernel reads from memory.
 
         Neighbours in the batch read a shared node at the same time, so the second one finds the
-        node in the L2 cache. Other requests find only the part of shared nodes that fits into it.
+        node in the L2 cache. Other requests find only as much of the shared nodes as fits into the
+        cache.
         """
         lengths = paths.kv_end - paths.kv_begin
         _, first, holders = np.unique(paths.node_id, return_index=True, return_counts=True)
@@ -144,7 +145,7 @@ def _tokens_read_again(paths: PrefixPaths) -> int:
 
 
 def _tokens_of_neighbours(paths: PrefixPaths) -> int:
-    """Return the sum, over the batch, of the tokens that a request shares with the one before."""
+    """Return the total number of tokens that requests share with the request before them."""
     ids, ends = paths.node_id.tolist(), paths.kv_end.tolist()
     bounds = paths.path_begin.tolist()
     found = 0

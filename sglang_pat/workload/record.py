@@ -22,7 +22,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class ForestNode:
-    """KV positions [begin, end) that `holders` requests share. parent: its index, or -1."""
+    """KV positions [begin, end) that `holders` requests share. parent: a node's index, or -1."""
 
     parent: int
     begin: int

@@ -45,7 +45,7 @@ class ReplayReport:
         return found
 
     def not_replayed(self) -> Iterator[str]:
-        """Yield what was not replayed, so that the verdict does not cover it."""
+        """Yield what was not replayed, and what the verdict therefore does not cover."""
         errors, refused = self.trace.errors, self.answer.refused
         if errors.count:
             yield f"{errors.count:,} malformed lines ({_short(str(errors.first[0]))})"

@@ -33,7 +33,7 @@ def read_dump(
 ) -> Iterator[tuple[int, LoggedRequest]]:
     """Yield (number, request) of every record. Numbers begin at 1. A dump must fit into memory.
 
-    The answer of an unfinished request, as in a crash dump, has the tokens generated until then.
+    The answer of an unfinished request (in a crash dump) has the tokens generated so far.
     ValueError if the file is not a request dump.
     """
     try:
@@ -65,7 +65,7 @@ class _Inert:
         pass
 
     def __setstate__(self, state: object) -> None:
-        # If a class has __slots__, the state is a pair: attributes in __dict__, then in the slots.
+        # If a class has __slots__, the state is a pair: __dict__ or None, a dict of the slots.
         for part in state if isinstance(state, tuple) else (state,):
             if isinstance(part, dict):
                 self.__dict__.update(part)

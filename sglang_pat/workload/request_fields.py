@@ -1,4 +1,4 @@
-"""Tables of the keys of requests to APIs, and of records with such requests, by meaning.
+"""Tables of keys by their meaning: keys of API requests, and keys of records of such requests.
 
 If a key changes a prompt, a length, a number of requests or a time, `request_log.py` either reads
 the key or refuses the record with a message that names the key. A test compares the tables with
@@ -31,7 +31,7 @@ _PROMPT_PARTS = _words(
     "system instructions suffix tools functions tool_choice echo documents chat_template_kwargs "
     "model"
 )
-# Keys that make it impossible to replay a record if they are set -> why.
+# Keys that, if set, make a record impossible to replay -> why.
 REFUSED = {
     "input_embeds": "the prompt is not text but embeddings",
     "prompt_embeds": "the prompt is not text but embeddings",
@@ -103,7 +103,7 @@ TIMES = _words(
     created createdat createdtime date start asctime logtime
     """
 )
-# Keys of times that some logs use for the duration of a request instead.
+# Keys of TIMES under which some logs have the duration of a request instead.
 DURATIONS = _words("requesttime time msec")
 # Times of nginx, which logs a request when its answer is complete.
 OF_NGINX = _words("timeiso8601 timelocal msec")
@@ -139,7 +139,8 @@ INPUT_TOKENS = frozenset(
         "prompttokencount inputtokencount"
     )
 )
-CACHED_TOKENS = _words("cachereadinputtokens cachecreationinputtokens")  # not in inputtokens
+# Keys of counts that `inputtokens` does not include.
+CACHED_TOKENS = _words("cachereadinputtokens cachecreationinputtokens")
 MEDIA_TOKENS = _words("imagetokens audiotokens videotokens")
 ANSWER = "response"
 ANSWERS = frozenset(
@@ -172,7 +173,7 @@ OPAQUE = frozenset(
         "samplingparams metadata instructions error"
     )
 )
-# Gateways and HTTP archives have a body as text, under a path that ends in two such keys.
+# Gateways and HTTP archives have a body as text, under a path that ends in one of these pairs.
 BODIES = {("body", "content"), ("response", "content"), ("content", "text"), ("postdata", "text")}
 OF_RECORDS = OPAQUE | ANSWERS | OUTPUT_TOKENS | INPUT_TOKENS
 OF_RECORDS |= {*TIMES, *USAGES, *STATUSES, *PATHS, "message"}

@@ -177,7 +177,7 @@ def _with_answer_in_prompt(asked: Json, answer: _Answer) -> tuple[Json, _Answer]
     """Move the answer out of the conversation. In data sets, it is the last message."""
     names = ("conversations", "messages", "conversation")
     turns = next((found for name in names if (found := as_list(asked.get(name)))), [])
-    if "conversations" in asked:  # first question and answer, as in SGLang's benchmark
+    if "conversations" in asked:  # keep the first question and answer, as SGLang's benchmark does
         turns = turns[:2]
     elif not turns or role_of(turns[-1]) != "assistant":
         return asked, answer
@@ -498,9 +498,9 @@ def _answer_bytes(value: object) -> int:
 
 
 def _mappings(value: object) -> list[Json]:
-    """Return [value] if it is an object. Of a list, return only the first object.
+    """Return [value] if `value` is an object. If it is a list, return only its first object.
 
-    For a batch, `value` is a list of the parameters of each prompt. These are all the same.
+    For a batch, `value` is a list with the parameters of each prompt, which are all the same.
     """
     found = value[:1] if isinstance(value, list) else [value]
     return [each for each in found if isinstance(each, Mapping)]

@@ -138,7 +138,7 @@ def _media_of(asked: Json, index: int, count: int) -> Iterator[Media]:
 
 
 def _media(kind: str, value: object) -> Media:
-    """Return a medium. Media are equal if their addresses or contents are."""
+    """Return a medium. Two media are equal if their kinds, and their addresses or contents, are."""
     kind = kind.removeprefix("input_").split("_")[0]
     return Media(kind.removesuffix("s"), _identity([kind, value]))
 
@@ -177,7 +177,7 @@ class _Rendered:
         return self._closed()
 
     def completion(self, asked: Json, text: str, media: list[Media]) -> _Rendered:
-        """Add a text. Media go to the marks in the text; those without a mark go before it."""
+        """Add a text. Media go to the marks in it; media without a mark go before the text."""
         self._system(asked.get("system"))
         marks = [*_MARK.finditer(text)]
         step = max(1, len(marks) // max(1, len(media)))  # some models also mark a medium's end
@@ -455,7 +455,7 @@ def is_set(value: object) -> bool:
 
 
 def whole_number(value: object) -> int | None:
-    """Return `value` as an int if it is a whole number from 0, as 600.0 or "600" are, else None."""
+    """Return `value` as an int if it is a whole number (600, 600.0, "600") from 0 on, else None."""
     if isinstance(value, str):
         try:
             value = float(value) if not value.isdecimal() else int(value)

@@ -28,9 +28,9 @@ Backend = str  # DEFAULT or PAT
 _PLANS = 1000  # approximate number of plans per server
 # A server is saturated if it is starved for less than this fraction of its time.
 _STARVED = 0.02
-# If prefill computes more than _REPEATED times the distinct tokens under first come first served,
-# this policy is compared with dfs-weight over the first _ORDERED requests. They are few, because
-# dfs-weight sorts all waiting requests before each pass.
+# If, under first come first served, prefill computes more than _REPEATED times as many tokens as
+# are distinct, that policy is compared with dfs-weight on the first _ORDERED requests. _ORDERED is
+# small, because dfs-weight sorts all waiting requests before each pass.
 _REPEATED, _ORDERED = 1.5, 500
 _BLOCK_TOKENS = 32  # block size for counting distinct tokens
 
@@ -104,7 +104,7 @@ class ServerStats:
     partials
         Partials that an accelerated layer writes per query head in all steps, by packing policy.
     overloaded
-        Whether requests wait longer than they are served, in total.
+        Whether the requests' total waiting time exceeds their total time from admission to end.
     starved
         The fraction of the time in which no request waited although more were to come.
     """

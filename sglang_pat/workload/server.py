@@ -4,8 +4,8 @@ Prefills run before decode steps. A prefill pass has up to `chunked_prefill_size
 last prompt may be cut. Requests are admitted while the KV pool is expected to suffice. If the pool
 does not suffice later, KV is evicted, and if that is not enough, requests are retracted. A prompt
 cannot reuse the KV of other prompts in its pass, because all prompts enter the tree after the pass.
-The rules are those of SGLang 0.5.23, but without its overlap, by which each batch would begin one
-step later.
+The rules are those of SGLang 0.5.23, but without overlap scheduling, with which each batch would
+begin one step later.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class SimulatedServer:
     Attributes
     ----------
     steps_at_once
-        At most so many steps are simulated together, while the batch stays the same. The number
+        At most this many steps are simulated together, while the batch stays the same. The number
         does not change the result.
     finished
         (request, time of its end) for each finished request, in order.
@@ -355,7 +355,7 @@ class SimulatedServer:
     def _sort_waiting(self) -> None:
         """Sort the waiting requests in the order in which they will be admitted.
 
-        Looks for their prefixes in the tree, which marks these as used.
+        May look up their prefixes in the tree. Each lookup marks a prefix as used.
         """
         tree, waiting = self.tree, self._waiting
         policy = self.rules.schedule_policy
@@ -403,7 +403,7 @@ class SimulatedServer:
         steps = max(1, min(int(self._left.min()), in_pool, self.steps_at_once))
         held = tree.size - tree.reachable - int((-self._lengths % page).sum())
         kv_tokens = int(self._lengths.sum())
-        growth = size * (steps + 1) / 2  # of both counts of tokens, on average over the steps
+        growth = size * (steps + 1) / 2  # of both token counts, averaged over the steps
         seconds = self.clock.decode(size, kv_tokens + growth, held + growth)
         if next_arrival < math.inf and not self._is_full:
             until = math.ceil((next_arrival - self.now) / seconds)
@@ -447,8 +447,8 @@ class SimulatedServer:
         """Retract at least one request, and more until the others fit, but never all."""
         generated = [each.answer_length for each in self._batch] - self._left
         prompts = np.array([each.prompt_length for each in self._batch])
-        # First retract the request that has generated least; of several, the one with the longest
-        # prompt.
+        # First retract the request that has generated the fewest tokens; if there are several, the
+        # one with the longest prompt.
         order = np.lexsort((np.arange(len(prompts)), -prompts, generated))
         for leaving in range(1, len(order)):
             index = int(order[leaving - 1])
@@ -482,7 +482,7 @@ class SimulatedServer:
         self._has_changed = True
 
     def _add(self, started: list[SimulatedRequest]) -> None:
-        """Add requests to the decode batch. The pool has their KV, except of the last token."""
+        """Add requests to the decode batch. The pool has their KV, except the last token's."""
         rows = [
             (each.kv_len, each.answer_length - each.generated, each.asked - each.generated)
             for each in started

@@ -55,7 +55,7 @@ def seconds(value: object, unit: str | None = None, default: str = "s") -> float
 
 
 def is_time(value: object) -> bool:
-    """Return True if `value` is a JSON object by which some databases write a time.
+    """Return True if `value` is a JSON object of the form in which some databases write times.
 
     Such an object is `{"$date": {"$numberLong": "..."}}` or `{"seconds": ..., "nanos": ...}`.
     """

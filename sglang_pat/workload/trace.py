@@ -173,7 +173,7 @@ class TraceErrors:
     estimated
         Number of requests whose prompt is a text without `usage`.
     counted, by_text
-        Tokens of all prompts with `usage`: as `usage` counts them, and if a token had 4 bytes.
+        Tokens of all prompts with `usage`: counted by `usage`, and estimated at 4 bytes per token.
     bytes_per_token
         Bytes of text that are estimated to make one token.
     miscounted

@@ -1,4 +1,4 @@
-"""The prefix cache of the simulated server: a radix tree, and a KV pool that only counts.
+"""The prefix cache of the simulated server: a radix tree, and a KV pool that counts tokens.
 
 It follows the rules of SGLang's UnifiedRadixCache for full attention and LRU eviction, and a test
 compares every operation with that class. `offline/simulated_cache.py` gives SGLang's own classes
@@ -53,7 +53,7 @@ class Tree(Protocol):
         Number of free tokens.
     finished_leave_late
         Whether a finished request keeps its place in the batch until SGLang prepares the next
-        decode step, so that no new request gets the place before. SGLang did so up to 0.5.17.
+        decode step. Until then, no new request can get the place. SGLang did so up to 0.5.17.
     refreshes_waiting
         Whether the scheduler regularly marks the prefixes of waiting requests as used.
     """
@@ -108,7 +108,7 @@ class Tree(Protocol):
     def by_weight(self, requests: Sequence[CachedRequest]) -> list[int]:
         """Return the indices of the requests in the order of `dfs-weight`.
 
-        Call find() for each request before.
+        Call find() for each request first.
         """
 
 
@@ -345,8 +345,8 @@ class RadixTree:
         """Insert tokens, which are whole pages. Return the node at which they end.
 
         If the tree already has some of the tokens after the first `protected`, the request's copies
-        of these are freed. held: a locked node at which the first of the tokens end, so that these
-        need not be compared.
+        of these are freed. held: a locked node at which the first tokens end. These tokens need not
+        be compared.
         """
         path: list[Node] = []
         while held is not None and held is not self._root:

@@ -14,7 +14,7 @@ PAYS, MAY_PAY, DOES_NOT_PAY = "pays", "may pay", "does not pay"
 
 TPOT, RATE = "tpot_ms", "requests_per_second"
 # Relative errors of the estimates. `ERRORS` were found by comparison with recorded runs, and tests
-# repeat it. `_UNCHECKED` are guesses, for servers unlike the recorded ones.
+# repeat the comparison. `_UNCHECKED` are guesses, for servers unlike the recorded ones.
 ERRORS = {name: {TPOT: 0.10, RATE: 0.15} for name in ("H100", "H200")}
 _UNCHECKED = {TPOT: 0.25, RATE: 0.25}
 

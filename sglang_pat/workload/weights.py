@@ -79,7 +79,7 @@ _BYTES = {
     "modelopt_fp4": 9 / 16,
 }
 _SKIPPED = ("ignore", "ignored_layers", "exclude_modules", "modules_to_not_convert")
-_FEW_LAYERS = 8  # so many unquantised layers, often the first and last, are neglected
+_FEW_LAYERS = 8  # up to this many unquantised layers, often the first and last, are neglected
 WHOLE_BYTES = 2.0  # bytes of an unquantised parameter
 
 
@@ -115,7 +115,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class WeightBytes:
-    """Bytes of a parameter, including its scales. In embeddings and output heads, it has 2.
+    """Bytes per parameter, including scales. Embeddings and output heads always have 2.
 
     Attributes
     ----------
@@ -166,7 +166,7 @@ def read_weights(config: Mapping[str, Any], layers: Sequence[Layer]) -> Weights:
 
 
 def _first(config: Mapping[str, Any], keys: Iterable[str]) -> int:
-    """Return the value of the first key that is set, or 0. Of a list, return the largest value."""
+    """Return the value of the first key that is set (of a list, the largest element), or 0."""
     for key in keys:
         value = config.get(key)
         if isinstance(value, list) and value:

@@ -87,7 +87,10 @@ def _members(session: int) -> list[int]:
 
 
 def _shared_memory_files() -> dict[int, Path]:
-    """Return the files in shared memory, by inode: semaphores are mapped under other names."""
+    """Return the files in shared memory, by inode.
+
+    /proc/PID/maps shows a semaphore under another name than that of its file.
+    """
     found = {}
     for path in SHARED_MEMORY.iterdir() if SHARED_MEMORY.is_dir() else ():
         with suppress(FileNotFoundError):

@@ -134,16 +134,17 @@ def _run_planned(
 ) -> torch.Tensor:
     """Attend for the rows in `q`, which may be more or fewer than the planned rows.
 
-    The reason is padding by MLP synchronisation: to a multiple of the number of ranks that share
-    the step's attention, or to the tokens of the busiest rank. In a verify step, part of the
-    padding may be planned. A draft model's step is padded after it was planned. Rows that were not
-    planned get an output of 0.
+    MLP synchronisation pads the rows to a multiple of the number of ranks that share the step's
+    attention, or to the number of rows of the busiest rank. In a verify step, part of the padding
+    may be planned. A draft model's step is padded after it was planned. Rows that were not planned
+    get an output of 0.
     """
     count = len(q)
     if count == plans.num_rows:
         return run(q)
     lacking = plans.num_rows - count
-    if lacking > 0 and not plans.last.seq_lens[count:].any():  # else run() raises
+    if lacking > 0 and not plans.last.seq_lens[count:].any():
+        # Only padding is missing in `q`. If rows of requests are missing, run() raises.
         q = torch.cat((q, q.new_zeros(lacking, *q.shape[1:])))
     out = q.new_zeros(count, layer.tp_q_head_num, layer.v_head_dim)
     planned = run(q[: plans.num_rows])

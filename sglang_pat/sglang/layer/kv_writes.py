@@ -45,8 +45,8 @@ class KvWrites:
         self._writers: dict[int, KvWriter] = {}  # by layer id
         if model_runner.device != "cuda":
             return
-        # Some default backends store fp8 without the layer's scales, and some pools then multiply
-        # by 1. With these backends, the pool stores the KV itself.
+        # Some default backends store fp8 without the layer's scales. Pools differ in what they do
+        # without scales (some multiply by 1), so with these backends the pool stores the KV itself.
         if layer_support.is_converted and not layer_support.are_scaled:
             return
         writer_of = cache(partial(_writer, model_runner))
@@ -66,7 +66,7 @@ class KvWrites:
             logger.info("SGLang's pool stores new KV itself: %s", "; ".join(reasons))
 
     def begin_step(self) -> None:
-        """Forget the last step's slots. A step, or a graph that is captured, computes its own."""
+        """Forget the last step's slots. Each eager step and each captured graph makes its own."""
         self._new_window_slots = None
 
     def _slots(self, layer: RadixAttention, forward_batch: Any) -> torch.Tensor | None:

@@ -42,7 +42,7 @@ _DOCUMENTATION = {
     "reason": {
         "steps_planned": "Planned decode steps, by why they did not repeat the last step.",
         "steps_without_sharing": "Decode steps in which no KV could be shared, by reason.",
-        "private_steps": "The former name of steps_without_sharing_total.",  # until 0.3.0
+        "private_steps": "The former name of steps_without_sharing_total.",  # 0.3.0 drops it
     },
     "kind": {
         "verify": "Steps in which drafts were verified, and draft tokens in them.",
@@ -110,7 +110,8 @@ class StepMetrics:
             )
             for name, label in _LABELS.items()
         }
-        for name in _DOCUMENTATION[""]:  # at 0: recording rules cannot add up missing series
+        # Creates these series with value 0, because recording rules cannot add up missing series.
+        for name in _DOCUMENTATION[""]:
             self._counter(name, "")
         self._kv_read_ratio = _metric(
             classes.gauge,

@@ -160,7 +160,7 @@ class StepLog:
 
     @property
     def steps_left(self) -> int:
-        """Return how many steps a later add_steps() call may count without delaying a log line."""
+        """Return how many steps may wait for a later add_steps() call without delaying a line."""
         return max(self._interval - self._steps - 1, 0)  # an interval of -1 logs every step
 
     def add_steps(self, count: int = 1) -> None:

@@ -67,7 +67,7 @@ class _TargetModel:
 
     @classmethod
     def planner_of(cls, model_runner: Any) -> VerifyPlanner | None:
-        """Return the model's planner if an earlier backend has made one (adaptive drafts)."""
+        """Return the model's planner if one was made for an earlier backend (adaptive drafts)."""
         if cls.model_runner is not model_runner:
             return None
         return cls.planner if resolved(model_runner.server_args, "speculative_adaptive") else None
@@ -154,7 +154,10 @@ def await_draft_model(planner: VerifyPlanner | None, model_runner: Any) -> None:
 
 
 def _give(built: Any, draft_runner: Any, with_pat: Callable[..., None]) -> Any:
-    """Attach pat to `built` (of a draft model) if pat decodes the verify steps. Return `built`."""
+    """Attach pat to what SGLang built for a draft model, if pat decodes the verify steps.
+
+    Returns `built`.
+    """
     planner = _TargetModel.planner
     if None not in (built, draft_runner, planner) and is_asked_for(draft_runner.server_args):
         with_pat(built, draft_runner, planner)
@@ -208,7 +211,7 @@ def _without_hidden_states(execute: Callable[..., Any], *arguments: Any, **keywo
     """Run a captured step of a STANDALONE draft model. Its result has no hidden states.
 
     When SGLang retracts a request, it concatenates hidden states and indexes them by request.
-    Prompts have no hidden states, so the states of captured steps alone would be too few.
+    Steps of prompts return no hidden states, so the states would be fewer than the requests.
     """
     out = execute(*arguments, **keywords)
     out.hidden_states = None
@@ -285,7 +288,7 @@ def with_pat_drafts(steps: Any, model_runner: Any, served: VerifyPlanner) -> Non
 
 
 def with_pat_blocks(worker: Any, model_runner: Any, served: VerifyPlanner) -> None:
-    """Make a draft model that drafts blocks attend with pat, if pat can.
+    """Let pat do the attention of a draft model, one that drafts whole blocks, if pat can.
 
     Changes the class of the draft model's backend. `served`, the planner of the served model, also
     reports the counters of the draft model's steps.

@@ -43,7 +43,8 @@ class PatSpeculativeMixin(PatMixin):
         is_pats = not self._pat.in_default and self._pat.layer_support.shapes
         if isinstance(kind, SpeculativeStep) and is_pats:
             kind.record_in_graph(forward_batch)
-        super().init_forward_metadata_in_graph(forward_batch)  # windows derive from the rows
+        # Comes second, because window plans are refilled from the tensors of the rows.
+        super().init_forward_metadata_in_graph(forward_batch)
 
     @property
     def _trees(self) -> TreeKv | None:
@@ -112,7 +113,7 @@ class PatSpeculativeMixin(PatMixin):
         super(PatMixin, self).init_cuda_graph_state(max_bs, max_num_tokens)
         kinds = self._pat.kinds.values()
         if not self._pat.kinds.keys() & {ForwardMode.DRAFT_EXTEND_V2}:
-            # Graphs of draft extend have the same sizes as those of verify steps.
+            # Draft extend needs no reservation: its graphs have the sizes of verify steps' graphs.
             assert isinstance(self._pat.planner, SpeculativePlanner)
             self._pat.planner.reserve(max_bs, kinds)
 

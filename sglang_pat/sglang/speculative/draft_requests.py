@@ -1,8 +1,8 @@
 """Tracks the requests of verify steps and of a draft model's steps.
 
 SGLang makes the batches of most draft models from the scheduler's batch. `watch_draft_batches()`
-makes the request tracker note these batches and verify steps. SGLang makes the batches of draft
-models that draft blocks in another way, so `block_hook()` notes the requests of those batches.
+makes the request tracker note these batches, and those of verify steps. For draft models that draft
+blocks, SGLang makes batches in another way, so `block_hook()` notes their requests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DraftRequests:
         self._blocks: StepRequests | None = None  # set while a draft model drafts blocks
 
     def on_draft_batch(self, forward_batch: Any, batch: Any) -> None:
-        """Note the requests of `forward_batch`, which SGLang made of `batch` for drafting."""
+        """Note the requests of `forward_batch`, which SGLang made from `batch` for drafting."""
         if not batch.reqs:
             return
         mode = forward_batch.forward_mode
@@ -52,7 +52,8 @@ class DraftRequests:
     def on_block_draft(self, batch: Any | None) -> None:
         """Note that a draft model begins to draft blocks for the scheduler's `batch`.
 
-        None: the draft model is done. SGLang does not make the draft model's batch from `batch`.
+        batch: None if the draft model is done. The draft model's own batch does not tell the
+        requests, because SGLang does not make it from the scheduler's batch.
         """
         is_known = batch is not None and batch.reqs
         self._blocks = self._step(batch) if is_known else None

@@ -1,9 +1,9 @@
 """Rows of draft tokens: their shape, their tensors on the device, and their paths.
 
 The rows of a request share the request's path in the tree and one more node below that path. The
-node has the tokens that the request had committed when its path was read. Later tokens are each
-row's tail. Kernels read the end of the tail on the device, and a tail is never empty, so a plan
-stays usable when requests grow.
+node has the tokens that the request had committed when its path was read. The tokens that a row
+reads after the node are the row's tail. Kernels read from device memory where the tail ends, and a
+tail is never empty, so a plan stays usable when requests grow.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class RowShape:
 class DeviceRows:
     """The `req_pool_indices` and `seq_lens` of a step's rows, on the device.
 
-    Graphs read them from memory with a fixed address. If `record_in_graph` is captured, the graph
-    itself writes this memory, from the lengths that SGLang sets before each replay.
+    Graphs read them from memory with a fixed address. If a capture calls `record_in_graph`, the
+    graph itself writes this memory, from the lengths that SGLang sets before each replay.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class DeviceRows:
 
 
 class RowTensors(DeviceRows):
-    """Tensors if each request has the same number of rows. Each eager step allocates new memory."""
+    """The tensors if all requests have the same number of rows. Eager steps allocate new memory."""
 
     def __init__(self, shape: RowShape, device: torch.device) -> None:
         super().__init__()
@@ -120,7 +120,8 @@ class RowTensors(DeviceRows):
     def reserve(self, max_requests: int) -> None:
         super().reserve(max_requests)
         size = (2, max_requests * self._count)
-        if self._reserved is None or self._reserved.shape != size:  # else graphs hold its address
+        # Memory of the right size is kept, because graphs may hold its address.
+        if self._reserved is None or self._reserved.shape != size:
             self._reserved = self._offsets.new_zeros(size)
 
     def write(self, batch: Any, execution: ExecutionMode) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,7 +176,7 @@ class DraftRowCache:
     def update(
         self, reqs: list[Request], count: int, committed: IntArray, moved: set[int]
     ) -> set[int]:
-        """Set the next step. Return the id() of the rows whose paths must be read again.
+        """Set the next step's requests. Return the id() of the rows whose paths to read again.
 
         count: rows per request. committed: int32 `[requests]`, the position at which each request's
         node may end. Every row of the request is longer. moved: the id() of requests whose paths

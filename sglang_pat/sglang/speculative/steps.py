@@ -154,8 +154,8 @@ class TargetVerifyStep(SpeculativeStep):
         self.chains.reserve(max_requests)
 
     def count_planned(self, forward_batch: Any, batch: DecodeBatch, plans: StepPlans) -> None:
-        # SGLang 0.5.23 prepares an eager step that verifies blocks twice: before it runs, and then
-        # when it runs.
+        # If an eager step verifies blocks, SGLang 0.5.23 prepares the step twice: before the step
+        # runs, and when it runs.
         if self._counted is None or self._counted is not forward_batch.spec_info:
             self._count(int(np.count_nonzero(batch.seq_lens)))
         self._counted = forward_batch.spec_info if self.lengths_are_bounds else None
@@ -273,7 +273,10 @@ class DraftSteps(SpeculativeStep):
         return growth
 
     def _count_round(self, growth: int) -> None:
-        """Count a round that has `growth` KV tokens more than the last planned round."""
+        """Count a round.
+
+        growth: how many KV tokens more each step reads than in the last planned round.
+        """
         steps, num_rows = self._num_steps, self._num_rows
         self.counts["steps"] += steps
         self.counts["rows"] += steps * num_rows
@@ -321,8 +324,8 @@ class DraftTreeSteps(DraftSteps):
     extra_kv: BranchKv
 
     def __init__(self, num_steps: int, topk: int, device: torch.device) -> None:
-        # Lengths on the host include one token that lengths on the device do not, so that each row
-        # has a tail.
+        # On the host, each row is one token longer than on the device, so that it has a tail in the
+        # plan.
         shape, on_device = (RowShape(topk, first=n, are_drafts=True) for n in (1, 0))
         branches = BranchKv(num_steps, topk, device)
         super().__init__(num_steps, shape, RowTensors(on_device, device), branches)

@@ -282,8 +282,8 @@ def _square_places(seq_lens: torch.Tensor, num_drafts: int) -> tuple[torch.Tenso
 def choose_masks(*, square: bool) -> None:
     """Set which masks SGLang's n-gram worker makes.
 
-    square: whether masks cover only the draft tokens. Backends other than pat need full masks. For
-    these, the worker makes about five torch calls per request, while the GPU waits.
+    square: whether masks cover only the draft tokens. Backends other than pat need full masks. To
+    make full masks, the worker makes about five torch calls per request, while the GPU waits.
     """
     from sglang.srt.speculative import ngram_worker
 

@@ -65,7 +65,7 @@ def layers_of_runner(
 def note_windows(layer_support: LayerSupport, model_runner: Any, default: str) -> None:
     """Record the window or chunk, in tokens, of each layer that pat decodes and that has one.
 
-    Of the model runner, only `sliding_window_size` and `attention_chunk_size` are read.
+    Reads only `sliding_window_size` and `attention_chunk_size` of the model runner.
     """
     found: dict[int, int] = {}
     for layer in layer_support.layers:
@@ -207,7 +207,7 @@ def _is_sparse(config: Any) -> bool:
 def window_reason(model: torch.nn.Module) -> Unsupported | None:
     """Return a reason if the model's class has a window that its layers do not show.
 
-    In such a model, fa3 reads the whole prompt, and of the tokens after it only the last ones.
+    In such a model, fa3 reads the whole prompt, but only the last of the tokens after the prompt.
     """
     asks = getattr(model, "is_prefill_aware_swa", bool)
     return Unsupported("sliding window", "behind the prompt") if asks() else None
@@ -302,7 +302,7 @@ def _rows_of(layer: RadixAttention, model_runner: Any, default: str) -> dict[str
 def _latent_pool_reason(
     layer: RadixAttention, model_runner: Any, default: str
 ) -> Unsupported | None:
-    """Return a reason unless the layer's KV is one row per slot, which begins with the value."""
+    """Return a reason unless each slot has one row of KV, whose first columns are the value."""
     dtype = model_runner.kv_cache_dtype
     if dtype != model_runner.dtype and not is_converted(model_runner):
         return Unsupported("dtype of queries and KV cache", f"a KV cache of {dtype}")
@@ -385,7 +385,7 @@ def layer_window_reason(
             return Unsupported("sliding window", f"{size} of a draft model")
         if not drafts.are_chains or drafts.lengths_are_bounds:
             return Unsupported("sliding window", f"{size} with drafts in trees or blocks")
-        if default not in _VERIFIES_WINDOWS:  # verifies with another window than pat
+        if default not in _VERIFIES_WINDOWS:  # it verifies with another window than pat
             return Unsupported("sliding window", f"{size} with drafts on {default}")
     if batch_invariant(arguments, Environment.read()):
         return Unsupported("sliding window", f"{size} in batch-invariant mode")
@@ -409,7 +409,7 @@ def _chunk_reason(size: int, arguments: Any, default: str) -> Unsupported | None
 
 
 def chunk_size(layer: RadixAttention, model_runner: Any) -> int:
-    """Return the chunk size of a layer that attends within chunks, in tokens, else 0."""
+    """Return the tokens per chunk of a layer that attends within chunks, or 0 for other layers."""
     return (layer.use_irope and getattr(model_runner, "attention_chunk_size", None)) or 0
 
 
@@ -420,7 +420,7 @@ def has_window(layer: RadixAttention, model_runner: Any) -> bool:
 
 
 def window_size(layer: RadixAttention, model_runner: Any, default: str) -> int | None:
-    """Return the most tokens of a request that the default backend reads when it decodes.
+    """Return how many tokens of a request the default backend reads at most when it decodes.
 
     0: it reads all tokens. None: the number is not known. The number includes the new token, which
     SGLang's sizes do not include. When triton decodes, it reads one token less than other backends.

@@ -35,7 +35,7 @@ class LayerSupport:
         self.chunked: frozenset[int] = frozenset()  # ids of the layers that attend within chunks
         # Maps slots to slots in the window pool. None: there is no separate window pool.
         self.window_slots: torch.Tensor | None = None
-        self.drafts_ahead = 0  # how many tokens a request may be ahead of the host
+        self.drafts_ahead = 0  # a request may be this many tokens longer than the host knows
         self.fallback: dict[int, Unsupported] = {}  # why layers fall back, by layer id
         self.whole: Unsupported | None = None  # why the whole model falls back, or None
         self.sinks: frozenset[int] = frozenset()  # ids of the layers with attention sinks

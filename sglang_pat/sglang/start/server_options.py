@@ -31,7 +31,7 @@ TREES = ("NGRAM",)
 PLAN_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
 # With "static", DSPARK verifies the same number of drafts for each request.
 RAGGED_VERIFY = "SGLANG_RAGGED_VERIFY_MODE"
-# Makes SGLang capture what a backend does before a replay, instead of calling the backend then.
+# Makes SGLang capture what a backend does before each replay, instead of calling the backend.
 GLUE_GRAPH = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
 
 

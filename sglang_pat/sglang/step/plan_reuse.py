@@ -90,7 +90,10 @@ class PlanReuse:
         num_rows: int,
         why: StepReason,
     ) -> None:
-        """Make this step the last one. Until permit_skips(), `why` is why no step repeats it."""
+        """Record this step as the last one planned.
+
+        why: the reason for which no step may repeat it before permit_skips().
+        """
         self._last = None if reqs is None else LastPlan(kind, reqs, plans, num_rows, why)
 
     def permit_skips(self, steps: int) -> None:

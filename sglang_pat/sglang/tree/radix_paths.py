@@ -42,7 +42,7 @@ _FULL_COMPONENT = 0  # ComponentType.FULL
 # full-attention layers.
 _COMPONENTS = frozenset({"FULL", "SWA", "MAMBA"})
 
-# A node as the Rust core returns it: its id, its parent's id, the begin and the end of its span,
+# A node as the Rust core returns it: its id, its parent's id, the start and the end of its span,
 # the length of its KV, and the number of its children.
 _Node = tuple[int, int, int, int, int, int]
 _ID, _BEGIN, _END, _NODE_FIELDS = 0, 2, 3, 6
@@ -197,7 +197,7 @@ def _is_node(last_node: object) -> bool:
 
 
 def _nodes_to(node: Any, root: Any) -> list[Any]:
-    """Return the nodes on the path from the root to `node`, without the root. None: no nodes."""
+    """Return the path from the root to `node`, without the root. It is empty if `node` is None."""
     path = []
     while node is not None and node is not root:
         path.append(node)
@@ -282,8 +282,8 @@ def _joined(slots: Iterable[torch.Tensor]) -> torch.Tensor:
 
 _EVENTS = "_sglang_pat_events"  # attribute of a monitored cache
 
-# Kind of event -> names of the method in which the event happens. Of these names, the first that a
-# cache has is wrapped. Caches call the method through `self`, so the wrapper sees every call.
+# Kind of event -> names of the method in which the event happens. The monitor wraps the first
+# method that the cache has. Caches call it through `self`, so the wrapper sees every call.
 _METHODS = {
     "insert": ("insert",),
     "evict": ("_evict", "evict"),
@@ -362,7 +362,7 @@ class CacheEventMonitor:
         setattr(owner, method, self._watched(getattr(owner, method), kind))
 
     def _watched(self, method: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        """Return a wrapper of `method` that counts its calls, and then runs the kind's callback."""
+        """Return a wrapper that counts the call, runs `method`, and then runs any callback."""
         counts, tell = self.counts, self._callbacks.get(kind)
 
         @wraps(method)

@@ -25,7 +25,7 @@ _NOTE = "_sglang_pat_requests"  # attribute of ForwardBatch
 class StepRequests(NamedTuple):
     """The requests of a batch in row order, and their prefix cache."""
 
-    reqs: list[Request]  # never modified; the next step has this list if its requests are equal
+    reqs: list[Request]  # never modified; the next step gets this list if it has these requests
     tree: Any
     has_beams: bool  # whether `reqs` has beam rows (`row_groups.VirtualRequest`)
 
@@ -46,7 +46,7 @@ class RequestTracker:
     batch, another backend has decoded it. The next batch with the same requests then counts as new.
     """
 
-    # Called with batches of a draft model: SGLang makes them by the same method as other batches.
+    # Called for each batch of a draft model, because ForwardBatch.init_new makes these batches too.
     on_draft_batch: Callable[[Any, Any], None] | None = None
 
     def __init__(self) -> None:
@@ -54,8 +54,8 @@ class RequestTracker:
         self._step: StepRequests | None = None  # None in warm-ups and captures
         self._is_claimed = False
         self._claimed: StepRequests | None = None  # the last claimed step
-        # The last batch's requests, if pat decoded that batch. A step with equal requests gets this
-        # same list.
+        # The last batch's requests, if pat decoded that batch. A step with the same requests
+        # gets this list object.
         self.last_reqs: list[Request] = []
         self._caches: WeakSet[PathCache] = WeakSet()
 
@@ -127,13 +127,16 @@ class RequestTracker:
 
 
 def requests_of(forward_batch: Any) -> StepRequests | None:
-    """Return the requests that `note_requests` has put on a batch, or on what the batch copies."""
+    """Return the requests that `note_requests` has put on a batch or a spec_info, or None.
+
+    In a replay, SGLang passes a namespace, which has all attributes of the batch.
+    """
     step: StepRequests | None = getattr(forward_batch, _NOTE, None)
     return step
 
 
 def note_requests(batch: Any, step: StepRequests) -> None:
-    """Put the requests on a batch, or on the object that represents it in a replay."""
+    """Put the requests on a batch, or on a batch's spec_info."""
     setattr(batch, _NOTE, step)
 
 

@@ -66,7 +66,7 @@ class RequestRows:
 
     def __init__(self, req: Request, count: int, end: int = -1) -> None:
         self.req = req
-        # A leader of beams is not among these rows, but shares the node.
+        # In a beam search `req` is the leader: it is none of these rows, but reads their node.
         self.rows = [VirtualRequest(self) for _ in range(count)]
         self.ids = tuple(map(id, self.rows))
         self.end = end  # position where the node ends; -1: not known yet

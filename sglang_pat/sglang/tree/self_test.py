@@ -120,8 +120,8 @@ def _new_cache(kind: type[Any]) -> Any:
 
     allocator = SimpleNamespace(
         device=torch.device("cpu"),
-        # The tree frees the second prompt's slots of common tokens, because it keeps the first
-        # prompt's.
+        # When the second prompt is inserted, the tree keeps the slots that it has for the common
+        # tokens, and frees those that it is given.
         free=lambda *args, **kwargs: None,
         free_segment=lambda *args, **kwargs: None,
     )
