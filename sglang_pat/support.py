@@ -1,4 +1,4 @@
-"""Which features of SGLang pat supports: the source of the documentation and of all refusals.
+"""Lists the features of SGLang that pat supports: documentation and refusals come from here.
 
 `sglang-pat doctor --support-table` prints the support table. This module also has the reasons for
 which a layer or a model falls back to SGLang's default backend.
@@ -276,7 +276,7 @@ def unsupported(topic: str, value: object) -> ValueError:
 
 
 class Unsupported(NamedTuple):
-    """Why pat does not decode something: a topic of the support table and an unsupported value."""
+    """A reason why pat does not decode something: a topic of the support table, and a value."""
 
     topic: str
     value: object

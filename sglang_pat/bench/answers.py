@@ -69,7 +69,7 @@ class Parting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far two runs of the same requests agree. positions: number of equal leading tokens."""
+    """Tells how far two runs of the same requests agree. positions: equal leading tokens."""
 
     requests: int
     positions: int

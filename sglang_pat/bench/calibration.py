@@ -91,7 +91,7 @@ class CalibrationError(RuntimeError):
 
 
 class Features(NamedTuple):
-    """How often each cost occurs in a layer, counted over all KV heads."""
+    """Counts how often each cost occurs in a layer, over all KV heads."""
 
     layer: float  # always 1
     merge: float  # 1 if partials are merged

@@ -54,7 +54,7 @@ class ComparedModel(NamedTuple):
 
 @dataclass(slots=True)
 class Measured:
-    """What has been measured of a server so far.
+    """Holds what has been measured of a server so far.
 
     start_seconds: how long the server took to start; None until it answers. cases, runs: by the
     name of the case, in the order in which cases are served.

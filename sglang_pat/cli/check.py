@@ -69,7 +69,7 @@ class _Served(NamedTuple):
 
 
 class _Scored(NamedTuple):
-    """How far pat's and the other backend's answers are from prefills by the backend `by`."""
+    """Distances of pat's and the other backend's answers from prefills by the backend `by`."""
 
     by: str
     distances: tuple[list[Distances], list[Distances]]

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class LaunchFacts(NamedTuple):
-    """How the kernels must be launched. The fields are those of kernels/contract/launch_facts.h."""
+    """Tells how kernels must be launched. It has the fields of kernels/contract/launch_facts.h."""
 
     decode_threads: int
     decode_shared_bytes: int

@@ -37,7 +37,7 @@ class PlanReads(NamedTuple):
 
 
 class Ratios(NamedTuple):
-    """How a batch reads its repeated tokens, as fractions of their number.
+    """Says how a batch reads its repeated tokens, as fractions of their number.
 
     Attributes
     ----------

@@ -156,7 +156,7 @@ _HOPELESS = 1000  # after this many malformed lines, reading stops if fewer requ
 
 @dataclass(slots=True)
 class TraceErrors:
-    """What a reader has skipped and estimated so far.
+    """Counts what a reader has skipped and estimated so far.
 
     Attributes
     ----------

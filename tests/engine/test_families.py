@@ -270,7 +270,7 @@ def test_a_head_that_drafts(engines: FamilyEngines, tmp_path: Path) -> None:
 def test_steps_that_are_prepared_on_a_stream_of_their_own(
     engines: FamilyEngines, tmp_path: Path
 ) -> None:
-    """Which steps are prepared is tested here; only a GPU shows the order of streams."""
+    """Test which steps are prepared. Only a GPU shows the order of streams."""
     small = FAMILIES["llama"]
     drafts = drafts_with(CHAINS, small, tmp_path) | {
         "environment": {"SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1"}

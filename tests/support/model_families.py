@@ -52,7 +52,7 @@ class Family:
 
     @property
     def small_config(self) -> dict[str, Any]:
-        """What `config.json` holds."""
+        """Return what `config.json` holds."""
         return _SMALL | {"architectures": [self.architecture]} | self.config
 
     def write(self, folder: Path) -> Path:

@@ -1,1 +1,1 @@
-"""What pat does in each layer: it stores new KV, and attends by the plans of the step."""
+"""In each layer, pat stores new KV, and attends by the plans of the step."""

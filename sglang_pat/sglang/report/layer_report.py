@@ -25,7 +25,7 @@ _DRAFTS = {
 
 
 class _LastReport:
-    """What this process reported last. Kept, because SGLang may build several backends."""
+    """Keeps what this process reported last, because SGLang may build several backends."""
 
     layer_support: dict[str, Any] | None = None
     model_runner: Any = None

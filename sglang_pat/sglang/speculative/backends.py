@@ -86,7 +86,7 @@ class PatSpeculativeMixin(PatMixin):
     # --- CUDA graphs ---
 
     def draft_extend_metadata_captured_in_graph(self) -> bool:
-        """Whether SGLang may replay draft extend without `init_forward_metadata_out_graph`.
+        """True if SGLang may replay draft extend without `init_forward_metadata_out_graph`.
 
         pat needs that call, to check whether the last plan is usable.
         """
@@ -94,7 +94,7 @@ class PatSpeculativeMixin(PatMixin):
 
     @property
     def supports_draft_extend_metadata_staging(self) -> bool:
-        """Whether SGLang may stage the metadata of draft extend: only if pat does not plan it."""
+        """True if SGLang may stage draft extend's metadata: only if pat does not plan that step."""
         return not self._extends() and super().supports_draft_extend_metadata_staging
 
     def _extends(self) -> bool:

@@ -31,7 +31,7 @@ MAX_READ_APART = 32
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """How many rows each request of a step has, and how many tokens each row reads.
+    """Counts the rows of each request of a step, and the tokens that each row reads.
 
     Row `i` of a request reads the request's KV and `first + i * step` more tokens. In a decode
     step, `first` and `step` are 0, because SGLang's lengths include the new token.
@@ -44,7 +44,7 @@ class RowShape:
 
     @property
     def speculates(self) -> bool:
-        """Whether requests may grow by any number of tokens from step to step."""
+        """True if requests may grow by any number of tokens from step to step."""
         return self.are_drafts or self.first > 0
 
     @classmethod
@@ -59,7 +59,7 @@ class RowShape:
 
     @property
     def is_tree(self) -> bool:
-        """Whether the rows are drafts that may branch."""
+        """True if the rows are drafts that may branch."""
         return self.are_drafts and self.step == 0
 
     def lengths(self, lengths: IntArray) -> IntArray:

@@ -1,4 +1,4 @@
-"""Which layers of a model pat decodes, and why the others fall back to SGLang's backend.
+"""Tells which layers of a model pat decodes, and why the others fall back to SGLang's backend.
 
 `layer_rules.py` decides this when SGLang builds the backend. Later, a warm-up step may show that
 one more layer must fall back.
@@ -24,7 +24,7 @@ _LATENT_ARGUMENTS = ("q_rope", "k_rope")
 
 
 class LayerSupport:
-    """Which backend decodes each attention layer in this rank's part of a model."""
+    """Tells which backend decodes each attention layer in this rank's part of a model."""
 
     def __init__(self, default: str) -> None:
         self.default = default  # name of SGLang's default backend

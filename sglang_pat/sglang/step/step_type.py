@@ -20,7 +20,7 @@ from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, StepRequests
 
 
 class ExecutionMode(Enum):
-    """How a step runs: without a CUDA graph, while a graph is captured, or in a replay."""
+    """A step runs without a CUDA graph, while a graph is captured, or in a replay."""
 
     EAGER = "eager"
     CAPTURE = "capture"
@@ -48,7 +48,7 @@ class StepType:
 
     @property
     def graphs_are_complete(self) -> bool:
-        """Whether graphs write the rows' tensors themselves. If not, every step is planned."""
+        """True if graphs write the rows' tensors themselves. If not, every step is planned."""
         return True
 
     def view(self, forward_batch: Any, requests: StepRequests | None) -> StepInputs:

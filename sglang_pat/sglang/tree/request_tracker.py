@@ -61,7 +61,7 @@ class RequestTracker:
 
     @property
     def is_within_step(self) -> bool:
-        """Whether the requests of the running step are known."""
+        """True if the requests of the running step are known."""
         return self._step is not None
 
     def subscribe(self, keeper: PathCache) -> None:
