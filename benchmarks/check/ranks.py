@@ -107,30 +107,31 @@ class Plans(NamedTuple):
     steps: int
     reused: int
     kv_ratio: float
+    built: int  # plans, with those of a draft model
     steps_alike: int  # planned steps with equal plans on all ranks
     # Number by reason. A rank without requests decodes padding.
     steps_without_sharing: dict[str, int]
-    apart_us: dict[str, float]  # by percentile; empty if ranks share no batch
+    # By percentile, over all steps and over the planned ones. Empty if ranks share no batch.
+    apart_us: dict[str, float]
+    planned_apart_us: dict[str, float]
 
     @classmethod
     def of(cls, stats: Mapping[str, Any]) -> Plans:
         reused = stats["plans_reused"]
         query_centric = stats["kv_tokens_query_centric"]
-        apart = PlanningTimes(
-            changed=Counter({int(ns): n for ns, n in stats.get("ranks_apart_ns", {}).items()})
-        )
-        percents = (50, APART_PERCENT, 99) if apart["changed"] else ()
         return cls(
             stats["plans_built"] + reused,
             reused,
             stats["kv_tokens_planned"] / query_centric if query_centric else 1.0,
+            stats["plans_built"] + stats.get("draft", {}).get("plans_built", 0),
             stats.get("ranks_alike", {}).get("steps", 0),
             {
                 why: n
                 for why, n in stats["steps_without_sharing"].items()
                 if why != StepReason.NO_REQUESTS
             },
-            {f"p{percent}": apart.percentile_us("changed", percent) for percent in percents},
+            percentiles_us(stats.get("ranks_apart_ns", {})),
+            percentiles_us(stats.get("ranks_planned_apart_ns", {})),
         )
 
     def failures(self, layout: str) -> list[str]:
@@ -142,11 +143,18 @@ class Plans(NamedTuple):
             found.append(f"{self.kv_ratio:.2f} of the KV was planned, more than {LARGEST_RATIO}")
         if self.steps_without_sharing:
             found.append(f"steps that shared nothing: {self.steps_without_sharing}")
-        if layout in ONE_BATCH and self.steps_alike < max(1, self.steps - self.reused):
+        if layout in ONE_BATCH and self.steps_alike < max(1, self.built):
             found.append(f"the ranks compared only {self.steps_alike} plans")
         if layout == "pp" and self.reused < LEAST_REUSED * self.steps:
             found.append(f"only {self.reused} of {self.steps} steps reused a plan")
         return found
+
+
+def percentiles_us(histogram: Mapping[str, int]) -> dict[str, float]:
+    """Return percentiles of a histogram of `RankChecker`, without any if it is empty."""
+    times = PlanningTimes(changed=Counter({int(ns): n for ns, n in histogram.items()}))
+    percents = (50, APART_PERCENT, 99) if histogram else ()
+    return {f"p{percent}": times.percentile_us("changed", percent) for percent in percents}
 
 
 def judge(runs: dict[str, tuple[Run, Run]], plans: Plans, layout: str) -> dict[str, Any]:

@@ -16,8 +16,6 @@ from sglang_pat.plan import DecodePlan
 from sglang_pat.sglang.step.debug_checks import RankChecker, digest
 from sglang_pat.stats import bound_of
 
-RANKS = 2
-
 
 def make_plan(seq_lens: list[int]) -> DecodePlan:
     """Return a plan for requests that share 64 tokens."""
@@ -33,34 +31,43 @@ def make_plan(seq_lens: list[int]) -> DecodePlan:
     )
 
 
-def check_as_rank(rank: int, folder: str) -> None:
-    """Run a rank whose plans are first equal to the other's, then different."""
+def check_as_rank(rank: int, ranks: int, folder: str) -> None:
+    """Run a rank whose plans are first equal to the others', then different."""
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
-        world_size=RANKS,
+        world_size=ranks,
         timeout=timedelta(seconds=60),
     )
     checker = RankChecker(dist.group.WORLD)
-    alike = make_plan([70, 90])
+    alike, last = make_plan([70, 90]), rank == ranks - 1
+    checker.check([alike], [], None)  # a capture, whose time does not count
     for _ in range(3):  # each new plan follows two steps that reused the last
-        checker.check([alike, alike], [500, 500, 9000 + 2000 * rank])
-    assert checker.checked["steps"] == 3
-    assert checker.apart_ns == {str(bound_of(2000)): 3, str(bound_of(0)): 6}
+        checker.check([alike, alike], [500, 500], 9000 + 2000 * last)
+    checker.check([alike], [400 + 300 * last], None)
+    one, apart = str(bound_of(300)), str(bound_of(2000))
+    assert checker.counters() == {
+        "ranks_alike": {"steps": 5},
+        "ranks_apart_ns": {apart: 3, str(bound_of(0)): 6, one: 1},
+        "ranks_planned_apart_ns": {apart: 3},
+    }
     with pytest.raises(RuntimeError, match="ranks planned the step differently"):
-        checker.check([alike, make_plan([70, 90 + 2000 * rank])], [9000])
-    assert checker.checked["steps"] == 3
+        checker.check([alike, make_plan([70, 90 + 2000 * last])], [], 9000)
+    with pytest.raises(RuntimeError, match="ranks repeated the last plan differently: steps"):
+        checker.check([alike], [500] * (1 + last), 9000)
+    assert checker.checked["steps"] == 5
     dist.destroy_process_group()
 
 
-def test_ranks_that_plan_differently_are_noticed(tmp_path: Path) -> None:
-    mp.start_processes(check_as_rank, (str(tmp_path),), nprocs=RANKS, start_method="fork")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_plan_differently_are_noticed(ranks: int, tmp_path: Path) -> None:
+    mp.start_processes(check_as_rank, (ranks, str(tmp_path)), nprocs=ranks, start_method="fork")
 
 
 def test_a_rank_that_is_alone_has_nobody_to_ask() -> None:
     checker = RankChecker(None)
-    checker.check([make_plan([70, 90])], [9000])
+    checker.check([make_plan([70, 90])], [], 9000)
     assert not checker.checked
 
 

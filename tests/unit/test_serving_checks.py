@@ -99,7 +99,7 @@ def drafted(steps: list[int]) -> Drafted:
 
 
 def test_drafts_are_accepted_as_often_up_to_chance() -> None:
-    plans = Plans(40, 20, 0.5, 40, {}, {})
+    plans = Plans(40, 20, 0.5, 20, 40, {}, {}, {})
     fa3 = drafted([30, 34, 38, 32] * 4)
     assert 0.01 < fa3.error < 0.05
     few_less, far_less = drafted([31, 35, 39, 33] * 4), drafted([38, 39, 40, 38] * 4)

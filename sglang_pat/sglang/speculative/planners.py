@@ -123,4 +123,6 @@ class VerifyPlanner(SpeculativePlanner, TargetPlanner):
                 more.setdefault(name, []).append(counts)
         for drafting in list(self._drafting):
             more.setdefault("draft", []).append(drafting.plan_counts())
+            for name, counts in drafting.counts_of_ranks().items():
+                more[name].append(counts)
         return more

@@ -197,9 +197,10 @@ class RankChecker:
 
     group: dist.ProcessGroup | None  # a CPU group; None: there are no other ranks
     checked: Counter[str] = field(default_factory=Counter)  # planned steps with equal plans
-    # How much longer the slowest rank took for a step than the fastest: a histogram over all steps,
-    # as in `PlanningTimes`.
+    # How much longer the slowest rank took for a step than the fastest: histograms over all timed
+    # steps and over those of them that were planned, as in `PlanningTimes`.
     apart_ns: Counter[str] = field(default_factory=Counter)
+    planned_apart_ns: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def of_sglang(cls) -> RankChecker:
@@ -211,24 +212,41 @@ class RankChecker:
 
     def counters(self) -> dict[str, Counter[str]]:
         """Return the counters, by name."""
-        return {"ranks_alike": self.checked, "ranks_apart_ns": self.apart_ns}
+        return {
+            "ranks_alike": self.checked,
+            "ranks_apart_ns": self.apart_ns,
+            "ranks_planned_apart_ns": self.planned_apart_ns,
+        }
 
-    def check(self, plans: Sequence[DecodePlan], times_ns: Sequence[int]) -> None:
+    def check(
+        self, plans: Sequence[DecodePlan], repeated_ns: Sequence[int], planned_ns: int | None
+    ) -> None:
         """Raise RuntimeError on all ranks if their plans differ. Waits for the other ranks.
 
-        times_ns: the host times of the steps that repeated the last planned step, then the host
-        time of this step.
+        repeated_ns: the host times of the steps that repeated the last planned step. planned_ns:
+        the host time of this step. None: a capture or a warm-up, whose time does not count.
         """
         if self.group is None:
             return
         found: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(found, ([*map(digest, plans)], times_ns), group=self.group)
-        digests, times = zip(*found, strict=True)
+        mine = [*map(digest, plans)], len(repeated_ns), [*repeated_ns, planned_ns]
+        dist.all_gather_object(found, mine, group=self.group)
+        digests, repeats, times = zip(*found, strict=True)
         if any(each != digests[0] for each in digests):
             raise RuntimeError(f"ranks planned the step differently: plans by rank {[*digests]}")
+        if any(each != repeats[0] for each in repeats):
+            raise RuntimeError(f"ranks repeated the last plan differently: steps {[*repeats]}")
         self.checked["steps"] += 1
-        for step in zip(*times, strict=True):
-            self.apart_ns[str(bound_of(max(step) - min(step)))] += 1
+        *before, now = ([*step] for step in zip(*times, strict=True))
+        if None not in now:
+            self.planned_apart_ns[_apart(now)] += 1
+            before.append(now)
+        self.apart_ns.update(map(_apart, before))
+
+
+def _apart(times_ns: Sequence[int]) -> str:
+    """Return the bound of the ranks' difference, as a key of JSON."""
+    return str(bound_of(max(times_ns) - min(times_ns)))
 
 
 def digest(plan: DecodePlan) -> str:

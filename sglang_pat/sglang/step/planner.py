@@ -156,8 +156,9 @@ class StepPlanner:
         except PlanOverflowError:
             made = plans.plan(builder.without_sharing(batch, StepReason.OVERFLOW), **tensors)
         if self._ranks is not None:
-            planned_ns = time.perf_counter_ns() - begun_ns
-            self._ranks.check([plan for _, plan in made], [*times_ns, planned_ns])
+            took_ns = time.perf_counter_ns() - begun_ns
+            is_step = requests is not None and execution is not ExecutionMode.CAPTURE
+            self._ranks.check([plan for _, plan in made], times_ns, took_ns if is_step else None)
         if self._checks is not None:
             self._checks.check_growth(made[-1][0], builder, would_repeat=would_repeat)
             self._checks.check(made, builder, view.seq_lens, tensors)
@@ -222,6 +223,10 @@ class StepPlanner:
             plans_reused=sum(each.plans_reused for each in stats),
         )
 
+    def counts_of_ranks(self) -> dict[str, Counter[str]]:
+        """Return the counters of the comparisons with other ranks, by name."""
+        return {} if self._ranks is None else self._ranks.counters()
+
     def _count_windows(self, attentions: list[PackAttention], num_repeated: int) -> None:
         """Count the window plans of a planned step and of the repeated steps just before it."""
         for name, count in self._windows_repeated.items():
@@ -271,7 +276,7 @@ class TargetPlanner(StepPlanner):
 
     def _more_counters(self) -> dict[str, list[Counter[str]]]:
         """Return the counters that not all servers have."""
-        more = {} if self._ranks is None else self._ranks.counters()
+        more = self.counts_of_ranks()
         if self._windows:
             more["windows"] = self._windows
         return {name: [counts] for name, counts in more.items()}
