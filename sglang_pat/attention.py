@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import partial
 from numbers import Real
 from typing import Literal, NoReturn, Protocol, overload
@@ -308,15 +308,6 @@ class PackAttention:
             )
         step = Step(req_to_token, req_pool_indices, seq_lens, batch.seq_lens)
         return self._prepare(batch, step, begun_ns, lengths)
-
-    def plan_as(self, other: PackAttention, batch: DecodeBatch) -> DecodePlan:
-        """Prepare the step that `other` has just prepared, without checking its tensors again.
-
-        other: an object on the same device, whose last plan() got `batch`. The tensors of that call
-        are borrowed here too. Returns and raises the same as plan().
-        """
-        assert other._step is not None
-        return self._prepare(batch, other._step, batch.begun_ns or time.perf_counter_ns())
 
     def _prepare(
         self,
@@ -780,6 +771,25 @@ def _canonical_device(device: torch.device | str) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def plan_together(
+    attentions: Sequence[PackAttention], batch: DecodeBatch, **tensors: torch.Tensor
+) -> list[DecodePlan]:
+    """Plan the same step for several kinds of layers, and check its tensors only once.
+
+    attentions: objects on the same device. tensors: as in `PackAttention.plan`, which says what is
+    returned, borrowed and raised. If a plan is refused, the plans before it are those of this step.
+    """
+    first, *others = attentions
+    plans = [first.plan(batch, **tensors)]
+    step = first._step
+    assert step is not None
+    for each in others:
+        if each.device != first.device:
+            raise ValueError(f"all plans must be on {first.device}, got {each.device}")
+        plans.append(each._prepare(batch, step, batch.begun_ns or time.perf_counter_ns()))
+    return plans
 
 
 def default_workers(kernels: LoadedKernels | None, num_kv_heads: int) -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from window_scenes import DIM, HEADS, KV_HEADS, Scene, prefix_scene
 
-from sglang_pat.attention import PackAttention
+from sglang_pat.attention import PackAttention, plan_together
 from sglang_pat.plan import BufferSizes
 from sglang_pat.window import AHEAD, WindowAttention
 
@@ -141,8 +141,8 @@ def test_a_step_is_checked_once_for_plans_of_two_kinds(seed: int) -> None:
     second, alone = (PackAttention(HEADS, KV_HEADS, DIM, growth_tokens=20, **OPTIONS) for _ in "ab")
     for grown in range(0, 90, 3):
         batch, tensors = scene.step(grown)
-        windows.plan(batch, **tensors)
-        plan, expected = second.plan_as(windows, batch), alone.plan(batch, **tensors)
+        _, plan = plan_together([windows, second], batch, **tensors)
+        expected = alone.plan(batch, **tensors)
         assert plan.describe() == expected.describe()
         assert second.step_tokens == alone.step_tokens
         assert second.stats.causes == alone.stats.causes

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from sglang_pat.attention import PackAttention
+from sglang_pat.attention import PackAttention, plan_together
 from sglang_pat.batch import DecodeBatch
 from sglang_pat.plan import DecodePlan, LayerKind
 from sglang_pat.window import WindowAttention
@@ -35,10 +35,9 @@ class StepPlans:
     def plan(
         self, batch: DecodeBatch, **tensors: torch.Tensor
     ) -> list[tuple[PackAttention, DecodePlan]]:
-        """Plan the step. See `PackAttention.plan`."""
-        first, *others = self.of_kind.values()
-        made = [(first, first.plan(batch, **tensors))]
-        return made + [(each, each.plan_as(first, batch)) for each in others]
+        """Plan the step. See `plan_together`."""
+        attentions = [*self.of_kind.values()]
+        return [*zip(attentions, plan_together(attentions, batch, **tensors), strict=True)]
 
     def record_in_graph(self) -> None:
         """Capture the work that a graph does before its layers. See `WindowAttention.refill`."""
