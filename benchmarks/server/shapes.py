@@ -159,7 +159,7 @@ _GATED_DELTA = {
     "torch_dtype": "bfloat16",
     "hidden_act": "silu",
     "hidden_size": 2048,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 24,
     "num_attention_heads": 16,
     "num_key_value_heads": 2,
     "head_dim": 256,
@@ -195,7 +195,7 @@ _QWEN3_6 = _GATED_DELTA | {
     "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text",
     "intermediate_size": 4608,
-    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6,
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 10000000,
