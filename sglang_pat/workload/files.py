@@ -16,6 +16,8 @@ from sglang_pat.workload.trace import TraceError
 _GZIP_MAGIC, _ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _CHUNK_BYTES = 1 << 20
 _MOST_BYTES = 2 << 30  # limit for JSON other than JSON lines, because all of it is in memory
+# Keys of a message or of a part of one. A list of such objects is no list of records.
+_PART_KEYS = frozenset(("role", "content", "type", "text", "parts", "name", "cache_control"))
 _BETWEEN = re.compile(r"[\s,\[\]]*")
 _raw_decode = json.JSONDecoder().raw_decode
 
@@ -149,8 +151,9 @@ def _held(found: object, is_record: Callable[[Mapping[str, Any]], bool]) -> list
     """Return the list of records in an object, or None if the object is a record or has no list."""
     if isinstance(found, Mapping) and not is_record(found):
         for value in found.values():
-            if isinstance(value, list) and value and isinstance(value[0], Mapping):
-                return value
+            first = value[0] if isinstance(value, list) and value else None
+            if isinstance(first, Mapping) and not first.keys() <= _PART_KEYS:
+                return list(value)
             inner = _held(value, is_record) if isinstance(value, Mapping) else None
             if inner is not None:
                 return inner

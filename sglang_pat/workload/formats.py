@@ -14,7 +14,7 @@ mooncake   JSON: `timestamp`, `input_length`, `output_length`, `hash_ids`: one i
 tokens     JSON: `timestamp`, `input_ids`, `output_length`.
 openai     JSON: requests to the chat, completions, messages and responses APIs, to SGLang's
            /generate and to Ollama's API, as clients, gateways and SGLang log them
-           (`request_log.py`).
+           (`request_log.py`). Also CSV, with the keys of a record as columns.
 burstgpt   CSV: `Timestamp`, `Request tokens`, `Response tokens`. Prompts share nothing.
 azure      CSV: `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`. Prompts share nothing.
 ========== ======================================================================================
@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NamedTuple, cast
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, cast
 
 import msgspec
 
@@ -77,6 +77,17 @@ from sglang_pat.workload.trace import (
 REORDER_WINDOW = 1024
 BLOCK_TOKENS = 512  # mooncake's default, if the lines show no other size
 
+# First bytes of files that hold no text -> what they are.
+_NO_TEXT = (
+    (b"PK\x03\x04", "a zip archive"),
+    (b"BZh", "compressed by bzip2"),
+    (b"\xfd7zXZ", "compressed by xz"),
+    (b"PAR1", "a Parquet file"),
+    (b"ARROW1", "an Arrow file"),
+    (b"SQLite format 3", "an SQLite database"),
+    (b"\x89PNG", "a picture"),
+    (b"%PDF", "a PDF"),
+)
 _PICKLE_MAGIC = b"\x80"
 _DETECTION_LINES = 20
 # Block size, unit of times and bytes per token are inferred from the first _SAMPLE records.
@@ -84,6 +95,7 @@ _SAMPLE = 256
 # Size of the largest file whose lines are counted in advance, which takes up to two seconds.
 _COUNT_BYTES = 4 << 30
 _CHUNK_BYTES = 1 << 20
+_LONGEST_FIELD = 1 << 30  # characters of a CSV file's field
 _NO_RECORD = (b"", b"[", b"]", b",")  # lines of an array that are not records
 _LONGEST = 10 * 366 * 86_400.0  # seconds that a trace may last
 
@@ -150,15 +162,16 @@ class _Source:
 
     Attributes
     ----------
-    is_lines
-        Whether each record is a line. Otherwise the file has JSON objects in any layout.
+    layout
+        How records are separated: "lines", "rows" of a CSV file, or "objects" of JSON in any
+        layout.
     untimed
         Whether records may lack a time.
     """
 
     path: Path
     format: str
-    is_lines: bool = True
+    layout: Literal["lines", "rows", "objects"] = "lines"
     untimed: bool = False
 
     def stream(self, errors: TraceErrors) -> Iterator[TraceRequest]:
@@ -167,13 +180,13 @@ class _Source:
             records = sorted(_with_tokens(self._dumped(errors), errors), key=_arrival)
             yield from _from_zero(self.path, errors, iter(records))
         else:
-            found = _with_tokens(self._records(errors), errors)
-            yield from _from_zero(self.path, errors, _in_order(found, errors))
+            found = _with_tokens(_in_order(self._records(errors), errors), errors)
+            yield from _from_zero(self.path, errors, found)
 
     def count(self) -> int | None:
         """Return about how many requests there are, or None if it would take long to count them."""
         path = self.path
-        if self.format == "sglang-dump" or not self.is_lines or compression(path):
+        if self.format == "sglang-dump" or self.layout == "objects" or compression(path):
             return None
         if path.stat().st_size > _COUNT_BYTES:
             return None
@@ -182,8 +195,14 @@ class _Source:
         return max(lines - (self.format in _CSV_COLUMNS), 1)
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield the lines of the file, or the JSON of its objects."""
-        return intact_lines(self.path) if self.is_lines else json_objects(self.path, _is_record)
+        """Yield the lines of the file, or the JSON of its objects or rows."""
+        match self.layout:
+            case "lines":
+                return intact_lines(self.path)
+            case "rows":
+                return _row_objects(self.path)
+            case "objects":
+                return json_objects(self.path, _is_record)
 
     def _dumped(self, errors: TraceErrors) -> Iterator[_Record]:
         for file in dump_files(self.path) if self.path.is_dir() else [self.path]:
@@ -200,7 +219,7 @@ class _Source:
         parse = self._parser(errors)
         number, last = 0, b""
         failure: tuple[int, str] | None = None
-        for number, last in enumerate(self.pieces(), start=1):
+        for number, last in enumerate(self.pieces(), start=2 if self.layout == "rows" else 1):
             if failure is not None:
                 errors.add(self.path.name, *failure)
                 failure = None
@@ -408,7 +427,7 @@ def _read_rows(
 
     A row without generated tokens is a failed request.
     """
-    rows = csv.DictReader(lines)
+    rows = _rows(lines)
     try:
         header = rows.fieldnames or ()
     except csv.Error as error:
@@ -424,11 +443,34 @@ def _read_rows(
             request = _parse_row(row, columns, content=rows.line_num)
         except NotReplayed as what:
             errors.leave_out(str(what))
+        except TraceError:  # the file is damaged
+            raise
         except (ValueError, csv.Error) as error:
             errors.add(file, rows.line_num, str(error))
         else:
             errors.used += 1
             yield _Record(file, rows.line_num, request)
+
+
+def _row_objects(path: Path) -> Iterator[bytes]:
+    """Yield the rows of a CSV file as JSON objects."""
+    rows = _rows(line.decode(errors="replace") for line in intact_lines(path))
+    try:
+        yield from map(_encode, rows)
+    except csv.Error as error:
+        raise TraceError(path.name, rows.line_num, f"no CSV: {error}") from None
+
+
+def _rows(lines: Iterable[str]) -> csv.DictReader[str]:
+    """Return a reader of the rows of a CSV file, whose header shows the delimiter."""
+    lines = iter(lines)
+    header = next(lines, "")
+    csv.field_size_limit(_LONGEST_FIELD)
+    return csv.DictReader(chain((header,), lines), delimiter=_delimiter(header), restkey="more")
+
+
+def _delimiter(header: str) -> str:
+    return max(",;\t", key=header.count)
 
 
 def _parse_row(row: dict[str, str], columns: _Columns, content: int) -> TraceRequest:
@@ -474,7 +516,15 @@ def _arrival(record: _Record) -> float:
 
 
 def _in_order(records: Iterator[_Record], errors: TraceErrors) -> Iterator[_Record]:
-    """Sort by arrival, within `REORDER_WINDOW` requests. Equal arrivals keep the file's order."""
+    """Sort by arrival, within `REORDER_WINDOW` requests. Equal arrivals keep the file's order.
+
+    A file that begins with its latest requests, as databases export them, is sorted as a whole.
+    """
+    head = list(islice(records, REORDER_WINDOW + 1))
+    records = chain(head, records)
+    if len(head) > REORDER_WINDOW and head[0].request.arrival > head[-1].request.arrival:
+        yield from sorted(records, key=_arrival)
+        return
     waiting: list[tuple[float, int, _Record]] = []
     latest = 0.0
     for number, record in enumerate(records):
@@ -484,8 +534,8 @@ def _in_order(records: Iterator[_Record], errors: TraceErrors) -> Iterator[_Reco
             errors.add(
                 record.file,
                 record.line,
-                f"arrived at {arrival:g} s, but requests of {latest:g} s came more than "
-                f"{REORDER_WINDOW} requests before; sort the trace by time",
+                f"arrived {latest - arrival:,.3g} s before a request that is more than "
+                f"{REORDER_WINDOW} requests ahead of it; sort the trace by time",
             )
             continue
         heapq.heappush(waiting, (arrival, number, record))
@@ -534,6 +584,9 @@ def _detected(path: Path, format: str) -> _Source:
         return _Source(path, "sglang-dump")
     if format == "sglang-dump" or format in _CSV_COLUMNS:
         return _Source(path, format)
+    what = next((name for magic, name in _NO_TEXT if head[0].startswith(magic)), None)
+    if what or head[0][257:262] == b"ustar":
+        raise ValueError(f"{path}: {what or 'a tar archive'}; text, gzip and zstd are read")
     objects = [found for found in map(_object, head) if found is not None]  # skip malformed lines
     known = next((kind for found in objects if (kind := _format_of(found))), None)
     starts = first.lstrip()[:1]
@@ -543,13 +596,13 @@ def _detected(path: Path, format: str) -> _Source:
         and not is_python
         and (starts == b"{" or re.match(rb"\s*\[\s*([\[{\]]|$)", first))
     ):
-        source = _Source(path, format, is_lines=False)
+        source = _Source(path, format, layout="objects")
         pieces = map(_object, islice(source.pieces(), _DETECTION_LINES))
         inner = [found for found in pieces if found is not None]
         objects = objects or inner
         known = next((kind for found in inner if (kind := _format_of(found))), None)
         if known is not None:
-            return _Source(path, known if format == "auto" else format, is_lines=False)
+            return _Source(path, known if format == "auto" else format, layout="objects")
     if format != "auto":
         return _Source(path, format)
     header = _header(head[0])
@@ -558,6 +611,11 @@ def _detected(path: Path, format: str) -> _Source:
             return _Source(path, name)
     if known is not None:
         return _Source(path, known)
+    if len(header) > 1 and starts not in (b"{", b"["):
+        source = _Source(path, "openai", layout="rows")
+        rows = map(_object, islice(source.pieces(), _DETECTION_LINES))
+        if any(is_request(row) for row in rows if row):
+            return source
     if any(b"GenerateReqInput(" in line for line in head):
         found_text = (
             "it is SGLang's log as text: --log-requests-format json writes one that is read"
@@ -565,7 +623,7 @@ def _detected(path: Path, format: str) -> _Source:
     elif is_python:
         found_text = "its keys are in single quotes, so it is not JSON: write it by json.dumps"
     elif objects:
-        found_text = f"its first JSON object has the keys {listed(objects[0])}"
+        found_text = f"its first JSON object has no prompt; its keys are {listed(objects[0])}"
     elif len(header) > 1 and head[0].isascii() and starts not in (b"{", b"["):
         found_text = f"its columns are {listed(header)}"
     else:
@@ -594,7 +652,8 @@ def _is_record(found: Mapping[str, Any]) -> bool:
 def _header(line: bytes) -> list[str]:
     """Return the columns that a first line names, or [] if it is not CSV."""
     try:
-        return next(csv.reader([line.decode(errors="replace")]), [])
+        text = line.decode(errors="replace")
+        return next(csv.reader([text], delimiter=_delimiter(text)), [])
     except csv.Error:
         return []
 

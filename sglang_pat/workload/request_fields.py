@@ -100,7 +100,7 @@ TIMES = _words(
     arrivedat arrival starttime startedat startts starttimestamp requesttime requestedat
     requesttimestamp requeststarttime requeststart requestcreatedat requestts requestdate begintime
     starteddatetime timestamp time ts datetime eventtime timeiso8601 timelocal msec
-    created createdat createdtime date start asctime logtime
+    created createdat createdtime date start asctime realtimetimestamp logtime
     """
 )
 # Keys of TIMES under which some logs have the duration of a request instead.
@@ -126,6 +126,7 @@ def time_name(name: str) -> tuple[str, str | None]:
     return name, None
 
 
+REQUEST_IDS = _words("requestid xrequestid rid callid litellmcallid id")
 USAGES = _words("usage tokenusage usagemetadata usagedetails metainfo")
 OUTPUT_TOKENS = frozenset(
     _words(
@@ -148,6 +149,10 @@ ANSWERS = frozenset(
         "response responses responsebody responsepayload resp answer output outputs out result "
         "completion reply chunks"
     )
+)
+# Keys that may hold an answer's text, or a list of the texts of several answers. The first counts.
+ANSWER_TEXTS = _words(
+    "output response completion outputs responses generated_text output_text generation answer"
 )
 PATHS = _words("path url uri endpoint route requestpath requesturi requesturl calltype")
 GENERATES_NOTHING = re.compile(
@@ -176,4 +181,4 @@ OPAQUE = frozenset(
 # Gateways and HTTP archives have a body as text, under a path that ends in one of these pairs.
 BODIES = {("body", "content"), ("response", "content"), ("content", "text"), ("postdata", "text")}
 OF_RECORDS = OPAQUE | ANSWERS | OUTPUT_TOKENS | INPUT_TOKENS
-OF_RECORDS |= {*TIMES, *USAGES, *STATUSES, *PATHS, "message"}
+OF_RECORDS |= {*map(plain, ANSWER_TEXTS), *TIMES, *USAGES, *STATUSES, *PATHS, "message"}

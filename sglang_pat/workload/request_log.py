@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
-from sglang_pat.messages import listed
+from sglang_pat.messages import listed, quoted
 from sglang_pat.workload import request_fields as fields
 from sglang_pat.workload.request_prompts import (
     Json,
@@ -43,6 +43,12 @@ _LONGEST_ANSWER = 1e5  # seconds; larger numbers are not durations
 _TEXTS = ("prompt", "text")  # these are prompts, even if the text is JSON
 _MESSAGES = ("messages", "input", "conversation", "conversations")  # lists, or JSON texts of lists
 _REQUEST_LINE = re.compile(r"[A-Z]{3,7} (\S+) HTTP/")
+_ASKING = ("system", "human", "user", "tool", "observation")  # speakers of a prompt
+_EVENT_LINE = re.compile(r"(?:data|event|id|retry)?:")
+_DATA_LINE = re.compile(r"data: *(\{.*\}) *$")
+# Keys of a server's answer; text of JSON without them is what a model wrote.
+_ANSWER_KEYS = frozenset(("choices", "usage", "meta_info", "object", "error", "message", "type"))
+_CUT_ANSWER = re.compile(r"\s*\{[^{}]*\"(?:choices|usage|meta_info)\"\s*:")
 _decode = msgspec.json.Decoder().decode
 
 
@@ -129,6 +135,7 @@ def requests_of(
         for key in fields.REFUSED.keys() & source.keys():
             value = source[key]
             is_label = key == "conversation" and "input" not in source
+            is_label |= key == "context" and isinstance(value, str)
             if is_set(value) and not is_label and not (key == "beam_width" and value == 1):
                 raise ValueError(f"{key}: {fields.REFUSED[key]}, so it cannot be replayed")
     for source in (asked, *nested):
@@ -148,6 +155,7 @@ def requests_of(
     if answer.output_tokens is None and not answer.lengths:
         asked, answer = _with_answer_in_prompt(asked, answer)
     prompts = prompts_of(asked, answer.prompt_ids)
+    _check_repeats(objects, prompts, answer, errors)
     copies = max(
         whole_number(source.get(key)) or 1 for source in (asked, *nested) for key in fields.COPIES
     )
@@ -167,6 +175,30 @@ def requests_of(
     return requests
 
 
+def _check_repeats(
+    objects: Sequence[_Placed], prompts: list[Any], answer: _Answer, errors: TraceErrors
+) -> None:
+    """Raise ValueError if a request with this id and prompt was logged before it had an answer."""
+    is_answered = answer.output_tokens is not None or bool(answer.lengths)
+    if is_answered and not errors.unanswered:
+        return
+    ids = (
+        value
+        for path, found in objects if fields.ANSWERS.isdisjoint(path)
+        for key, value in found.items() if fields.plain(key) in fields.REQUEST_IDS
+    )  # fmt: skip
+    name = next((each for each in ids if isinstance(each, (str, int))), None)
+    if name is None:
+        return
+    request = hash((name, *(each if isinstance(each, tuple) else str(each) for each in prompts)))
+    if not is_answered:
+        errors.unanswered.add(request)
+    elif request in errors.unanswered:
+        raise ValueError(
+            f"request {quoted(name)} was also logged before its answer; keep the lines with answers"
+        )
+
+
 def _is_embedding(path: tuple[str, ...], found: Json) -> bool:
     return not fields.ANSWERS.isdisjoint(path) and (
         "embedding" in found or found.get("object") in ("list", "embedding")
@@ -178,7 +210,8 @@ def _with_answer_in_prompt(asked: Json, answer: _Answer) -> tuple[Json, _Answer]
     names = ("conversations", "messages", "conversation")
     turns = next((found for name in names if (found := as_list(asked.get(name)))), [])
     if "conversations" in asked:  # keep the first question and answer, as SGLang's benchmark does
-        turns = turns[:2]
+        answers = (i for i, turn in enumerate(turns) if i and _speaker(turn) not in _ASKING)
+        turns = turns[: next(answers, 1) + 1]
     elif not turns or role_of(turns[-1]) != "assistant":
         return asked, answer
     if len(turns) < 2:
@@ -189,6 +222,10 @@ def _with_answer_in_prompt(asked: Json, answer: _Answer) -> tuple[Json, _Answer]
     return {**rest, "messages": turns[:-1]}, answer._replace(
         lengths=[-(-size // 4)] if size else []
     )
+
+
+def _speaker(turn: object) -> object:
+    return (turn.get("from") or turn.get("role")) if isinstance(turn, Mapping) else None
 
 
 def _objects(record: Json) -> Iterator[_Placed]:
@@ -222,8 +259,9 @@ def _with_lists(found: Json) -> Json:
 
 
 def _inner(name: str, value: object) -> Iterator[Json]:
-    if isinstance(value, str):
-        value = _parsed(value)
+    lines = _lines(value) if name in fields.ANSWERS else []
+    if isinstance(value, str) or lines:
+        value = _parsed("\n".join(lines) or str(value))
     if isinstance(value, Mapping):
         yield value
     elif isinstance(value, list) and name in fields.ANSWERS:  # events of a stream, or answers
@@ -231,16 +269,25 @@ def _inner(name: str, value: object) -> Iterator[Json]:
 
 
 def _parsed(text: str) -> object:
-    """Parse a text that is a JSON object or server-sent events. Return any other text itself."""
+    """Parse a text that is JSON (an object, a list of objects, JSON lines) or server-sent events.
+
+    Return any other text itself.
+    """
     stripped = text.strip()
-    if stripped.startswith("{") and stripped.endswith("}"):
-        return _json(stripped)
-    if stripped.startswith(("data:", "event:")):
-        # Not splitlines(), which also splits at characters other than \n that may be in a text.
-        lines = (line for line in re.split(r"\r?\n", stripped) if line.startswith("data:"))
-        events = (_parsed(line.removeprefix("data:").strip(" ")) for line in lines)
-        return [each for each in events if isinstance(each, Mapping)]
-    return text
+    found: object = text
+    if stripped[:1] in ("{", "[") and stripped[-1:] in ("}", "]"):
+        found = _json(stripped)
+        if isinstance(found, str) and "\n" in stripped:
+            found = [_json(line) for line in stripped.split("\n") if line.strip()]
+    elif _EVENT_LINE.match(stripped):
+        # Not splitlines(), which also splits at other characters that may be in a text.
+        lines = [line for line in re.split(r"\r\n|\r|\n", stripped) if line]
+        if all(map(_EVENT_LINE.match, lines[:-1])):  # a log may cut the last line
+            data = (_DATA_LINE.match(line) for line in lines)
+            events = [_json(each[1]) for each in data if each]
+            found = [each for each in events if isinstance(each, Mapping)] or text
+    is_list = isinstance(found, list) and found and all(isinstance(e, Mapping) for e in found)
+    return found if is_list or isinstance(found, Mapping) else text
 
 
 def _json(text: str) -> object:
@@ -322,14 +369,22 @@ def has_time(record: Json) -> bool:
     return True
 
 
-def _arrival(objects: Sequence[_Placed]) -> float:
+def _times(objects: Iterable[Json]) -> dict[str, tuple[object, str | None]]:
+    """Return the values and units of all times in the objects, by their names in `fields.TIMES`."""
     times: dict[str, tuple[object, str | None]] = {}
-    for _, found in objects:
+    for found in objects:
         for key, value in found.items():
             if is_time(value) or (is_set(value) and not isinstance(value, (list, Mapping))):
                 name, unit = fields.time_name(fields.plain(key))
                 if name in fields.TIMES:
                     times.setdefault(name, (value, unit))
+    return times
+
+
+def _arrival(objects: Sequence[_Placed]) -> float:
+    # A time in an answer is often that of its end, so it counts only if there is no other time.
+    asked = (found for path, found in objects if fields.ANSWERS.isdisjoint(path))
+    times = _times(asked) or _times(found for _, found in objects)
     took = {name: number_of(times[name][0]) for name in fields.DURATIONS if name in times}
     took = {
         name: found for name, found in took.items() if found is not None and found < _LONGEST_ANSWER
@@ -422,6 +477,7 @@ def _texts(objects: Sequence[_Placed]) -> tuple[list[int], list[Any] | None]:
     The numbers are those of the choices' ids or, without ids, estimates by the choices' texts.
     """
     choices: dict[object, int] = {}
+    structured: dict[object, int] = {}
     prompt_ids: list[Any] | None = None
 
     def add(index: object, *values: object) -> None:
@@ -461,15 +517,33 @@ def _texts(objects: Sequence[_Placed]) -> tuple[list[int], list[Any] | None]:
             add("message", found)
         if is_answer and kind is None and isinstance(found.get("text"), str):
             add(number, found["text"])
-        if "output" in found or "response" in found or "completion" in found:
-            values = (found.get(key) for key in ("output", "response", "completion"))
-            for value in values:
-                if isinstance(value, str) and isinstance(_parsed(value), str):
+        for key in filter(found.get, fields.ANSWER_TEXTS):
+            value = found[key]
+            lines = _lines(value)
+            if isinstance(value, str):
+                parsed = _parsed(value)
+                if isinstance(parsed, str):
+                    if _CUT_ANSWER.match(value):
+                        raise ValueError(f"{key} was cut when it was logged: its JSON has no end")
                     add("message", value)
-                elif isinstance(value, list):
-                    add("message", [each for each in value if role_of(each) == "assistant"])
+                elif not any(_ANSWER_KEYS & each.keys() for each in _mappings(parsed)):
+                    structured["message"] = -(-_answer_bytes(value) // 4)
+            elif lines and isinstance(_parsed("\n".join(lines)), str):
+                for index, line in enumerate(lines):
+                    add((number, index), line)
+            elif isinstance(value, list):
+                add("message", [each for each in value if role_of(each) == "assistant"])
+            if not isinstance(value, Mapping):
+                break  # the next key would repeat the text
     estimated = [-(-length // 4) for length in choices.values() if length]
-    return [*ids.values()] or estimated, prompt_ids
+    # A text that is JSON, but not a server's answer, is what the model wrote.
+    return [*ids.values()] or estimated or [*structured.values()], prompt_ids
+
+
+def _lines(value: object) -> list[str]:
+    """Return the value if it is a list of texts, else an empty list."""
+    found = as_list(value)
+    return found if all(isinstance(each, str) for each in found) else []
 
 
 def _answer_bytes(value: object) -> int:

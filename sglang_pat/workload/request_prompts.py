@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from sglang_pat.messages import quoted
+from sglang_pat.messages import listed, quoted
 from sglang_pat.workload import request_fields as fields
 from sglang_pat.workload.trace import (
     NotReplayed,
@@ -99,7 +99,10 @@ def prompts_of(asked: Json, ids: list[Any] | None) -> list[Any]:
     if key in ("messages", "conversations", "conversation") or (
         key == "prompt" and role_of(value[0]) is not None
     ):
-        return [_Rendered().conversation(asked, value).parts]
+        several = bool(value) and all(_is_conversation(each) for each in value)
+        return [
+            _Rendered().conversation(asked, one).parts for one in (value if several else [value])
+        ]
     if key == "input":
         return [_Rendered().responses_input(asked, value).parts]
     texts = [value] if isinstance(value, str) else list(value)
@@ -121,6 +124,10 @@ def _id_lists(key: str, value: Any) -> list[Any]:
     if any(isinstance(each, list) and "..." in each for each in (value, *lists)):
         raise ValueError(f"{key} was cut when it was logged; --log-requests-level 3 keeps it whole")
     return lists
+
+
+def _is_conversation(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
 
 
 def _media_of(asked: Json, index: int, count: int) -> Iterator[Media]:
@@ -179,6 +186,8 @@ class _Rendered:
     def completion(self, asked: Json, text: str, media: list[Media]) -> _Rendered:
         """Add a text. Media go to the marks in it; media without a mark go before the text."""
         self._system(asked.get("system"))
+        if isinstance(context := asked.get("context"), str):  # data sets have a document there
+            self._text.append(f"{context}\n")
         marks = [*_MARK.finditer(text)]
         step = max(1, len(marks) // max(1, len(media)))  # some models also mark a medium's end
         places = [mark.end() for mark in marks[step - 1 :: step]] if media else []
@@ -231,18 +240,26 @@ class _Rendered:
             message = {"role": "user", "content": message}
         if not isinstance(message, Mapping):
             raise ValueError(f"a message is no object: {quoted(message)}")
+        for key in ("kwargs", "data"):  # LangChain has the message in one of these
+            if isinstance(inner := message.get(key), Mapping) and "content" in inner:
+                message = {**message, **inner}
         kind = message.get("type")
         if kind == "item_reference":
             raise ValueError("item_reference: it names an item that the server keeps")
-        role = message.get("role") or message.get("from") or kind or ""
+        speaker = message.get("role") or message.get("from")
+        if speaker and _CONTENTS.isdisjoint(message):
+            raise ValueError(f"a message without content; its keys are {listed(message)}")
+        role = speaker or kind or ""
         self._text.append(f"<|{role}|>\n")
         if is_set(message.get("tools")):
             self._text.append(json.dumps(message["tools"], ensure_ascii=False))
         if isinstance(name := message.get("name"), str):
             self._text.append(name)
-        thoughts = (message.get(key) for key in ("reasoning_content", "reasoning", "thinking"))
+        thoughts = map(message.get, _THOUGHTS)
         self._content(next(filter(is_set, thoughts), None))
-        for key in ("content", "value", "arguments", "output", "summary", "refusal"):
+        # Some clients repeat the text under a second key.
+        self._content(next(filter(is_set, map(message.get, _TEXTS)), None))
+        for key in _MORE_TEXTS:
             self._content(message.get(key))
         for image in as_list(message.get("images")):  # Ollama's API
             self._add(_media("image", image))
@@ -274,7 +291,7 @@ class _Rendered:
 
     def _block(self, block: Json) -> None:
         """Add a part of a message's content."""
-        kind = str(block.get("type", ""))
+        kind = str(block.get("type") or block.get("content_type") or "")
         source = block.get("source")
         if kind == "tool_use":
             self._tool_call(block)
@@ -290,15 +307,29 @@ class _Rendered:
             content = next((block[key] for key in block if key.endswith(_MEDIA_VALUES)), block)
             self._add(_media(kind, _address(content)))
         else:
-            values = (block.get(key) for key in ("text", "thinking", "reasoning", "refusal"))
+            values = [block[key] for key in _BLOCK_TEXTS if key in block]
+            values = [each.get("value") if isinstance(each, Mapping) else each for each in values]
             texts = [each for each in values if isinstance(each, str)]
-            if not texts and not {"text", "thinking", "reasoning"} & block.keys():
-                raise ValueError(
-                    f"a part of a message has the type {quoted(kind)}, which is unknown"
-                )
+            if not texts and (not values or any(map(is_set, values))):
+                if not isinstance(block.get("parts"), list):
+                    raise ValueError(
+                        f"a part of a message has the type {quoted(kind)}, which is unknown"
+                    )
+                self._content(block["parts"])
             self._text += texts[:1]
 
 
+_TEXTS = ("content", "value", "text", "message", "parts")  # keys of a message's text or parts
+_MORE_TEXTS = ("arguments", "output", "summary", "refusal")
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+# A message that has a role and none of these keys is not understood.
+_CONTENTS = frozenset(
+    (
+        *(*_TEXTS, *_MORE_TEXTS, *_THOUGHTS),
+        *("tool_calls", "function_call", "images", "audio", "tools"),
+    )
+)
+_BLOCK_TEXTS = ("text", "thinking", "reasoning", "refusal", "content")
 _MEDIA_VALUES = ("_url", "source", "data", "image", "audio", "video", "file", "_id", "document")
 
 

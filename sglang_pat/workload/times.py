@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -11,6 +12,7 @@ from email.utils import parsedate_to_datetime
 from sglang_pat.messages import quoted
 
 UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}  # unit -> how many make a second
+_SLASHES = re.compile(r"^(\d{4})/(\d\d)/(\d\d)")  # 2025/10/09, as Go and nginx write dates
 _EPOCH = (9e8, 4.2e9)  # numbers that count as seconds since 1970: 1998 to 2103
 
 
@@ -80,7 +82,7 @@ def number_of(value: object) -> float | None:
 
 def _moment(value: object) -> float:
     if isinstance(value, str) and len(value) < 100:
-        text = value.strip().removesuffix(" UTC")
+        text = _SLASHES.sub(r"\1-\2-\3", value.strip().removesuffix(" UTC"))
         moment = None
         with contextlib.suppress(ValueError):
             moment = datetime.fromisoformat(text)

@@ -182,6 +182,8 @@ class TraceErrors:
         Number of images whose tokens are a guess.
     limited
         Number of answers whose length the log does not give. The request's limit is used instead.
+    unanswered
+        Hashes of the requests that were logged without an answer.
     models
         Number of requests by model.
     unknown
@@ -202,6 +204,7 @@ class TraceErrors:
     media: int = 0
     limited: int = 0
     assumed: str = ""
+    unanswered: set[int] = field(default_factory=set)
     left_out: dict[str, int] = field(default_factory=dict)
     models: dict[str, int] = field(default_factory=dict)
     unknown: dict[str, int] = field(default_factory=dict)

@@ -32,6 +32,7 @@ def blocks(i: int, size: int, **more: object) -> dict[str, object]:
 
 RECORDS = [chat(i) for i in range(40)]
 LINES = "".join(json.dumps(each) + "\n" for each in RECORDS)
+ROWS = [(i, json.dumps(each["messages"]).replace('"', '""'), 5) for i, each in enumerate(RECORDS)]
 
 
 def read(path: Path, **options: object) -> tuple[list[TraceRequest], Trace]:
@@ -54,6 +55,9 @@ SHAPES = {
     "array with byte order mark": "\ufeff" + json.dumps(RECORDS),
     "times before the lines": LINES.replace('{"timestamp"', '[2026-03-01 00:00:00] {"timestamp"'),
     "no end of line": LINES.rstrip(),
+    "rows": "time,messages,output_tokens\r\n" + "".join(map('%d,"%s",%d\r\n'.__mod__, ROWS)),
+    "rows with tabs": "time\tmessages\toutput_tokens\n"
+    + "\n".join(map('%d\t"%s"\t%d'.__mod__, ROWS)),
     "numbers and characters that only Python writes": LINES.replace(
         '"usage"', '"logprob": NaN, "least": -Infinity, "text": "\\ud83d", "usage"'
     ),
@@ -68,6 +72,7 @@ def test_json_in_every_shape(tmp_path: Path, name: str, compress: object) -> Non
     requests, trace = read(path, strict=True)
     assert trace.format == "openai"
     assert [each.arrival for each in requests] == list(range(40))
+    assert {each.output_length for each in requests} == {5}
 
 
 def test_a_last_line_that_is_cut_is_named_and_no_more(tmp_path: Path, advise: Any) -> None:
@@ -92,14 +97,14 @@ BROKEN = {
     "damage in the middle": (
         json.dumps(RECORDS).replace('"timestamp": 20', '"timestamp" 20'), "object 21 is not JSON: ",
     ),
-    "one object": (json.dumps({"text " + SECRET * 50: SECRET}), "object has the keys text private"),
+    "one object": (json.dumps({"text " + SECRET * 50: SECRET}), "its keys are text private"),
     "answers alone": (
         "\n".join(json.dumps({"custom_id": i, "response": {"body": {"choices": [{"index": 0}]}}})
-                  for i in range(9)), "object has the keys custom_id, response",
+                  for i in range(9)), "no prompt; its keys are custom_id, response",
     ),
-    "compressed by a program that is not known": (
-        bz2.compress(LINES.encode()), "its first line is 'BZh9",
-    ),
+    "compressed by another program": (bz2.compress(LINES.encode()), "trace: compressed by bzip2; "),
+    "archive": (gzip.compress(b"log".ljust(257, b"\0") + b"ustar\n" + b"{}" * 9), "a tar archive"),
+    "parts of a prompt": (json.dumps({"contents": [{"parts": [{"text": SECRET}]}]}), "no prompt"),
     "a list of texts": (json.dumps([SECRET * 99] * 9), "no known format: its first line is"),
     "UTF-16": (LINES.encode("utf-16"), "the text is UTF-16"),
     "columns": (",".join([SECRET.strip()] * 999) + "\n1,2\n", r"and 99\d more"),

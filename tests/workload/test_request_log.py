@@ -89,6 +89,7 @@ def shape_of(name: str, i: int) -> Record:
         "duration": i % 3,
         "second": EPOCH + i // 4,
         "nanosecond": i % 4 * 250_000_000,
+        "microsecond": str(EPOCH * 1_000_000 + i * 250_000),
         "chunks": [{"choices": [{"index": 0, "delta": {"content": "abcd"}}]}] * OUTPUT_TOKENS,
     }
 
@@ -439,6 +440,8 @@ def test_calls_and_results_of_tools_are_part_of_the_prompt(tmp_path: Path) -> No
         ({"messages": [{"role": "user", "content": [{"type": "hologram"}]}]}, "type 'hologram'"),
         ({"messages": [{"role": "user", "content": 7}]}, "content is 7"),
         ({"messages": ["x" * 9000, 7]}, "a message is no object: 7"),
+        ({"messages": [{"role": "user", "body": "x"}]}, "without content; its keys are role, body"),
+        ({"response": '{"choices": [{"message": {"con'}, "response was cut when it was logged"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused_by_name(
@@ -447,6 +450,13 @@ def test_what_cannot_be_replayed_is_refused_by_name(
     with pytest.raises(TraceError, match=reason) as found:
         read_shape(tmp_path, lambda i: {"time": i, "request": chat(i, **more), **ANSWER})
     assert len(str(found.value)) < 500
+
+
+def test_a_request_that_is_logged_before_its_answer_too_gives_no_verdict(tmp_path: Path) -> None:
+    begun = [{"time": i, "request_id": f"r{i}", "request": chat(i, max_tokens=9)} for i in range(9)]
+    records = [each for one in begun for each in (one, {**one, "response": ANSWER})]
+    with pytest.raises(TraceError, match=r"9 of 18 lines .* 'r0' was also logged before"):
+        read(written(tmp_path / "log", records))
 
 
 def test_what_generates_nothing_is_left_out_and_named(tmp_path: Path) -> None:
@@ -577,15 +587,19 @@ def inner_places(value: Any) -> Iterator[tuple[Any, Any]]:
 # --- data sets, which have no times ---
 
 
-@pytest.mark.parametrize("turns", ["conversations", "conversation", "messages", "instruction"])
+@pytest.mark.parametrize(
+    "turns", ["conversations", "conversation", "messages", "instruction", "context"]
+)
 def test_a_data_set_is_replayed_at_a_rate(tmp_path: Path, turns: str) -> None:
     def record(i: int) -> Record:
         if turns in ("messages", "conversation"):
             return {turns: [*messages(i), {"role": "assistant", "content": "a" * 480}]}
-        if turns == "instruction":
-            return {turns: SYSTEM, "input": QUESTIONS[i], "output": "a" * 480}
-        asked = {"from": "human", "value": SYSTEM + QUESTIONS[i]}
-        return {"id": f"c{i}", "conversations": [asked, {"from": "gpt", "value": "a" * 480}, asked]}
+        if turns in ("instruction", "context"):
+            asked = {turns: SYSTEM, "input" if turns == "instruction" else "prompt": QUESTIONS[i]}
+            return {**asked, "output": "a" * 480}
+        asked = {"from": "human", "value": QUESTIONS[i]}
+        rest = [asked, {"from": "gpt", "value": "a" * 480}, asked]
+        return {"id": f"c{i}", "conversations": [{"from": "system", "value": SYSTEM}, *rest]}
 
     path = tmp_path / "set.json"
     path.write_text(json.dumps([record(i) for i in range(REQUESTS)]))  # an array in one line
