@@ -217,7 +217,7 @@ def read(arguments: argparse.Namespace, progress: Progress) -> GivenWorkload:
     limit = arguments.limit or _LIMIT
     requests = trace.first(limit, progress)
     with sign_of_life("reading the model, by SGLang's class where SGLang is installed"):
-        model = read_model(arguments.model, arguments.tp)
+        model = read_model(arguments.model, arguments.tp, arguments.kv_cache_dtype)
     if model.note:
         print(f"{model.note}; the rules of sglang-pat tell its layers", file=sys.stderr)
     with naming(name):

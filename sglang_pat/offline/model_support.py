@@ -21,6 +21,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang_pat.model_layers import has_float8_cache
 from sglang_pat.sglang import compat
 from sglang_pat.sglang.start.layer_rules import (
+    dtypes_reason,
     is_converted,
     kernels_reason,
     latent_reason,
@@ -36,8 +37,13 @@ from sglang_pat.sglang.start.layer_support import PAT, LayerSupport
 from sglang_pat.sglang.start.server_options import attention_backends, early_reason
 from sglang_pat.support import BACKEND, DEFAULT_BACKENDS, Unsupported
 
-# Value of --kv-cache-dtype -> the dtype's name in torch.
-_KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+# Value of --kv-cache-dtype -> the dtype. All other values stand for the dtype of queries.
+_KV_DTYPES = {
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+}
 _CAPABILITY = (9, 0)  # an H100's, which is assumed if there is no GPU
 
 
@@ -107,12 +113,20 @@ def kernels_of_model(path: str, flags: Sequence[str] = ()) -> tuple[KernelNeeds,
     with without_gpu():
         _, layer_support, runner, config = _build(path, flags)
     shapes = {(shape.head_dim, shape.v_head_dim) for shape in layer_support.shapes.values()}
-    name = compat.resolved(runner.server_args, "kv_cache_dtype")
-    kv_dtypes: tuple[str | None, ...] = (_KV_DTYPES.get(name),)
-    if name == "auto" and has_float8_cache(config.hf_config.to_dict()):
-        kv_dtypes = (None, _KV_DTYPES["fp8_e4m3"])
-    dtype = str(runner.dtype).removeprefix("torch.")
+    dtype, *names = (
+        str(each).removeprefix("torch.")
+        for each in (runner.dtype, *_kv_dtypes(runner.server_args, config))
+    )
+    kv_dtypes = tuple(None if name == dtype else name for name in names)
     return KernelNeeds(dtype, kv_dtypes, tuple(sorted(shapes))), layer_support
+
+
+def _kv_dtypes(arguments: Any, config: Any) -> list[torch.dtype]:
+    """Return the dtypes that the KV cache may have, that of the newest SGLang last."""
+    name = compat.resolved(arguments, "kv_cache_dtype")
+    if name == "auto" and has_float8_cache(config.hf_config.to_dict()):
+        return [config.dtype, _KV_DTYPES["fp8_e4m3"]]
+    return [_KV_DTYPES.get(name, config.dtype)]
 
 
 @contextlib.contextmanager
@@ -169,16 +183,16 @@ def _build(path: str, flags: Sequence[str]) -> tuple[torch.nn.Module, LayerSuppo
         whole = Unsupported("default backend", default)
     _become_a_rank(arguments, config)
     model = _on_meta_device(config)
-    whole = whole or window_reason(model)
     runner = SimpleNamespace(
         server_args=arguments,
         model=model,
         dtype=config.dtype,
-        kv_cache_dtype=_KV_DTYPES.get(compat.resolved(arguments, "kv_cache_dtype"), config.dtype),
+        kv_cache_dtype=_kv_dtypes(arguments, config)[-1],
         device="cuda",
         sliding_window_size=resolve_sliding_window_size(model, config),
         attention_chunk_size=getattr(config, "attention_chunk_size", None),
     )
+    whole = whole or window_reason(model) or dtypes_reason(runner)
 
     def reason_of(layer: RadixAttention) -> Unsupported | None:
         one_byte = is_converted(runner)

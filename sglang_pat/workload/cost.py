@@ -30,7 +30,7 @@ from sglang_pat.model_layers import (
     read_layers,
 )
 from sglang_pat.support import MAX_LATENT_GROUP_SIZE, Unsupported, has_kernels, head_dim_name
-from sglang_pat.workload.models import GPUS, GpuModel, check_dtype
+from sglang_pat.workload.models import GPUS, GpuModel, served_dtype
 from sglang_pat.workload.weights import (
     WHOLE_BYTES,
     WeightBytes,
@@ -186,7 +186,7 @@ class StepTime:
         ValueError
             `tp` or a key of the configuration is not valid. The message names the key.
         """
-        check_dtype(config)
+        dtype = served_dtype(config)
         layers = read_layers(config, max(1, tp)) if layers is None else layers
         if kv_cache_dtype == "auto":
             is_float8 = has_float8_cache(config)
@@ -194,6 +194,12 @@ class StepTime:
             is_float8 = kv_cache_dtype.startswith("fp8")
         kv_bytes = 1.0 if is_float8 else 2.0
         layers = [_on_gpu(layer, gpu, one_byte=kv_bytes < 2) for layer in layers]
+        if kv_cache_dtype.startswith("bf") and dtype != "bfloat16":
+            mixed = Unsupported("dtype of queries and KV cache", f"{dtype} and bfloat16")
+            layers = [
+                replace(each, refusal=each.refusal or mixed) if each.num_qo_heads else each
+                for each in layers
+            ]
         check_ranks(layers, tp)
         return cls(
             layers=layers,

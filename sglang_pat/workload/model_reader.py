@@ -36,10 +36,10 @@ from sglang_pat.offline.model_modules import VARIABLE, check_known, modules_with
 from sglang_pat.support import Unsupported
 from sglang_pat.workload.models import (
     NAMED_CONFIGS,
-    check_dtype,
     naming,
     quantised_config,
     read_whole_config,
+    served_dtype,
 )
 from sglang_pat.workload.weights import Weights, read_weights
 
@@ -83,15 +83,15 @@ def check_model(name: str) -> tuple[str, Mapping[str, Any]]:
     with naming(label):
         check_served(whole)
         config = decoder_config(quantised_config(label, whole))
-        check_dtype(config)
+        served_dtype(config)
         check_counts(config)
         if class_name(whole) not in KNOWN:
             check_known(class_name(whole), whole)
     return label, config
 
 
-def read_model(name: str, tp: int = 1) -> Model:
-    """Read a model that runs on `tp` GPUs.
+def read_model(name: str, tp: int = 1, kv_cache_dtype: str = "auto") -> Model:
+    """Read a model that runs on `tp` GPUs. kv_cache_dtype: SGLang's option.
 
     Raises
     ------
@@ -102,7 +102,7 @@ def read_model(name: str, tp: int = 1) -> Model:
     label, config = check_model(name)
     _, whole = read_whole_config(name)
     with naming(label):
-        found = None if label in NAMED_CONFIGS else _of_sglang(whole, config, tp)
+        found = None if label in NAMED_CONFIGS else _of_sglang(whole, config, tp, kv_cache_dtype)
         if isinstance(found, tuple):
             return Model(label, config, *found)
         layers = _by_rules(config, tp, found)
@@ -118,7 +118,7 @@ def _by_rules(config: Mapping[str, Any], tp: int, why: str | None) -> Sequence[L
 
 
 def _of_sglang(
-    whole: Mapping[str, Any], config: Mapping[str, Any], tp: int
+    whole: Mapping[str, Any], config: Mapping[str, Any], tp: int, kv_cache_dtype: str
 ) -> tuple[list[Layer], Weights] | str | None:
     """Read a model by SGLang's class. Return None without SGLang, or the reason if SGLang fails."""
     try:
@@ -128,8 +128,10 @@ def _of_sglang(
     with tempfile.TemporaryDirectory(prefix="sglang-pat-model-") as folder:
         Path(folder, "config.json").write_text(json.dumps(whole))
         asked: list[dict[str, Any]] = [{"path": folder}]
-        if tp > 1:
-            asked.append({"path": folder, "flags": ["--tp", str(tp)]})
+        flags = ["--tp", str(tp)] * (tp > 1)
+        flags += ["--kv-cache-dtype", kv_cache_dtype] * (kv_cache_dtype != "auto")
+        if flags:
+            asked.append({"path": folder, "flags": flags})
         # First let SGLang import only the module of the model's class, which takes a fraction of
         # the time. If that class needs other modules, let SGLang import all.
         answers = _ask(asked, modules_without(_classes(whole)))
@@ -181,7 +183,7 @@ def _layers(
     """Return a model's layers, from SGLang's descriptions of the model on one GPU and on several.
 
     alone: the model on one GPU, which gives the shapes of whole layers. shared: the model on all
-    GPUs, which gives the reasons why pat refuses layers.
+    GPUs, with the flags of the server, which gives the reasons why pat refuses layers.
     """
     reasons = [each[6] or shared["reason"] for each in shared["layers"]]
     found = [

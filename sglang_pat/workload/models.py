@@ -303,8 +303,14 @@ def context_length_of(config: Mapping[str, Any]) -> int | None:
     return positive(config, "max_position_embeddings")
 
 
-def check_dtype(config: Mapping[str, Any]) -> None:
-    """Raise ValueError if the weights have a dtype that SGLang does not serve in 16 bits."""
+def served_dtype(config: Mapping[str, Any]) -> str:
+    """Return the dtype in which SGLang serves the weights, by its default `--dtype auto`.
+
+    Raises ValueError if that dtype does not have 16 bits.
+    """
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
     if dtype not in _DTYPES:
         raise ValueError(f"torch_dtype={dtype!r}; allowed: {', '.join(_DTYPES)}")
+    if dtype != "float32":
+        return dtype
+    return "bfloat16" if str(config.get("model_type")).startswith("gemma") else "float16"

@@ -135,6 +135,7 @@ def test_a_large_fp8_pool_beside_fa3_is_assumed(tmp_path: Path) -> None:
     [
         ("gpt-oss", "", "('bfloat16', (None,), ((64, 64),))"),
         ("gemma-3", "--kv-cache-dtype fp8_e5m2", "('bfloat16', ('float8_e5m2',), ((256, 256),))"),
+        ("llama", "--kv-cache-dtype bf16 --dtype float16", "('float16', ('bfloat16',), ())"),
     ],
 )
 def test_kernels_that_a_server_needs(

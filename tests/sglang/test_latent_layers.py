@@ -346,7 +346,7 @@ DELEGATED: dict[str, Callable[[], Any]] = {
         TREES[0], 4, **GPU, token_to_kv_pool=make_pool(torch.bfloat16)
     ),
     "latent attention with LoRA on kv_b_proj": lambda: latent_runner(model=adapted_model()),
-    "dtype of queries and KV cache a KV cache of torch.float16": lambda: latent_runner(
+    "dtype of queries and KV cache torch.float32 and torch.float16": lambda: latent_runner(
         kv_cache_dtype=torch.float16
     ),
     "dtype of queries and KV cache mxfp8": lambda: fp8_runner(kv_cache_dtype_str="mxfp8"),

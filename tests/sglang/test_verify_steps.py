@@ -270,7 +270,7 @@ def test_full_masks_are_made_for_other_readers_alone(
     worker: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(layer_rules, "_device_reason", lambda *_: None)
+    monkeypatch.setattr(layer_rules, "dtypes_reason", lambda *_: None)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     made = server_arguments(speculative_num_draft_tokens=DRAFTS, **arguments)
     backend = pat_backend(runner(server_args=made, **({"device": "cuda"} | changes)))

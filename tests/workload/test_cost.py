@@ -292,6 +292,13 @@ def test_gpus_without_a_body_for_latent_attention(monkeypatch: pytest.MonkeyPatc
     assert str(refused) == "latent attention on a B200"
 
 
+def test_a_cache_of_another_16_bit_type() -> None:
+    config = {**read_config("llama-3.1-8b")[1], "torch_dtype": "float32"}
+    time = StepTime.of_model(config, GPUS["H100"], kv_cache_dtype="bf16")
+    refused = "dtype of queries and KV cache float16 and bfloat16"
+    assert {str(layer.refusal) for layer in time.layers} == {refused}
+
+
 @pytest.mark.parametrize(
     ("gpu", "quantisation", "refusal"),
     [

@@ -97,8 +97,8 @@ def test_reasons_are_those_of_the_gpus_together(
     asked = answer(
         monkeypatch, alone, ALONE | {"layers": [[0, 16, 1, 576, 512, None, None, False]]}
     )
-    (layer, *_) = read_model(str(folder), tp=8).layers
-    assert asked == [[], ["--tp", "8"]]
+    (layer, *_) = read_model(str(folder), tp=8, kv_cache_dtype="fp8_e5m2").layers
+    assert asked == [[], ["--tp", "8", "--kv-cache-dtype", "fp8_e5m2"]]
     assert (layer.kind, layer.num_qo_heads, layer.is_accelerated) == (LATENT, 128, True)
 
 

@@ -223,20 +223,27 @@ def _reason_for_all(model_runner: Any, default: str) -> Unsupported | None:
         return Unsupported("default backend", default)
     if compat.translates_slots(model_runner):
         return Unsupported("KV pool", "with virtual slots")
-    return _device_reason(model_runner.device, model_runner.dtype)
+    return dtypes_reason(model_runner)
 
 
-def _device_reason(device: str, dtype: torch.dtype) -> Unsupported | None:
-    """Return why there are no kernels for a device, or None. A CPU needs no kernels."""
-    if device == "cpu":
-        return None
-    if device != "cuda" or torch.version.hip is not None:
-        return Unsupported("device", device if torch.version.hip is None else "ROCm")
-    capability = torch.cuda.get_device_capability()
-    if capability < support.OLDEST_CAPABILITY:
-        return Unsupported("device", "compute capability {}.{}".format(*capability))
-    if str(dtype).removeprefix("torch.") not in support.KERNEL_DTYPES:
-        return Unsupported("dtype of queries and KV cache", f"{dtype} on a GPU")
+def dtypes_reason(model_runner: Any) -> Unsupported | None:
+    """Return why there are no kernels for a device, or for the dtypes on it, or None.
+
+    A CPU needs no kernels. Reads only `device`, `dtype` and `kv_cache_dtype` of the model runner.
+    """
+    device, dtype, kv_dtype = model_runner.device, model_runner.dtype, model_runner.kv_cache_dtype
+    allowed, where = support.DTYPES, ""
+    if device != "cpu":
+        if device != "cuda" or torch.version.hip is not None:
+            return Unsupported("device", device if torch.version.hip is None else "ROCm")
+        allowed, where = support.KERNEL_DTYPES, " on a GPU"
+        capability = torch.cuda.get_device_capability()
+        if capability < support.OLDEST_CAPABILITY:
+            return Unsupported("device", "compute capability {}.{}".format(*capability))
+    if str(dtype).removeprefix("torch.") not in allowed:
+        return Unsupported("dtype of queries and KV cache", f"{dtype}{where}")
+    if kv_dtype != dtype and not is_converted(model_runner):
+        return Unsupported("dtype of queries and KV cache", f"{dtype} and {kv_dtype}")
     return None
 
 
@@ -273,7 +280,7 @@ def kernels_reason(layer: RadixAttention, model_runner: Any) -> Unsupported | No
 def latent_reason(layer: RadixAttention, model_runner: Any, default: str) -> Unsupported | None:
     """Return why a latent attention layer falls back on this server, or None.
 
-    Reads only `server_args`, `model`, `device`, `dtype` and `kv_cache_dtype` of the model runner.
+    Reads only `server_args`, `model`, `device` and `kv_cache_dtype` of the model runner.
     """
     drafts = drafts_of(model_runner.server_args)
     reason = support.nothing_to_gain(**_rows_of(layer, model_runner, default))
@@ -283,8 +290,6 @@ def latent_reason(layer: RadixAttention, model_runner: Any, default: str) -> Uns
         return Unsupported("attention", "trees of drafts over latent attention on a GPU")
     if layer.layer_id in _with_lora_on_latent(model_runner.model):
         return Unsupported("attention", "latent attention with LoRA on kv_b_proj")
-    if str(model_runner.dtype).removeprefix("torch.") not in support.DTYPES:
-        return Unsupported("dtype of queries and KV cache", model_runner.dtype)
     return None
 
 
@@ -303,9 +308,6 @@ def _latent_pool_reason(
     layer: RadixAttention, model_runner: Any, default: str
 ) -> Unsupported | None:
     """Return a reason unless each slot has one row of KV, whose first columns are the value."""
-    dtype = model_runner.kv_cache_dtype
-    if dtype != model_runner.dtype and not is_converted(model_runner):
-        return Unsupported("dtype of queries and KV cache", f"a KV cache of {dtype}")
     pool = model_runner.token_to_kv_pool
     of_attention = pool.full_kv_pool if type(pool) is HybridLinearKVPool else pool
     # Other pools store KV in their own formats.
@@ -441,12 +443,7 @@ def window_size(layer: RadixAttention, model_runner: Any, default: str) -> int |
 
 def _pool_reason(layer: RadixAttention, model_runner: Any) -> Unsupported | None:
     """Return a reason unless the KV is `[slot, KV head, head_dim]` in a dtype that pat reads."""
-    dtype = model_runner.kv_cache_dtype
-    if dtype != model_runner.dtype and not is_converted(model_runner):
-        return Unsupported("dtype of queries and KV cache", f"{model_runner.dtype} and {dtype}")
-    if str(model_runner.dtype).removeprefix("torch.") not in support.DTYPES:
-        return Unsupported("dtype of queries and KV cache", model_runner.dtype)
-    pool = model_runner.token_to_kv_pool
+    dtype, pool = model_runner.kv_cache_dtype, model_runner.token_to_kv_pool
     for head_dim, buffer in (
         (layer.qk_head_dim, pool.get_key_buffer(layer.layer_id)),
         (layer.v_head_dim, pool.get_value_buffer(layer.layer_id)),
