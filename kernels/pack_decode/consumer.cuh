@@ -127,7 +127,10 @@ struct Consumer {
   // stage.
   __device__ __forceinline__ StageRecord
   stage_record(const RingPosition<Storage::kStages>& at) const {
-    return {__shfl_sync(kFullWarp, storage.stage_records[at.stage].packed, 0)};
+    // If all lanes load the same word, ptxas drops the shuffle. With narrower rows, the shuffles of the softmax then
+    // order the lanes' reads before the release. With wide rows, the release comes before the softmax.
+    const bool reads = !Dims::kIsWide || threadIdx.x % 32 == 0;
+    return {__shfl_sync(kFullWarp, reads ? storage.stage_records[at.stage].packed : 0, 0)};
   }
 
   __device__ __forceinline__ uint32_t
