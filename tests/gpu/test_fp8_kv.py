@@ -26,6 +26,7 @@ from pack_decode_cases import (
     load,
     make_sinks,
     needs_latent_kernels,
+    planned,
     planned_step,
     run,
 )
@@ -371,8 +372,7 @@ def test_a_nan_reaches_the_requests_that_read_it_and_no_other() -> None:
 
 def test_a_graph_keeps_its_scales() -> None:
     heads = Heads(8, 2, kv_dtype=E4M3)
-    tensors, step = converted(Tensors.make(MIXED, heads), E4M3), planned_step(heads)
-    step.write(MIXED.batch(), **tensors.index)
+    tensors, step = planned(MIXED, heads, converted(Tensors.make(MIXED, heads), E4M3))
     scales = [{"k_scale": 0.5, "v_scale": 3.0}, {}]
     expected = [run(step, tensors, **each) for each in scales]
     results = [tuple(torch.zeros_like(x) for x in each) for each in expected]
@@ -392,8 +392,7 @@ def test_a_graph_keeps_its_scales() -> None:
 def test_a_graph_reads_scales_that_lie_on_the_device(logit_cap: float) -> None:
     """SGLang's layers have scales on the device, and a weight update overwrites them in place."""
     heads = Heads(8, 2, kv_dtype=E4M3)
-    tensors, step = converted(Tensors.make(MIXED, heads), E4M3), planned_step(heads)
-    step.write(MIXED.batch(), **tensors.index)
+    tensors, step = planned(MIXED, heads, converted(Tensors.make(MIXED, heads), E4M3))
     scales = {name: torch.ones((), device="cuda") for name in ("k_scale", "v_scale")}
     graph, out, lse = captured(step, tensors, logit_cap=logit_cap, **scales)
     for k_scale, v_scale in ((1.0, 1.0), (0.37, 2.5), (1.7, 0.04)):
@@ -512,8 +511,7 @@ def test_a_latent_nan_reaches_the_requests_that_read_it_and_no_other() -> None:
 @needs_latent_kernels
 def test_a_latent_graph_has_the_bits_of_eager_steps() -> None:
     heads = latent(16, kv_dtype=E4M3)
-    tensors, step = converted(Tensors.make(MIXED, heads), E4M3), planned_step(heads)
-    step.write(MIXED.batch(), **tensors.index)
+    tensors, step = planned(MIXED, heads, converted(Tensors.make(MIXED, heads), E4M3))
     expected, expected_lse = run(step, tensors)
     nope, rope = (each.contiguous() for each in tensors.q.split([COLUMNS, ROPE], dim=-1))
     graph, out, lse = captured(step, dataclasses.replace(tensors, q=nope), q_rope=rope)

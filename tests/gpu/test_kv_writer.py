@@ -6,7 +6,7 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from pack_decode_cases import BF16, FP16, Heads, Tensors, planned_step
+from pack_decode_cases import BF16, FP16, Heads, Tensors, planned
 from sample_forests import make_case
 from slot_placements import move, place
 
@@ -228,8 +228,7 @@ def test_attention_reads_what_was_just_written(
     ]
     rows = tensors.req_to_token[tensors.req_pool_indices]
     slots = rows.gather(1, tensors.seq_lens[:, None] - 1).squeeze(1).long()
-    step = planned_step(heads)
-    step.write(case.batch(), **tensors.index)
+    _, step = planned(case, heads, tensors)
     writer = writer_of(kv_dtype=kv_dtype)
     divisor = torch.tensor(0.37, device="cuda")
     k_scale, scale = float(divisor) if kv_dtype else 1.0, writer.scale(divisor)

@@ -167,9 +167,9 @@ def planned_step(heads: Heads, **options):
     return PlannedStep(config_of(heads), heads.num_qo_heads, heads.num_kv_heads, **options)
 
 
-def planned(case: ForestCase, heads: Heads, **options):
+def planned(case: ForestCase, heads: Heads, tensors: Tensors | None = None, **options):
     """Return the case on the device, and a step with its plan."""
-    tensors, step = Tensors.make(case, heads), planned_step(heads, **options)
+    tensors, step = tensors or Tensors.make(case, heads), planned_step(heads, **options)
     step.write(case.batch(), **tensors.index)
     return tensors, step
 
@@ -246,12 +246,13 @@ def make_sinks(heads: Heads, dtype: torch.dtype = torch.float32) -> torch.Tensor
 def check_case(
     case: ForestCase,
     heads: Heads,
+    tensors: Tensors | None = None,
     *,
     logit_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     **options,
 ) -> None:
-    tensors, step = planned(case, heads, **options)
+    tensors, step = planned(case, heads, tensors, **options)
     check(*run(step, tensors, logit_cap=logit_cap, sinks=sinks), tensors, logit_cap, sinks)
 
 
