@@ -77,6 +77,11 @@ void KvSplitter::split(const Packing& packing, SplitTask task, Split& out) {
   } else if (!has_long_range) {
     stream_k_.split(context, task, packing, list_, is_little, out);
   }
+  if (!has_long_range) return;
+  out.list_ticket_costs(ticket_costs_);
+  if (imbalance(ticket_costs_, config_.num_workers) <= kWorstAlignedImbalance) return;
+  list_.make(packing, context, false);
+  stream_k_.split_finer(context, task, packing, list_, out);
 }
 
 }  // namespace pat

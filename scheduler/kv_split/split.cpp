@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <functional>
 #include <limits>
+#include <numeric>
 #include <queue>
 
 namespace pat {
@@ -61,21 +62,28 @@ int64_t Split::balanced_growth(int32_t num_workers) const {
   return growth;
 }
 
-double imbalance(std::span<const int64_t> ticket_costs, int32_t num_workers) {
+int64_t slowest_worker(std::span<const int64_t> ticket_costs, int32_t num_workers) {
+  if (static_cast<int64_t>(ticket_costs.size()) <= num_workers) {
+    return ticket_costs.empty() ? 0 : std::ranges::max(ticket_costs);
+  }
   // The smallest load is on top, because the worker that finishes first draws the next ticket.
   std::priority_queue<int64_t, std::vector<int64_t>, std::greater<>> loads(
       {}, std::vector<int64_t>(num_workers, 0));
-  int64_t total = 0;
   int64_t slowest = 0;
   for (const int64_t cost : ticket_costs) {
     const int64_t load = loads.top() + cost;
     loads.pop();
     loads.push(load);
-    total += cost;
     slowest = std::max(slowest, load);
   }
+  return slowest;
+}
+
+double imbalance(std::span<const int64_t> ticket_costs, int32_t num_workers) {
+  const int64_t total = std::reduce(ticket_costs.begin(), ticket_costs.end());
   if (total == 0) return 1;
-  return static_cast<double>(slowest) * num_workers / static_cast<double>(total);
+  return static_cast<double>(slowest_worker(ticket_costs, num_workers)) * num_workers /
+         static_cast<double>(total);
 }
 
 }  // namespace pat

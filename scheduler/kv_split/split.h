@@ -68,8 +68,9 @@ struct SplitTask {
   bool shares_nothing = false;  // no tile has KV that several requests share
 };
 
-// Cost of the slowest worker divided by the mean of all workers, if each draws a ticket whenever it is idle. 1 if there
-// is no work.
+// Cost of the slowest worker, if each draws the next ticket whenever it is idle.
+int64_t slowest_worker(std::span<const int64_t> ticket_costs, int32_t num_workers);
+// The same divided by the mean of all workers. 1 if there is no work.
 double imbalance(std::span<const int64_t> ticket_costs, int32_t num_workers);
 
 }  // namespace pat

@@ -27,6 +27,7 @@ struct SplitContext {
   static constexpr int64_t kSegment = 4;
 
   int32_t num_workers;
+  int32_t tickets_each = 1;  // a stream-K split has at most this many tickets per worker
   TileSelection tiles;
   const CostModel* costs;
   const ItemCost* item_costs;

@@ -93,6 +93,7 @@ bool SplitTimeModel::takes_too_long(const SplitContext& context, const SplitTask
 SplitTimeModel::Expected SplitTimeModel::expect(const SplitContext& context, const SplitTask& task,
                                                 const Split& split) {
   Expected expected{.time = 0, .slowest = 0, .total = 0, .has_partials = false};
+  tickets_.clear();
   for (const Ticket& ticket : split.tickets) {
     int64_t own = 0;
     for (int32_t p = ticket.item_begin; p < ticket.item_end; ++p) {
@@ -103,9 +104,10 @@ SplitTimeModel::Expected SplitTimeModel::expect(const SplitContext& context, con
       }
       own += chain(context, kv_load, item.num_segments, item.num_requests);
     }
-    expected.slowest = std::max(expected.slowest, own);
+    tickets_.push_back(own);
     expected.total += own;
   }
+  expected.slowest = slowest_worker(tickets_, context.num_workers);
   expected.time = time_of_chains(task, context.num_workers, expected.slowest, expected.total);
   num_partials_.assign(task.num_requests, 0);
   for (const int32_t request : split.requests) ++num_partials_[request];

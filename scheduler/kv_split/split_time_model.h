@@ -12,8 +12,8 @@
 
 namespace pat {
 
-// The time of a split without the merge. A chain is the work of one CTA, in tokens. `slowest` is the longest chain,
-// `total` the sum of all chains.
+// The time of a split without the merge. A chain is the work of one CTA, in tokens: all tickets that it draws.
+// `slowest` is the longest chain, `total` the sum of all chains.
 int64_t time_of_chains(const SplitTask& task, int32_t num_workers, int64_t slowest, int64_t total);
 
 class SplitTimeModel {
@@ -35,6 +35,7 @@ class SplitTimeModel {
 
  private:
   std::vector<int64_t> chains_;
+  std::vector<int64_t> tickets_;       // each ticket's part of a chain
   std::vector<int32_t> num_partials_;  // per request of the batch
 };
 

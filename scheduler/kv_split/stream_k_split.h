@@ -1,4 +1,4 @@
-// The split for steps with little work: one ticket per worker.
+// The split for steps with little work, one ticket per worker, and for long ranges, a few tickets per worker.
 #pragma once
 
 #include <cstdint>
@@ -27,6 +27,10 @@ class StreamKSplit {
   // because CTAs start one after the other. Returns true if the split is aligned.
   bool split(const SplitContext& context, const SplitTask& task, const Packing& packing,
              const TileList& list, bool is_little, Split& out);
+  // Replaces `out`, a split of much work, by an aligned split with a few tickets per worker if that is expected to end
+  // earlier. CTAs draw the tickets in the order of their positions, so that they read a range from device memory once.
+  void split_finer(const SplitContext& context, const SplitTask& task, const Packing& packing,
+                   const TileList& list, Split& out);
 
  private:
   struct AssignResult {
@@ -45,6 +49,8 @@ class StreamKSplit {
   // Makes the split for `context`. Stores it in `out` if its expected time is shorter than that of `out`.
   SplitTimeModel::Expected try_context(const SplitContext& context, const SplitTask& task,
                                        const Packing& packing, const TileList& list, Split& out);
+  // Writes assignment_ to trial_split_.
+  void write(const SplitContext& context, const Packing& packing, const TileList& list);
   void order_tickets(Split& split);
 
   SplitTimeModel time_model_;

@@ -1,5 +1,7 @@
 #include <algorithm>
+#include <iterator>
 #include <limits>
+#include <map>
 #include <span>
 #include <string>
 #include <vector>
@@ -161,11 +163,11 @@ TEST(kv_split_deals_out_a_long_shared_range_chunk_by_chunk) {
   made.max_block_q = 64;
   for (const int32_t tokens : {8'192, 32'768, 131'072}) {
     const Batch batch =
-        make_batch({{-1, tokens}}, std::vector<std::pair<int, int32_t>>(200, {0, 256}));
+        make_batch({{-1, tokens}}, std::vector<std::pair<int, int32_t>>(304, {0, 256}));
     const Made result = split(batch, made);
     check_split(result, made);
-    // Where the shared KV of each ticket begins. All 25 tiles get a chunk before any tile gets its next chunk. One
-    // ticket per tile would leave workers idle, and two per tile are more tickets than workers.
+    // Where the shared KV of each ticket begins. All 38 tiles get a chunk before any tile gets its next chunk. With whole
+    // tiles, some workers would have one tile and others two.
     std::vector<int32_t> begins;
     for (const Ticket& ticket : result.split.tickets) {
       const Split::WorkItem& item = result.split.work_items[ticket.item_begin];
@@ -175,14 +177,45 @@ TEST(kv_split_deals_out_a_long_shared_range_chunk_by_chunk) {
       begins.push_back(segment.kv_begin);
     }
     CHECK(std::ranges::is_sorted(begins));
-    CHECK(begins.size() >= 50 && begins.size() % 25 == 0);
-    for (size_t i = 0; i < begins.size(); ++i) CHECK_EQ(begins[i], begins[i / 25 * 25]);
+    CHECK(begins.size() >= 76 && begins.size() % 38 == 0);
+    for (size_t i = 0; i < begins.size(); ++i) CHECK_EQ(begins[i], begins[i / 38 * 38]);
     // Tickets of tails come between tickets of chunks.
     const auto is_tail = [&](const Ticket& ticket) {
       const Split::WorkItem& item = result.split.work_items[ticket.item_begin];
       return result.split.segments[item.segment_begin].is_private();
     };
     CHECK(std::ranges::count_if(std::span(result.split.tickets).first(30), is_tail) > 0);
+  }
+}
+
+// 13 tiles for 33 workers: two tickets per tile would leave seven workers idle, and three are more tickets than workers.
+TEST(kv_split_gives_workers_a_few_tickets_of_a_long_shared_range) {
+  for (const auto& [num_tokens, own] :
+       {std::pair{6'144, 1'024}, {65'536, 1'024}, {131'072, 1'024}}) {
+    SchedulerConfig made = config();
+    made.max_block_q = 64;
+    made.min_item_tokens = 256;
+    const Made result = split(
+        make_batch({{-1, num_tokens}}, std::vector<std::pair<int, int32_t>>(200, {0, own})), made);
+    check_split(result, made);
+    std::vector<int64_t> costs;
+    result.split.list_ticket_costs(costs);
+    CHECK(costs.size() > 33 && costs.size() <= 8 * 33);
+    CHECK(imbalance(costs, 33) <= 1.1);
+    // CTAs draw all tickets of a position before those of the next, and all tiles have the same positions.
+    std::map<int32_t, int> tickets_at;
+    int32_t last = 0;
+    for (const Ticket& ticket : result.split.tickets) {
+      const Split::WorkItem& item = result.split.work_items[ticket.item_begin];
+      const Segment& segment = result.split.segments[item.segment_begin];
+      CHECK(segment.kv_begin >= last);
+      last = segment.kv_begin;
+      if (!segment.is_private()) ++tickets_at[last];
+    }
+    CHECK(tickets_at.size() >= 2);
+    // Towards the end, tiles of fewer requests may have no cut.
+    tickets_at.erase(std::prev(tickets_at.end()));
+    for (const auto& [position, count] : tickets_at) CHECK_EQ(count, 13);
   }
 }
 
@@ -200,8 +233,8 @@ TEST(kv_split_counts_what_parting_tiles_costs) {
   // Nine parted tiles have too many cuts for two workers, so each worker gets an even share. Seven do not.
   CHECK_EQ(num_tickets(36, 8'192, 2), 2);
   CHECK(num_tickets(28, 8'192, 2) > 2);
-  CHECK(num_tickets(7, 32'768, 7) <= 7);   // two tiles use up the partials
-  CHECK(num_tickets(24, 131'072, 8) > 8);  // longer chunks, because each makes many partials
+  CHECK(num_tickets(8, 131'072, 11) > 11);  // two tiles that nearly use up the partials
+  CHECK(num_tickets(24, 131'072, 8) > 8);   // longer chunks, because each makes many partials
 }
 
 TEST(kv_split_cuts_tiles_of_a_long_shared_range_at_the_same_places) {

@@ -23,7 +23,6 @@ from pack_decode_cases import (
     has_body,
     make_sinks,
     planned,
-    planned_step,
     run,
 )
 from sample_forests import ForestCase, forest_cases, make_case, many, three_level_case
@@ -65,6 +64,16 @@ def test_long_rows_are_merged(pair: tuple[int, int]) -> None:
     options = {"num_workers": 264, "min_item_tokens": 64}
     check_case(LONG, heads, **options)
     check_case(LONG, heads, sinks=make_sinks(heads), **options)
+
+
+@all_head_dims
+def test_workers_have_a_few_tickets_of_a_long_range(pair: tuple[int, int]) -> None:
+    """13 tiles divide badly among 33 workers, so that each tile is cut into five pieces."""
+    heads = Heads(32, 2, pair[0], BF16, pair[1])
+    case = make_case([(-1, 8192)], [(0, 64 + n % 3) for n in range(52)])
+    tensors, step = planned(case, heads, num_workers=33, min_item_tokens=256)
+    assert step.executor.buffers.loaded.num_tickets > 33
+    check(*run(step, tensors), tensors)
 
 
 @pytest.mark.parametrize("logit_cap", [1.0, 30.0])
@@ -115,9 +124,7 @@ def test_logits_that_rise_or_fall(
         slots = tensors.req_to_token[tensors.req_pool_indices[request], :tokens].long()
         keys = (logits[:tokens] * heads.head_dim**0.5 / 8.0).to(dtype)
         tensors.k_cache[slots, :, column] = keys[:, None]
-    step = planned_step(heads)
-    step.write(case.batch(), **tensors.index)
-    check(*run(step, tensors), tensors)
+    check_case(case, heads, tensors)
 
 
 def test_only_padding_rows() -> None:
@@ -127,10 +134,7 @@ def test_only_padding_rows() -> None:
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_index_types(index_dtype: torch.dtype) -> None:
     heads = Heads(8, 2)
-    tensors = Tensors.make(MIXED, heads, index_dtype=index_dtype)
-    step = planned_step(heads)
-    step.write(MIXED.batch(), **tensors.index)
-    check(*run(step, tensors), tensors)
+    check_case(MIXED, heads, Tensors.make(MIXED, heads, index_dtype=index_dtype))
 
 
 @all_head_dims
@@ -157,7 +161,8 @@ def test_page_sizes(page_size: int) -> None:
 @pytest.mark.usefixtures("memory_is_given_back")
 def test_slots_beyond_4_gib() -> None:
     heads = Heads(32, 32)
-    tensors = Tensors.make(make_case([(-1, 100)], [(0, 40)] * 4), heads)
+    case = make_case([(-1, 100)], [(0, 40)] * 4)
+    tensors = Tensors.make(case, heads)
     small = tensors.k_cache, tensors.v_cache
     num_slots = (5 << 30) // (32 * 128 * 2)
     shift = num_slots - len(small[0])
@@ -167,10 +172,7 @@ def test_slots_beyond_4_gib() -> None:
     tensors.k_cache, tensors.v_cache = large
     table = tensors.req_to_token
     tensors.req_to_token = torch.where(table < 2147480000, table + shift, table)
-    step = planned_step(heads)
-    batch = make_case([(-1, 100)], [(0, 40)] * 4).batch()
-    step.write(batch, **tensors.index)
-    check(*run(step, tensors), tensors)
+    check_case(case, heads, tensors)
 
 
 @settings(many, max_examples=1000, database=None)
