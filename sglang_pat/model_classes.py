@@ -21,17 +21,19 @@ PLAIN = _names(
     ApertusForCausalLM ArceeForCausalLM BaichuanForCausalLM BailingMoEForCausalLM
     BailingMoeForCausalLM BailingMoeV2ForCausalLM ChatGLMModel CohereForCausalLM DbrxForCausalLM
     DeciLMForCausalLM DeepseekForCausalLM DeepseekOCRForCausalLM DeepseekV2ForCausalLM
-    DeepseekV3ForCausalLM DeepseekVL2ForCausalLM DotsOCRForCausalLM DotsVLMForCausalLM
-    Ernie4_5_ForCausalLM Ernie4_5_MoeForCausalLM Ernie4_5_VLMoeForConditionalGeneration
-    Ernie4_5ForCausalLM ExaoneForCausalLM GemmaForCausalLM GigaChat35ForCausalLM Glm4ForCausalLM
-    Glm4MoeForCausalLM Glm4MoeLiteForCausalLM Glm4vForConditionalGeneration
-    Glm4vMoeForConditionalGeneration GlmAsrForConditionalGeneration GlmOcrForConditionalGeneration
-    GPT2LMHeadModel GPTBigCodeForCausalLM GPTJForCausalLM GraniteForCausalLM GraniteMoeForCausalLM
-    GraniteMoeSharedForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM HYV3ForCausalLM
-    InternLM2ForCausalLM InternLM3ForCausalLM InternS1ForConditionalGeneration InternVLChatModel
-    IQuestCoderForCausalLM KimiK25ForConditionalGeneration KimiVLForConditionalGeneration
+    DeepseekV3ForCausalLM DeepseekVL2ForCausalLM Dots1ForCausalLM DotsOCRForCausalLM
+    DotsVLMForCausalLM Ernie4_5_ForCausalLM Ernie4_5_MoeForCausalLM
+    Ernie4_5_VLMoeForConditionalGeneration Ernie4_5ForCausalLM ExaoneForCausalLM GemmaForCausalLM
+    GigaChat35ForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM
+    Glm4vForConditionalGeneration Glm4vMoeForConditionalGeneration GlmAsrForConditionalGeneration
+    GlmOcrForConditionalGeneration GPT2LMHeadModel GPTBigCodeForCausalLM GPTJForCausalLM
+    GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeSharedForCausalLM HunYuanDenseV1ForCausalLM
+    HunYuanMoEV1ForCausalLM HYV3ForCausalLM InternLM2ForCausalLM InternLM3ForCausalLM
+    InternS1ForConditionalGeneration InternVLChatModel IQuestCoderForCausalLM
+    KimiK25ForConditionalGeneration KimiVLForConditionalGeneration
     LightOnOCRForConditionalGeneration LlamaForCausalLM LlavaForConditionalGeneration
-    LlavaLlamaForCausalLM LlavaMistralForCausalLM LlavaQwenForCausalLM LlavaVidForCausalLM
+    LlavaLlamaForCausalLM LlavaMistralForCausalLM LlavaNextForConditionalGeneration
+    LlavaOnevisionForConditionalGeneration LlavaQwenForCausalLM LlavaVidForCausalLM
     LongcatFlashForCausalLM MiDashengLMModel MiMoForCausalLM MiniCPM3ForCausalLM MiniCPMForCausalLM
     MiniCPMO MiniCPMV MiniMaxM2ForCausalLM Ministral3ForCausalLM Mistral3ForConditionalGeneration
     MistralForCausalLM MistralLarge3ForCausalLM MixtralForCausalLM MultiModalityCausalLM
@@ -80,7 +82,9 @@ OTHER_RULES = _names(
     BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM Exaone4ForCausalLM FalconH1ForCausalLM
     Gemma2ForCausalLM Glm5NextForConditionalGeneration JetNemotronForCausalLM
     KimiK3ForConditionalGeneration KimiK3LinearForCausalLM KimiLinearForCausalLM Llama4ForCausalLM
-    Llama4ForConditionalGeneration MiMoV2FlashForCausalLM MiMoV2ForCausalLM NemotronHForCausalLM
+    Llama4ForConditionalGeneration MiMoV2FlashForCausalLM MiMoV2ForCausalLM
+    NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2 NemotronH_Omni_Reasoning_V3
+    NemotronHForCausalLM
     """
 )
 # Classes with sparse attention, for which SGLang has a backend that reads selected tokens.
@@ -145,6 +149,7 @@ _BY_TYPE = {
 # A class -> another class, which has the same rules.
 _ALIASES = {
     "DeepseekV41ForCausalLM": "DeepseekV4ForCausalLM",
+    "DeepseekVLV2ForCausalLM": "DeepseekVL2ForCausalLM",
     "LongcatCausalLM": "LongcatFlashForCausalLM",
     "LongcatFlashNgramForCausalLM": "LongcatFlashForCausalLM",
 }

@@ -92,6 +92,8 @@ _NAMES = {
     "kv_n_heads": "num_key_value_heads",
     "kv_channels": "head_dim",
     "attention_head_dim": "head_dim",
+    "decoder_attention_heads": "num_attention_heads",  # Whisper
+    "decoder_ffn_dim": "intermediate_size",
     "moe_num_experts": "num_experts",
     "moe_top_k": "num_experts_per_tok",
 }
@@ -221,6 +223,8 @@ def whole_refusal(config: Mapping[str, Any]) -> Unsupported | None:
         return Unsupported("attention", "an encoder-decoder model" + f" ({name})" * bool(name))
     if sparse := model_classes.sparse_name(config):
         return Unsupported("attention", f"sparse attention ({sparse})")
+    if config.get("dual_chunk_attention_config"):  # Qwen2.5-1M
+        return Unsupported("default backend", "dual_chunk_flash_attn")
     if name in model_classes.WITH_BIAS:
         return Unsupported("attention", f"a bias by distance ({name})")
     return None
@@ -331,6 +335,8 @@ def _rule(config: Mapping[str, Any]) -> str:
 def _kinds(config: Mapping[str, Any]) -> list[str]:
     """Return the kind of every layer, by the rule of the model's class."""
     name = _rule(config)
+    if name in model_classes.WITHOUT_ATTENTION:
+        return [STATE] * _num_layers(config)
     rule = _RULES.get(name)
     if rule is None and name in model_classes.PLAIN:
         rule = _plain
@@ -486,6 +492,9 @@ _RULES: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
     "MiMoV2FlashForCausalLM": _of_mimo_v2,
     "MiMoV2ForCausalLM": _of_mimo_v2,
     "NemotronHForCausalLM": _of_nemotron_h,
+    "NemotronH_Nano_Omni_Reasoning_V3": _of_nemotron_h,
+    "NemotronH_Nano_VL_V2": _of_nemotron_h,
+    "NemotronH_Omni_Reasoning_V3": _of_nemotron_h,
 }
 
 

@@ -40,7 +40,8 @@ def describe_model(path: str, flags: Sequence[str] = ()) -> dict[str, Any]:
         window. fallback: [topic, value] if pat does not decode the layer, else None.
         is_chunked: whether the layer attends within chunks.
         `parameters`: the number of parameters on one rank, by role: "attention" (includes states),
-        "dense", "experts", "head" (0 if the head is the embedding), "embedding", "encoders".
+        "dense", "experts", "head" (0 if the head is the embedding), "embedding", "encoders"
+        (includes embeddings per layer).
         `experts`: [experts in a layer, how many of them a token uses].
     """
     from sglang_pat.offline.model_support import build_model
@@ -86,6 +87,8 @@ def _parameters(model: torch.nn.Module) -> dict[str, int]:
     for name, module in model.named_modules():
         if isinstance(module, ParallelLMHead):
             kind = "head"
+        elif name.endswith("embed_tokens_per_layer"):  # Gemma 3n: a step reads a few rows of it
+            kind = "encoders"
         elif isinstance(module, VocabParallelEmbedding) or name.endswith("embed_tokens"):
             kind = "embedding"
         elif any(name == each or name.startswith(each + ".") for each in experts):

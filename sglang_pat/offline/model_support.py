@@ -11,6 +11,7 @@ import contextlib
 import io
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -155,6 +156,7 @@ def without_gpu() -> Iterator[None]:
         (torch.cuda, "Event", lambda *_, **__: None),
         (torch.cuda, "current_device", lambda: torch.device("meta")),
         (torch.cuda, "get_device_capability", lambda *_: _CAPABILITY),
+        (torch, "linspace", partial(torch.linspace, device="cpu")),  # InternVL reads its numbers
     )
     before = [getattr(module, name) for module, name, _ in replaced]
     for module, name, value in replaced:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_pat.model_classes import WITHOUT_ATTENTION, class_name
 from sglang_pat.model_layers import (
     CHUNK,
     FULL,
@@ -79,6 +80,9 @@ _BYTES = {
     "modelopt_fp4": 9 / 16,
 }
 _SKIPPED = ("ignore", "ignored_layers", "exclude_modules", "modules_to_not_convert")
+# What follows a module's name in a pattern of the whole module, or of one of its large matrices. A
+# router (`mlp.gate`) and `kv_b_proj` are small parts.
+_WHOLE_MODULE = r"(?:\W*$|.*\b(?:qkv?|o|q_b|down|(?:gate_)?up|gate)(?:\b.*)?_proj)"
 _FEW_LAYERS = 8  # up to this many unquantised layers, often the first and last, are neglected
 WHOLE_BYTES = 2.0  # bytes of an unquantised parameter
 
@@ -159,6 +163,12 @@ def read_weights(config: Mapping[str, Any], layers: Sequence[Layer]) -> Weights:
             dense += 2 * hidden * inner
         if config.get("enable_moe_block"):  # Gemma 4 also has a dense MLP per layer
             dense += matrices * hidden * positive(config, "intermediate_size")
+    widths = config.get("moe_intermediate_size")
+    if isinstance(widths, list) and config.get("model_type") == "ernie4_5_moe_vl":
+        # Text uses the wide experts. As many narrow ones are for images.
+        of_text = _first(config, _EXPERT_WIDTHS)
+        others = sum(each for each in widths if type(each) is int) - of_text
+        embedding += experts * others // of_text
     if not experts:
         return Weights(dense, 0, 1, 1, vocabulary, embedding, attention)
     per_token = min(_first(config, _EXPERTS_PER_TOKEN) or 1, num_experts)
@@ -183,6 +193,8 @@ def _mlps(
     config: Mapping[str, Any], layers: Sequence[Layer], num_experts: int
 ) -> Iterable[tuple[bool, int]]:
     """Yield, for every MLP, whether it is a mixture of experts, and its width."""
+    if class_name(config) in WITHOUT_ATTENTION:
+        return
     blocks = config.get("block_configs")
     if isinstance(blocks, list):  # Nemotron models from architecture search
         for block in blocks:
@@ -329,12 +341,18 @@ def _encoders(config: Mapping[str, Any], hidden: int) -> int:
 
 
 def _encoder(config: Mapping[str, Any], hidden: int) -> int:
+    if config.get("model_type") == "gemma3n_vision":  # MobileNet V5, of one size
+        return 300_000_000
+    if conformers := count(config, "conf_num_hidden_layers"):  # each has two MLPs and a convolution
+        return conformers * 23 * positive(config, "hidden_size") ** 2
     layers = _any(config, "depth", "num_hidden_layers", "num_layers", "encoder_layers", "layers")
     width = _any(config, "embed_dim", "hidden_size", "d_model", "width")
     if config.get("model_type") in ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5"):
         width = _any(config, "hidden_size")
     inner = _any(config, "intermediate_size", "encoder_ffn_dim")
     ratio = config.get("mlp_ratio")
+    if str(config.get("model_type")).startswith("glm4v"):
+        inner = _any(config, "out_hidden_size")
     inner = inner or int(width * (ratio if isinstance(ratio, int | float) and ratio > 0 else 4))
     is_gated = config.get("model_type") == "qwen2_5_vl" or config.get("hidden_act") == "silu"
     found = layers * (4 * width * width + (3 if is_gated else 2) * width * inner)
@@ -425,12 +443,9 @@ def _skips(quantisation: Mapping[str, Any], *modules: str) -> bool:
     layers = set()
     for pattern in map(str, patterns if isinstance(patterns, list) else [patterns]):
         path = pattern.removeprefix("re:").replace("\\", "")
-        for module in modules:
-            if re.search(rf"(?:^|[.*]){module}\b", path) is None:
-                continue
-            numbered = re.search(rf"layers\.(\d+)\..*?{module}\W*$", path)
-            if numbered is not None:
-                layers.add(numbered[1])
-            elif re.search(r"layers\.\d", path) is None:
+        if any(re.search(rf"(?:^|[.*]){module}\b{_WHOLE_MODULE}", path) for module in modules):
+            numbered = re.search(r"layers\.(\d+)\.", path)
+            if numbered is None:
                 return True
+            layers.add(numbered[1])
     return len(layers) > _FEW_LAYERS

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from model_families import FAMILIES
 from published_shapes import PublishedShape, alike, read_shapes, told
 
@@ -49,6 +50,9 @@ SMALL = {name: family.small_config for name, family in FAMILIES.items()}
 WITH_WINDOWS = [
     name for name, config in SMALL.items() if any(each.window for each in read_layers(config))
 ]
+OTHERS = yaml.safe_load((Path(__file__).parents[1] / "support/data/other_shapes.yaml").read_text())
+# Billions of parameters that a step does not read, apart from the embedding.
+ENCODERS = {"InternVL3-8B": 0.332, "gemma-3n-E4B": 0.98 + 2.35, "GLM-4.1V-9B": 0.89}
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +61,7 @@ def described(tmp_path_factory: pytest.TempPathFactory) -> Described:
     configs = {(name, flags): NAMED_CONFIGS[name] for name, flags, *_ in (*CASES, *REFUSED)}
     configs |= {(name, ""): shape.config for name, shape in PUBLISHED.items()}
     configs |= {(name, ""): SMALL[name] for name in WITH_WINDOWS}
+    configs |= {(name, ""): OTHERS[name]["config"] for name in ENCODERS}
     asked = []
     for (_, flags), config in configs.items():
         folder = tmp_path_factory.mktemp("model")
@@ -131,3 +136,10 @@ def test_parameters_of_named_models(
     found = described[name, ""]
     assert sum(found["parameters"].values()) / 1e9 == pytest.approx(billions, rel=0.005)
     assert found["experts"] == experts
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_parameters_that_a_step_does_not_read(described: Described, name: str) -> None:
+    found = described[name, ""]
+    assert "error" not in found
+    assert found["parameters"]["encoders"] / 1e9 == pytest.approx(ENCODERS[name], rel=0.02)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import pytest
+import yaml
 from published_shapes import PublishedShape, by_rules, read_shapes
 
 from sglang_pat.model_layers import decoder_config, read_layers
@@ -19,6 +21,21 @@ OTHER_WEIGHTS = {"BAAI/bge-large"}
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_layers_are_those_of_sglangs_class(shape: PublishedShape) -> None:
     assert by_rules(shape.config) == shape.layers
+
+
+OTHERS = yaml.safe_load((Path(__file__).parents[1] / "support/data/other_shapes.yaml").read_text())
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_shapes(name: str) -> None:
+    config, billions = OTHERS[name]["config"], OTHERS[name]["billions"]
+    layers = read_layers(config)
+    assert sum(each.is_accelerated for each in layers) == OTHERS[name]["decoded"]
+    reasons = {str(each.refusal) for each in layers if each.num_qo_heads and each.refusal}
+    assert reasons == {OTHERS[name].get("reason")} - {None}
+    found = read_weights(decoder_config(config), layers)
+    whole = (found.dense + found.experts + found.embedding) / 1e9
+    assert billions is None or whole == pytest.approx(billions, rel=0.1)
 
 
 WRONG = (None, 0, -1, "x", "", [], {}, [1], ["a"], {"a": 1}, 1.5, True, 10**12, [None], [{}])

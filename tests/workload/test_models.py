@@ -180,6 +180,14 @@ INT4 = {"weights": {"num_bits": 4, "type": "int", "group_size": 32}}
         ({"quant_method": "modelopt", "quant_algo": "NVFP4",
           "ignore": ["lm_head", *(f"model.layers.{i}.self_attn*" for i in range(60))]},
          (2, 9 / 16, 9 / 16)),
+        # Llama 3.1 405B lists matrix by matrix. Others list their routers.
+        ({"quant_method": "fbgemm_fp8", "modules_to_not_convert": [
+            f"model.layers.{i}.self_attn.{each}_proj" for i in range(32) for each in "qkvo"]},
+         (2, 1, 1)),
+        ({"quant_method": "fp8", "ignored_layers": ["re:.*mlp.gate$", "re:.*kv_b_proj",
+            *(f"model.layers.{i}.mlp.gate" for i in range(32)), "model.layers.*.mlp.gate",
+            "re:.*shared_expert_gate$", "re:.*self_attn.kv_b_proj.*"]}, (1, 1, 1)),
+        ({"quant_method": "fp8", "ignore": [r"re:.*mlp\.(gate|up|down)_proj.*"]}, (1, 2, 1)),
         # Some checkpoints do not quantise the first and last layers.
         ({"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0.self_attn.q_proj"]},
          (1, 1, 1)),

@@ -217,9 +217,7 @@ def test_usage_decides_how_long_prompts_and_what_they_share_are(
     tmp_path: Path, factor: float
 ) -> None:
     usage = {"prompt_tokens": round(PROMPT_TOKENS * factor), "completion_tokens": 5}
-    requests, trace = read_shape(
-        tmp_path, lambda i: {"time": i, **chat(i), "usage": usage}, strict=True
-    )
+    requests, trace = read_shape(tmp_path, lambda i: chat(i, time=i, usage=usage), strict=True)
     assert {each.input_length for each in requests} == {usage["prompt_tokens"]}
     assert shared(requests[0], requests[1]) == pytest.approx(1000 * factor, rel=0.02)
     assert trace.errors.counted == REQUESTS * usage["prompt_tokens"]
@@ -259,15 +257,15 @@ def test_mismatches_are_said(tmp_path: Path, advise: Any) -> None:
 # --- media ---
 
 
-def with_image(i: int, photo: str, tokens: int | None, **part: object) -> Record:
-    content = [
-        {"type": "text", "text": QUESTIONS[i]},
-        {"type": "image_url", "image_url": {"url": photo}},
-    ]
-    content = [content[0], {**content[1], **part}] if part else content
+def with_part(i: int, part: Record, tokens: int | None) -> Record:
+    """Return a request whose message has a text and another part."""
     usage = {"completion_tokens": 9, **({"prompt_tokens": tokens} if tokens else {})}
-    asked = [messages(i)[0], {"role": "user", "content": content}]
-    return {"time": i, "messages": asked, "usage": usage}  # fmt: skip
+    user = {"role": "user", "content": [{"type": "text", "text": QUESTIONS[i]}, part]}
+    return {"time": i, "messages": [messages(i)[0], user], "usage": usage}
+
+
+def with_image(i: int, photo: str, tokens: int | None) -> Record:
+    return with_part(i, {"type": "image_url", "image_url": {"url": photo}}, tokens)
 
 
 @pytest.mark.parametrize("url", [f"data:image/jpeg;base64,{PHOTO}", "https://x.example/a.jpg"])
@@ -297,22 +295,14 @@ IMAGES: dict[str, Record] = {
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_media_count_as_usage_says(tmp_path: Path, name: str) -> None:
-    def record(i: int) -> Record:
-        content = [{"type": "text", "text": QUESTIONS[i]}, IMAGES[name]]
-        usage = {"prompt_tokens": 2100, "completion_tokens": 9}
-        asked = [messages(i)[0], {"role": "user", "content": content}]
-        return {"time": i, "messages": asked, "usage": usage}
-
-    requests, _ = read_shape(tmp_path, record, strict=True)
+    requests, _ = read_shape(tmp_path, lambda i: with_part(i, IMAGES[name], 2100), strict=True)
     assert {each.input_length for each in requests} == {2100}
     assert 990 <= shared(requests[0], requests[1]) <= 1010
 
 
 def test_audio_of_unknown_length_is_refused_by_name(tmp_path: Path) -> None:
-    part = {"type": "input_audio", "input_audio": {"data": PHOTO}}
-    record = {"messages": [{"role": "user", "content": [part]}], "usage": {"completion_tokens": 9}}
     with pytest.raises(TraceError, match="'audio', whose length only"):
-        read_shape(tmp_path, lambda i: {"time": i, **record})
+        read_shape(tmp_path, lambda i: with_part(i, IMAGES["audio"], None))
 
 
 def test_images_beside_a_text_stand_where_it_marks_them(tmp_path: Path) -> None:
@@ -362,10 +352,7 @@ def test_requests_of_different_adapters_and_salts_share_nothing(tmp_path: Path, 
 
 
 NOTES: dict[str, Callable[[int], Record]] = {
-    "The log names 2 models (model-0, model-1)": lambda i: {
-        **chat(i, model=f"model-{i % 2}"),
-        **ANSWER,
-    },
+    "The log names 2 models (model-0, model-1)": lambda i: chat(i, model=f"model-{i % 2}") | ANSWER,
     "no length of 9 answers": lambda i: chat(i, max_tokens=300),
     "not known, and not read: cheese": lambda i: {"request": chat(i, cheese="x"), **ANSWER},
 }
