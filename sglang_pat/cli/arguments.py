@@ -11,6 +11,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,12 +42,20 @@ class Parser(argparse.ArgumentParser):
             names = action.option_strings
             if type(action) is argparse._StoreAction and sum(given[name] for name in names) > 1:
                 self.error(f"argument {'/'.join(names)}: given twice; allowed: once")
+        if self._subparsers is None:  # argparse would first name an option that is missing
+            options = (word.partition("=")[0] for word in words if word.startswith("--"))
+            for name in takewhile("--".__ne__, options):
+                if name not in self._option_string_actions:
+                    self._refuse(name)
         namespace, unknown = super().parse_known_args(words, namespace)
         if unknown:
-            options = [action.option_strings for action in self._actions if action.option_strings]
-            allowed = ", ".join(max(names, key=len) for names in options)
-            self.error(f"unknown argument {quoted(unknown[0])}; allowed: {allowed}")
+            self._refuse(unknown[0])
         return namespace, unknown
+
+    def _refuse(self, word: str) -> NoReturn:
+        options = [action.option_strings for action in self._actions if action.option_strings]
+        allowed = ", ".join(max(names, key=len) for names in options)
+        self.error(f"unknown argument {quoted(word)}; allowed: {allowed}")
 
 
 def bounded(error: object) -> str:
@@ -60,7 +69,10 @@ def fail(command: str, error: object, status: int = 2) -> int:
     command: the command's name, or "" if the error does not belong to a single command.
     """
     name = f"sglang-pat {command}: error" if command else "sglang-pat"
-    print(f"{name}: {bounded(error)}", file=sys.stderr)
+    try:
+        print(f"{name}: {bounded(error)}", file=sys.stderr, flush=True)
+    except OSError:  # stderr is full; Python's flush at exit would change the exit status
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     return status
 
 

@@ -42,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kinds",
         nargs="+",
         choices=KINDS,
-        help="of layers (default: all that have kernels for this GPU)",
+        metavar="KIND",
+        help=f"of layers: {', '.join(KINDS)} (default: all that have kernels for this GPU)",
     )
     parser.set_defaults(run=run)
 

@@ -113,8 +113,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument(
         "--kv-cache-dtype",
         choices=KV_CACHE_DTYPES,
+        metavar="DTYPE",
         default="auto",
-        help="type of the KV cache (default: the checkpoint's)",
+        help=f"type of the KV cache: {', '.join(KV_CACHE_DTYPES)} (default: the checkpoint's)",
     )
     server.add_argument(
         "--max-running-requests",

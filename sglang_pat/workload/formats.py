@@ -138,6 +138,8 @@ def open_trace(
     """
     if format not in ("auto", *FORMATS):
         raise ValueError(f"format {quoted(format)}; allowed: auto, {', '.join(FORMATS)}")
+    if path == Path("-"):
+        raise ValueError("-: standard input cannot be read twice; name a file")
     try:
         if not path.exists():
             raise ValueError(f"{path}: there is no such file")

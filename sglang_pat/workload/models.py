@@ -310,7 +310,7 @@ def served_dtype(config: Mapping[str, Any]) -> str:
     """
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
     if dtype not in _DTYPES:
-        raise ValueError(f"torch_dtype={dtype!r}; allowed: {', '.join(_DTYPES)}")
+        raise ValueError(f"torch_dtype={quoted(dtype)}; allowed: {', '.join(_DTYPES)}")
     if dtype != "float32":
         return dtype
     return "bfloat16" if str(config.get("model_type")).startswith("gemma") else "float16"

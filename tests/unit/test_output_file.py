@@ -187,10 +187,11 @@ def test_a_path_that_the_encoding_of_the_output_lacks_is_told(tmp_path: Path) ->
         assert "the encoding ascii" in done.stderr
 
 
-def test_stderr_that_is_closed_changes_nothing(tmp_path: Path) -> None:
+def test_stderr_that_is_closed_or_full_changes_nothing(tmp_path: Path) -> None:
     assert run("doctor --support-table", "2>&-", tmp_path).returncode == 0
-    done = run("advise --trace /no/file", "2>&-", tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
+    for redirect in ("2>&-", "2>/dev/full"):
+        done = run("advise --trace /no/file", redirect, tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
 
 
 # --- files ---
