@@ -82,6 +82,8 @@ _NO_TEXT = (
     (b"PK\x03\x04", "a zip archive"),
     (b"BZh", "compressed by bzip2"),
     (b"\xfd7zXZ", "compressed by xz"),
+    (b"\x04\x22M\x18", "compressed by lz4"),
+    (b"Obj\x01", "an Avro file"),
     (b"PAR1", "a Parquet file"),
     (b"ARROW1", "an Arrow file"),
     (b"SQLite format 3", "an SQLite database"),
@@ -95,6 +97,8 @@ _SAMPLE = 256
 # Size of the largest file whose lines are counted in advance, which takes up to two seconds.
 _COUNT_BYTES = 4 << 30
 _CHUNK_BYTES = 1 << 20
+# Matches a record with an id. Shippers of logs may deliver such a record twice.
+_WITH_ID = re.compile(rb'"(?:\w*_)?r?id" ?:', re.IGNORECASE)
 _LONGEST_FIELD = 1 << 30  # characters of a CSV file's field
 _NO_RECORD = (b"", b"[", b"]", b",")  # lines of an array that are not records
 _LONGEST = 10 * 366 * 86_400.0  # seconds that a trace may last
@@ -256,8 +260,14 @@ class _Source:
         found = map(_object, self.pieces())
         first = next((each for each in found if each is not None and is_request(each)), {})
         arrivals = itertools.count() if self.untimed and not has_time(first) else None
+        seen: set[int] = set()
 
         def read(line: bytes) -> list[LoggedRequest]:
+            if _WITH_ID.search(line):
+                number = len(seen)
+                seen.add(hash(line.strip()))
+                if len(seen) == number:
+                    raise NotReplayed("records that repeat another one")
             untimed = None if arrivals is None else float(next(arrivals))
             return read_record(_decoded(line), errors, untimed=untimed)
 

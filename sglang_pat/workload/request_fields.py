@@ -180,5 +180,6 @@ OPAQUE = frozenset(
 )
 # Gateways and HTTP archives have a body as text, under a path that ends in one of these pairs.
 BODIES = {("body", "content"), ("response", "content"), ("content", "text"), ("postdata", "text")}
+_OPTIONS = _words("optionalparams inferenceconfig invocationparams modelparameters toolconfig")
 OF_RECORDS = OPAQUE | ANSWERS | OUTPUT_TOKENS | INPUT_TOKENS
-OF_RECORDS |= {*map(plain, ANSWER_TEXTS), *TIMES, *USAGES, *STATUSES, *PATHS, "message"}
+OF_RECORDS |= {*map(plain, ANSWER_TEXTS), *TIMES, *USAGES, *STATUSES, *PATHS, *_OPTIONS, "message"}

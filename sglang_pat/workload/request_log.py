@@ -130,6 +130,8 @@ def requests_of(
     """
     extra = asked.get("extra_body")
     asked = {**asked, **extra} if isinstance(extra, Mapping) else asked
+    if not isinstance(found, Mapping):
+        asked = {**_tools_beside(asked, found), **asked}
     nested = [inner for key in fields.NESTED for inner in _mappings(asked.get(key))]
     for source in (asked, *nested):
         for key in fields.REFUSED.keys() & source.keys():
@@ -173,6 +175,16 @@ def requests_of(
             LoggedRequest(arrival, prompt, length, counted, namespace) for length in of_prompt
         ]
     return requests
+
+
+def _tools_beside(asked: Json, objects: Sequence[_Placed]) -> Json:
+    """Return the tools that a record has beside its request, as LiteLLM's and LangSmith's have."""
+    if is_set(asked.get("tools")):
+        return {}
+    for path, each in objects:
+        if fields.ANSWERS.isdisjoint(path) and as_list(each.get("tools")):
+            return {"tools": each["tools"]}
+    return {}
 
 
 def _check_repeats(

@@ -292,14 +292,17 @@ class _Rendered:
     def _block(self, block: Json) -> None:
         """Add a part of a message's content."""
         kind = str(block.get("type") or block.get("content_type") or "")
+        if not kind and len(block) == 1:  # as in Bedrock's Converse API: {"image": {...}}
+            ((kind, inner),) = block.items()
+            block = inner if isinstance(inner, Mapping) and "text" not in inner else block
         source = block.get("source")
-        if kind == "tool_use":
+        if kind in ("tool_use", "toolUse"):
             self._tool_call(block)
-        elif kind in ("tool_result", "search_result"):
+        elif kind in ("tool_result", "toolResult", "search_result"):
             self._content([block.get("title"), block.get("content")])
         elif kind == "tool_reference":
             self._content(block.get("name") or block.get("tool_name"))
-        elif kind == "redacted_thinking":
+        elif kind in ("redacted_thinking", "cachePoint"):
             pass  # servers do not pass it to the model
         elif kind == "document" and _text_of(source) is not None:
             self._text.append(str(_text_of(source)))
@@ -343,7 +346,7 @@ def _text_of(source: object) -> object:
 def _address(value: object) -> object:
     """Return what identifies a medium: its address or data, without options such as detail."""
     if isinstance(value, Mapping):
-        for key in ("url", "data", "file_data", "file_id", "id"):
+        for key in ("url", "data", "bytes", "file_data", "file_id", "id"):
             if isinstance(value.get(key), str):
                 return value[key]
     return value

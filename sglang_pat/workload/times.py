@@ -12,6 +12,7 @@ from email.utils import parsedate_to_datetime
 from sglang_pat.messages import quoted
 
 UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}  # unit -> how many make a second
+_FORMATS = ("%d/%b/%Y:%H:%M:%S %z", "%b %d, %Y @ %H:%M:%S.%f")  # of access logs and Kibana
 _SLASHES = re.compile(r"^(\d{4})/(\d\d)/(\d\d)")  # 2025/10/09, as Go and nginx write dates
 _EPOCH = (9e8, 4.2e9)  # numbers that count as seconds since 1970: 1998 to 2103
 
@@ -89,9 +90,9 @@ def _moment(value: object) -> float:
         if moment is None:
             with contextlib.suppress(ValueError, TypeError, IndexError):
                 moment = parsedate_to_datetime(text)
-        if moment is None:
+        for written in _FORMATS if moment is None else ():
             with contextlib.suppress(ValueError):
-                moment = datetime.strptime(text, "%d/%b/%Y:%H:%M:%S %z")  # format of access logs
+                moment = datetime.strptime(text, written)
         if moment is not None:
             found = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
             if 0 <= found <= _EPOCH[1]:

@@ -89,6 +89,7 @@ def shape_of(name: str, i: int) -> Record:
         "duration": i % 3,
         "second": EPOCH + i // 4,
         "nanosecond": i % 4 * 250_000_000,
+        "kibana": datetime.fromtimestamp(EPOCH + i / 4, UTC).strftime("%b %d, %Y @ %H:%M:%S.%f"),
         "microsecond": str(EPOCH * 1_000_000 + i * 250_000),
         "chunks": [{"choices": [{"index": 0, "delta": {"content": "abcd"}}]}] * OUTPUT_TOKENS,
     }
@@ -290,6 +291,7 @@ IMAGES: dict[str, Record] = {
     "audio": {"type": "input_audio", "input_audio": {"data": PHOTO, "format": "wav"}},
     "video": {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{PHOTO}"}},
     "document": {"type": "document", "source": {"type": "base64", "data": PHOTO}},
+    "no type": {"image": {"format": "png", "source": {"bytes": PHOTO}}},
 }
 
 
@@ -456,12 +458,14 @@ def test_what_generates_nothing_is_left_out_and_named(tmp_path: Path) -> None:
         {"time": 1, "event": "request.received", "obj": {"text": "abc"}},
         {"time": 1, "request": chat(0), "response": {"status_code": 500, "error": "x"}},
         {"time": 1, **chat(0), "usage": {"prompt_tokens": 1100, "completion_tokens": 0}},
+        *[{"time": 9, "request_id": "r", "request": chat(0), "response": ANSWER}] * 2,
     ]  # fmt: skip
     path = written(tmp_path / "log", [shape_of("plain", i) for i in range(4)] + others)
     requests, trace = read(path)
-    assert len(requests) == 4
+    assert len(requests) == 5
     assert trace.errors.count == 0
     assert trace.errors.left_out == {
+        "records that repeat another one": 1,
         "requests to /v1/embeddings, which generate nothing": 1,
         "requests to /v1/models, which generate nothing": 1,
         "requests to /health, which generate nothing": 1,
