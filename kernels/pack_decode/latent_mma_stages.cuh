@@ -156,31 +156,15 @@ class KvStages<Dims, kIsKey> {
   // leftover data could be NaN.
   template <StageCopy kKind>
   __device__ __forceinline__ void copy(int32_t lane_slot, int num_tokens) const {
-    const char* cache = static_cast<const char*>(params_.k_cache) + first_byte_ + copy_.source();
-    const char* sources[PanelCopy::kCopies];
-#pragma unroll
-    for (int i = 0; i < PanelCopy::kCopies; ++i) {
-      const uint32_t slot = __shfl_sync(kFullWarp, lane_slot, copy_.row(i));
-      sources[i] = cache + static_cast<uint64_t>(slot) * params_.k_slot_bytes;
-    }
+    const char* cache = static_cast<const char*>(params_.k_cache) + first_byte_;
+    const PanelSources sources(cache, params_.k_slot_bytes, lane_slot, copy_);
     const uint32_t target = this->target();
     constexpr int kPanels = Dims::kKeyPanels;
 #pragma unroll
     for (int panel = kBegin<kPanels>; panel < kEnd<kPanels>; ++panel) {
       const bool is_part = (panel + 1) * kPanelRowBytes > Dims::kTokenBytes;
       if (is_part && panel * kPanelRowBytes + copy_.source() >= Dims::kTokenBytes) continue;
-#pragma unroll
-      for (int i = 0; i < PanelCopy::kCopies; ++i) {
-        const uint32_t to = target + panel * LatentPart::kPanelBytes + copy_.target(i);
-        const char* from = sources[i] + panel * kPanelRowBytes;
-        if constexpr (kKind == StageCopy::kWhole) {
-          ptx::copy_async_16(to, from);
-        } else if constexpr (kKind == StageCopy::kWholeOnce) {
-          ptx::copy_async_16(to, from, ptx::evict_first());
-        } else {
-          ptx::copy_async_16_or_zero(to, from, copy_.row(i) < num_tokens);
-        }
-      }
+      sources.copy_panel<kKind>(target + panel * LatentPart::kPanelBytes, panel, num_tokens, copy_);
     }
   }
 
