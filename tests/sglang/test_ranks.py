@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 
 from sglang_pat import DecodeBatch, PackAttention, PrefixPaths
 from sglang_pat.plan import DecodePlan
-from sglang_pat.sglang.step.debug_checks import RankChecker, digest
+from sglang_pat.sglang.step.debug_checks import RankChecker, digest, own_group
 from sglang_pat.stats import bound_of
 
 
@@ -55,6 +55,11 @@ def check_as_rank(rank: int, ranks: int, folder: str) -> None:
     with pytest.raises(RuntimeError, match="ranks repeated the last plan differently: steps"):
         checker.check([alike], [500] * (1 + last), 9000)
     assert checker.checked["steps"] == 5
+    group = own_group(range(ranks), seconds=2)
+    if last:
+        with pytest.raises(RuntimeError, match="this rank planned a step that another rank did no"):
+            RankChecker(group).check([alike], [], 9000)
+    dist.barrier()  # the others go on meanwhile
     dist.destroy_process_group()
 
 

@@ -12,6 +12,7 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder
 from sglang_pat.sglang.tree.radix_paths import PathReader, Request
 from sglang_pat.stats import bound_of
 from sglang_pat.window import WindowAttention
+
+_WAIT_SECONDS = 600  # for other ranks to plan a step; one may compile kernels first
 
 
 class DebugChecks:
@@ -192,7 +195,8 @@ def _check_reuse(
 class RankChecker:
     """Compares the ranks of a group: their plans, and how long each rank took to plan.
 
-    All ranks of the group call `check` for every step that they plan.
+    All ranks of the group call `check` for every step that they plan. The group is the checker's
+    own, so that a rank that plans alone does not disturb SGLang's messages.
     """
 
     group: dist.ProcessGroup | None  # a CPU group; None: there are no other ranks
@@ -207,8 +211,8 @@ class RankChecker:
         """Return a checker for the ranks that have the same requests as this rank."""
         from sglang.srt.distributed.parallel_state import get_attn_tp_group
 
-        group = get_attn_tp_group()
-        return cls(group.cpu_group if group.world_size > 1 else None)
+        ranks = get_attn_tp_group().ranks
+        return cls(own_group(ranks) if len(ranks) > 1 else None)
 
     def counters(self) -> dict[str, Counter[str]]:
         """Return the counters, by name."""
@@ -230,7 +234,10 @@ class RankChecker:
             return
         found: list[Any] = [None] * dist.get_world_size(self.group)
         mine = [*map(digest, plans)], len(repeated_ns), [*repeated_ns, planned_ns]
-        dist.all_gather_object(found, mine, group=self.group)
+        try:
+            dist.all_gather_object(found, mine, group=self.group)
+        except RuntimeError as error:
+            raise RuntimeError("this rank planned a step that another rank did not plan") from error
         digests, repeats, times = zip(*found, strict=True)
         if any(each != digests[0] for each in digests):
             raise RuntimeError(f"ranks planned the step differently: plans by rank {[*digests]}")
@@ -242,6 +249,18 @@ class RankChecker:
             self.planned_apart_ns[_apart(now)] += 1
             before.append(now)
         self.apart_ns.update(map(_apart, before))
+
+
+def own_group(ranks: Sequence[int], seconds: float = _WAIT_SECONDS) -> dist.ProcessGroup:
+    """Return a new CPU group. All of these ranks, and no others, call this together.
+
+    seconds: how long a rank waits for the others.
+    """
+    wait = timedelta(seconds=seconds)
+    group: dist.ProcessGroup = dist.new_group(
+        [*ranks], timeout=wait, backend="gloo", use_local_synchronization=True
+    )
+    return group
 
 
 def _apart(times_ns: Sequence[int]) -> str:
