@@ -89,18 +89,21 @@ KNOWN = frozenset(
 
 @lru_cache(maxsize=4096)
 def plain(key: str) -> str:
-    """Return a key's letters and digits in lower case, so `startTime` equals `start_time`."""
-    return re.sub(r"[^0-9a-z]", "", str(key).lower())
+    """Return a key's letters and digits in lower case, so `startTime` equals `start_time`.
+
+    The prefix of OpenTelemetry's keys (`gen_ai.usage.input_tokens`) is left out.
+    """
+    return re.sub(r"[^0-9a-z]", "", str(key).lower().removeprefix("gen_ai.usage."))
 
 
 # Keys of a record's time. The first one that the record has, at any depth, counts.
 TIMES = _words(
     """
     requestreceivedts receivedat receivedtime requestreceivedat requestreceived arrivaltime
-    arrivedat arrival starttime startedat startts starttimestamp requesttime requestedat
-    requesttimestamp requeststarttime requeststart requestcreatedat requestts requestdate begintime
-    starteddatetime timestamp time ts datetime eventtime timeiso8601 timelocal msec
-    created createdat createdtime date start asctime realtimetimestamp logtime
+    arrivedat arrival starttime startedat startts starttimestamp inittimestamp requesttime
+    requestedat requesttimestamp requeststarttime requeststart requestcreatedat requestts
+    requestdate begintime starteddatetime timestamp time ts datetime eventtime timeiso8601 timelocal
+    msec created createdat createdtime date start asctime realtimetimestamp logtime
     """
 )
 # Keys of TIMES under which some logs have the duration of a request instead.

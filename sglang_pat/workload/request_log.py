@@ -42,6 +42,13 @@ _LONG_VALUE = 200
 _LONGEST_ANSWER = 1e5  # seconds; larger numbers are not durations
 _TEXTS = ("prompt", "text")  # these are prompts, even if the text is JSON
 _MESSAGES = ("messages", "input", "conversation", "conversations")  # lists, or JSON texts of lists
+# Keys of OpenTelemetry's conventions for generative AI -> those of the chat API.
+_OF_TELEMETRY = {
+    "gen_ai.request.model": "model",
+    "gen_ai.system_instructions": "system",
+    "gen_ai.input.messages": "messages",
+    "gen_ai.output.messages": "output",
+}
 _REQUEST_LINE = re.compile(r"[A-Z]{3,7} (\S+) HTTP/")
 _ASKING = ("system", "human", "user", "tool", "observation")  # speakers of a prompt
 _EVENT_LINE = re.compile(r"(?:data|event|id|retry)?:")
@@ -154,7 +161,7 @@ def requests_of(
         raise NotReplayed("requests for embeddings, which generate nothing")
     if not any(is_prompt(key, asked.get(key)) for key in fields.PROMPTS):
         raise ValueError("it holds neither input_ids nor text")
-    if answer.output_tokens is None and not answer.lengths:
+    if not answer.lengths:
         asked, answer = _with_answer_in_prompt(asked, answer)
     prompts = prompts_of(asked, answer.prompt_ids)
     _check_repeats(objects, prompts, answer, errors)
@@ -218,15 +225,20 @@ def _is_embedding(path: tuple[str, ...], found: Json) -> bool:
 
 
 def _with_answer_in_prompt(asked: Json, answer: _Answer) -> tuple[Json, _Answer]:
-    """Move the answer out of the conversation. In data sets, it is the last message."""
+    """Move the answer out of the conversation, in which data sets and some logs have it last."""
     names = ("conversations", "messages", "conversation")
     turns = next((found for name in names if (found := as_list(asked.get(name)))), [])
-    if "conversations" in asked:  # keep the first question and answer, as SGLang's benchmark does
+    is_data_set = answer.output_tokens is None
+    if (
+        is_data_set and "conversations" in asked
+    ):  # keep the first question and answer, as SGLang's benchmark does
         answers = (i for i, turn in enumerate(turns) if i and _speaker(turn) not in _ASKING)
         turns = turns[: next(answers, 1) + 1]
     elif not turns or role_of(turns[-1]) != "assistant":
         return asked, answer
     if len(turns) < 2:
+        if not is_data_set:
+            return asked, answer
         raise ValueError("the conversation holds no answer")
     last = turns[-1]
     size = _answer_bytes(last.get("value") or last) if isinstance(last, Mapping) else 0
@@ -259,7 +271,8 @@ def _objects(record: Json) -> Iterator[_Placed]:
 
 
 def _with_lists(found: Json) -> Json:
-    """Return the object. If its messages are a text with JSON, the text is parsed into a list."""
+    """Return the object, with its messages under a known key, and as a list instead of as JSON."""
+    found = {_OF_TELEMETRY.get(key, key): value for key, value in found.items()}
     changed = {}
     for key in _MESSAGES:
         value = found.get(key)
@@ -267,7 +280,7 @@ def _with_lists(found: Json) -> Json:
             parsed = _json(value)
             if isinstance(parsed, list) and parsed and role_of(parsed[0]) is not None:
                 changed[key] = parsed
-    return {**found, **changed} if changed else found
+    return {**found, **changed}
 
 
 def _inner(name: str, value: object) -> Iterator[Json]:
@@ -476,10 +489,10 @@ def _usages(objects: Sequence[_Placed]) -> list[Json]:
     ]
     if counts or any("total" in each for each in named):
         return named
-    flat = [
-        found for _, found in objects
-        if not fields.OUTPUT_TOKENS.isdisjoint(map(fields.plain, found))
-    ]  # fmt: skip
+    for keys in (fields.OUTPUT_TOKENS, fields.INPUT_TOKENS):
+        flat = [found for _, found in objects if not keys.isdisjoint(map(fields.plain, found))]
+        if flat:
+            break
     return named + flat[:1]
 
 
@@ -488,13 +501,15 @@ def _texts(objects: Sequence[_Placed]) -> tuple[list[int], list[Any] | None]:
 
     The numbers are those of the choices' ids or, without ids, estimates by the choices' texts.
     """
+    # A log may have the same answers as choices, as events of a stream, and as texts.
     choices: dict[object, int] = {}
+    events: dict[object, int] = {}
+    texts: dict[object, int] = {}
     structured: dict[object, int] = {}
     prompt_ids: list[Any] | None = None
 
-    def add(index: object, *values: object) -> None:
-        for value in values:
-            choices[index] = choices.get(index, 0) + _answer_bytes(value)
+    def add(sizes: dict[object, int], index: object, *values: object) -> None:
+        sizes[index] = sizes.get(index, 0) + sum(map(_answer_bytes, values))
 
     ids: dict[object, int] = {}
     for number, (path, found) in enumerate(objects):
@@ -505,7 +520,7 @@ def _texts(objects: Sequence[_Placed]) -> tuple[list[int], list[Any] | None]:
             index = choice.get("index")
             index = index if isinstance(index, int) else len(choices)
             message = choice.get("message") or choice.get("delta")
-            add(index, choice.get("text"), message)
+            add(choices, index, choice.get("text"), message)
             for key in ("response_token_ids", "token_ids"):
                 if isinstance(choice.get(key), list):
                     ids[index] = ids.get(index, 0) + len(choice[key])
@@ -519,16 +534,16 @@ def _texts(objects: Sequence[_Placed]) -> tuple[list[int], list[Any] | None]:
                 nested = [each for each in given if isinstance(each, list)] or [given]
                 ids.update({(number, i): len(each) for i, each in enumerate(nested)})
         if found.get("role") == "assistant" or (is_answer and found.get("type") == "message"):
-            add("message", found)
+            add(texts, "message", found)
         kind = found.get("type")
         if kind in ("content_block_delta", "content_block_start"):
-            add("message", found.get("delta"), found.get("content_block"))
+            add(events, "message", found.get("delta"), found.get("content_block"))
         elif isinstance(kind, str) and kind.endswith(".delta"):
-            add("message", found.get("delta"))
+            add(events, "message", found.get("delta"))
         elif is_answer and kind in ("function_call", "reasoning"):
-            add("message", found)
+            add(texts, "message", found)
         if is_answer and kind is None and isinstance(found.get("text"), str):
-            add(number, found["text"])
+            add(texts, number, found["text"])
         for key in filter(found.get, fields.ANSWER_TEXTS):
             value = found[key]
             lines = _lines(value)
@@ -537,17 +552,18 @@ def _texts(objects: Sequence[_Placed]) -> tuple[list[int], list[Any] | None]:
                 if isinstance(parsed, str):
                     if _CUT_ANSWER.match(value):
                         raise ValueError(f"{key} was cut when it was logged: its JSON has no end")
-                    add("message", value)
+                    add(texts, "message", value)
                 elif not any(_ANSWER_KEYS & each.keys() for each in _mappings(parsed)):
                     structured["message"] = -(-_answer_bytes(value) // 4)
             elif lines and isinstance(_parsed("\n".join(lines)), str):
                 for index, line in enumerate(lines):
-                    add((number, index), line)
+                    add(texts, (number, index), line)
             elif isinstance(value, list):
-                add("message", [each for each in value if role_of(each) == "assistant"])
+                add(texts, "message", [each for each in value if role_of(each) == "assistant"])
             if not isinstance(value, Mapping):
                 break  # the next key would repeat the text
-    estimated = [-(-length // 4) for length in choices.values() if length]
+    answers = max((choices, events, texts), key=lambda sizes: sum(sizes.values()))
+    estimated = [-(-length // 4) for length in answers.values() if length]
     # A text that is JSON, but not a server's answer, is what the model wrote.
     return [*ids.values()] or estimated or [*structured.values()], prompt_ids
 
@@ -571,7 +587,16 @@ def _answer_bytes(value: object) -> int:
         return 0
     found = sum(
         _answer_bytes(value.get(key))
-        for key in ("content", "text", "refusal", "summary", "partial_json", "arguments", "name")
+        for key in (
+            "content",
+            "text",
+            "parts",
+            "refusal",
+            "summary",
+            "partial_json",
+            "arguments",
+            "name",
+        )
     )
     # Servers return the reasoning under one of these keys, or repeat it under two.
     thoughts = ("reasoning_content", "reasoning", "thinking")

@@ -296,12 +296,14 @@ class _Rendered:
             ((kind, inner),) = block.items()
             block = inner if isinstance(inner, Mapping) and "text" not in inner else block
         source = block.get("source")
-        if kind in ("tool_use", "toolUse"):
+        if kind in ("tool_use", "toolUse", "tool_call"):
             self._tool_call(block)
         elif kind in ("tool_result", "toolResult", "search_result"):
             self._content([block.get("title"), block.get("content")])
         elif kind == "tool_reference":
             self._content(block.get("name") or block.get("tool_name"))
+        elif kind == "tool_call_response":
+            self._content(block.get("response") or block.get("result"))
         elif kind in ("redacted_thinking", "cachePoint"):
             pass  # servers do not pass it to the model
         elif kind == "document" and _text_of(source) is not None:

@@ -101,7 +101,7 @@ def shape_of(name: str, i: int) -> Record:
             case {"$line": inner}:
                 return json.dumps(filled(inner)) + "\n"
             case {"$events": several}:
-                lines = (f"event: x\ndata: {json.dumps(each)}\n\n" for each in several)
+                lines = (f"event: x\ndata: {json.dumps(filled(each))}\n\n" for each in several)
                 return "".join(lines) + "data: [DONE]\n"
             case dict():
                 return {key: filled(inner) for key, inner in value.items()}
