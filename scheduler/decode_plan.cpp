@@ -78,11 +78,12 @@ int32_t DecodePlan::assign_partials(const Split& split) {
     next += count;
   }
 
-  sections_.item_requests.clear();
-  for (const int32_t request : split.requests) {
+  sections_.item_requests.resize(split.requests.size());
+  for (size_t i = 0; i < split.requests.size(); ++i) {
+    const int32_t request = split.requests[i];
     int32_t& slot = next_partial_[request];
-    sections_.item_requests.push_back({.request = request, .partial_slot = slot});
-    if (slot != kDirectStore) ++slot;
+    sections_.item_requests[i] = {.request = request, .partial_slot = slot};
+    slot += slot != kDirectStore;
   }
   return next;
 }

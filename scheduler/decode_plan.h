@@ -39,6 +39,7 @@ class DecodePlan {
 
   const PlanHeader& header() const { return header_; }
   const KvTokens& kv_tokens() const { return kv_tokens_; }
+  std::span<const KvSegment> kv_segments() const { return sections_.kv_segments; }
 
   // PackScheduler sets these two counts, because it knows the forest.
   void set_kv_tokens(int64_t query_centric, int64_t lower_bound) {

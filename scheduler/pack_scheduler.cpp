@@ -154,23 +154,19 @@ void PackScheduler::plan(PrefixForest& batch, std::span<const int32_t> seq_lens)
   if (!config_.batch_invariant) {
     growth = std::min(growth, std::max(kLeastGrowth, split_.balanced_growth(config_.num_workers)));
   }
-  for (const Split::WorkItem& item : split_.work_items) {
-    for (const Segment& segment :
-         std::span(split_.segments).subspan(item.segment_begin, item.num_segments)) {
-      if (!segment.is_open) continue;
-      const int32_t request = split_.requests[item.request_begin + segment.first];
-      LengthRange& range = next_.lengths[request];
-      int64_t longest = range.planned + growth;
-      if (config_.batch_invariant) {
-        longest = std::min(longest, ChunkGrid::last_length(range.planned));
-      }
-      if (window > 0) {
-        // The window is full: it moves on with each token, so the row does not grow.
-        if (longest >= window && !config_.window.chunked) longest = kMaxLength;
-        longest = std::min<int64_t>(longest, window_.longest()[request]);
-      }
-      range.longest = static_cast<int32_t>(std::min(longest, kMaxLength));
+  for (const KvSegment& segment : next_.plan.kv_segments()) {
+    if (segment.kv_end != kOpenEnd) continue;
+    LengthRange& range = next_.lengths[segment.kv_request];
+    int64_t longest = range.planned + growth;
+    if (config_.batch_invariant) {
+      longest = std::min(longest, ChunkGrid::last_length(range.planned));
     }
+    if (window > 0) {
+      // The window is full: it moves on with each token, so the row does not grow.
+      if (longest >= window && !config_.window.chunked) longest = kMaxLength;
+      longest = std::min<int64_t>(longest, window_.longest()[segment.kv_request]);
+    }
+    range.longest = static_cast<int32_t>(std::min(longest, kMaxLength));
   }
   next_.plan.set_kv_tokens(query_centric, lower_bound);
   if (window > 0) next_.cuts.assign(window_.cuts().begin(), window_.cuts().end());

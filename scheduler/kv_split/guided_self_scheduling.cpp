@@ -39,12 +39,11 @@ class Stream {
   }
 
   bool is_empty() const { return tile_ == end_; }
-  // Assigns the next tiles, or parts of them, to a ticket, and returns the ticket's cost. cuts_left: how many more cuts
-  // between chunks are allowed.
-  int64_t assign(int64_t budget, int64_t cuts_left, int32_t ticket) {
-    return tiles_[tile_].is_chunked ? assign_chunk(budget, cuts_left, ticket)
-                                    : assign_ticket(budget, ticket);
-  }
+  bool chunk_is_next() const { return tiles_[tile_].is_chunked; }
+  // Assigns the next tiles, or parts of them, to a ticket, and returns the ticket's cost. The next tile is not chunked.
+  int64_t assign_ticket(int64_t budget, int32_t ticket);
+  // Assigns the next chunk to a ticket. cuts_left: how many more cuts between chunks are allowed.
+  int64_t assign_chunk(int64_t budget, int64_t cuts_left, int32_t ticket);
 
   TicketProgress progress;
   int64_t cuts = 0;
@@ -65,8 +64,6 @@ class Stream {
     cuts += !cut.is_end;
     cut_requests += cut.both_requests;
   }
-  int64_t assign_ticket(int64_t budget, int32_t ticket);
-  int64_t assign_chunk(int64_t budget, int64_t cuts_left, int32_t ticket);
 
   const SplitContext& context_;
   const Packing& packing_;
@@ -175,7 +172,7 @@ bool GuidedSelfScheduling::choose_whole_tiles(const SplitContext& context, const
     shared_work_.add(i, static_cast<int32_t>(i));
     ticket_costs_.push_back(tiles[i].uncut_cost);
   }
-  return imbalance(ticket_costs_, context.num_workers) <= kWorstUncutImbalance;
+  return is_balanced(ticket_costs_, context.num_workers, kWorstUncutImbalance);
 }
 
 bool GuidedSelfScheduling::choose(const SplitContext& context, const Packing& packing,
@@ -196,23 +193,27 @@ bool GuidedSelfScheduling::choose(const SplitContext& context, const Packing& pa
     const bool is_shared =
         private_work.is_empty() ||
         (!shared_work.is_empty() && shared_is_next(shared_work.progress, private_work.progress));
-    // Chunks may use three quarters of the cuts that are left.
-    const int64_t cuts_left =
-        std::max<int64_t>(
-            std::min(most_cuts - shared_work.cuts - private_work.cuts,
-                     (most_cut_requests - shared_work.cut_requests - private_work.cut_requests) /
-                         context.tiles.requests_per_tile()),
-            0) *
-        3 / 4;
     Stream& from = is_shared ? shared_work : private_work;
     const int64_t budget = ticket_budget(left, context.num_workers, list.num_shared() == 0);
-    ticket_costs_.push_back(from.assign(budget, cuts_left, num_tickets()));
+    if (from.chunk_is_next()) {
+      // Chunks may use three quarters of the cuts that are left.
+      const int64_t cuts_left =
+          std::max<int64_t>(
+              std::min(most_cuts - shared_work.cuts - private_work.cuts,
+                       (most_cut_requests - shared_work.cut_requests - private_work.cut_requests) /
+                           context.tiles.requests_per_tile()),
+              0) *
+          3 / 4;
+      ticket_costs_.push_back(from.assign_chunk(budget, cuts_left, num_tickets()));
+    } else {
+      ticket_costs_.push_back(from.assign_ticket(budget, num_tickets()));
+    }
     if (shared_work.cuts + private_work.cuts > most_cuts ||
         shared_work.cut_requests + private_work.cut_requests > most_cut_requests) {
       return false;
     }
   }
-  return imbalance(ticket_costs_, context.num_workers) <= kWorstGuidedImbalance;
+  return is_balanced(ticket_costs_, context.num_workers, kWorstGuidedImbalance);
 }
 
 }  // namespace pat

@@ -64,22 +64,23 @@ void KvSplitter::split(const Packing& packing, SplitTask task, Split& out) {
     const bool is_aligned = stream_k_.split(context, task, packing, list_, is_little, out);
     if (!is_much) return;
     out.list_ticket_costs(ticket_costs_);
-    if (is_aligned && imbalance(ticket_costs_, config_.num_workers) <= kWorstAlignedImbalance)
+    if (is_aligned && is_balanced(ticket_costs_, config_.num_workers, kWorstAlignedImbalance)) {
       return;
+    }
     list_.make(packing, context, true);
   }
   if ((!has_long_range && guided_.choose_whole_tiles(context, list_)) ||
       guided_.choose(context, packing, list_)) {
     out.clear();
     out.tickets.assign(guided_.num_tickets(), {});
-    writer_.add(packing, context, list_.tiles(), guided_.shared_work(), out);
-    writer_.add(packing, context, list_.tiles(), guided_.private_work(), out);
+    add_work_items(packing, context, list_.tiles(), guided_.shared_work(), out);
+    add_work_items(packing, context, list_.tiles(), guided_.private_work(), out);
   } else if (!has_long_range) {
     stream_k_.split(context, task, packing, list_, is_little, out);
   }
   if (!has_long_range) return;
   out.list_ticket_costs(ticket_costs_);
-  if (imbalance(ticket_costs_, config_.num_workers) <= kWorstAlignedImbalance) return;
+  if (is_balanced(ticket_costs_, config_.num_workers, kWorstAlignedImbalance)) return;
   list_.make(packing, context, false);
   stream_k_.split_finer(context, task, packing, list_, out);
 }

@@ -63,7 +63,6 @@ class KvSplitter {
   SplitTimeModel time_model_;
   StreamKSplit stream_k_;
   GuidedSelfScheduling guided_;
-  SplitWriter writer_;
 };
 
 }  // namespace pat

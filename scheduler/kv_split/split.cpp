@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <functional>
 #include <limits>
-#include <numeric>
 #include <queue>
 
 namespace pat {
@@ -79,11 +78,22 @@ int64_t slowest_worker(std::span<const int64_t> ticket_costs, int32_t num_worker
   return slowest;
 }
 
-double imbalance(std::span<const int64_t> ticket_costs, int32_t num_workers) {
-  const int64_t total = std::reduce(ticket_costs.begin(), ticket_costs.end());
-  if (total == 0) return 1;
-  return static_cast<double>(slowest_worker(ticket_costs, num_workers)) * num_workers /
-         static_cast<double>(total);
+bool is_balanced(std::span<const int64_t> ticket_costs, int32_t num_workers, double worst) {
+  int64_t total = 0;
+  int64_t largest = 0;
+  int64_t most = 0;  // upper bound of the slowest worker's cost, multiplied by num_workers
+  for (const int64_t cost : ticket_costs) {
+    // The worker that draws the ticket has at most the mean cost so far, because it is the first that is idle.
+    most = std::max(most, total + cost * num_workers);
+    largest = std::max(largest, cost);
+    total += cost;
+  }
+  if (total == 0) return true;
+  const auto allows = [&](int64_t slowest) {
+    return static_cast<double>(slowest) * num_workers / static_cast<double>(total) <= worst;
+  };
+  if (allows(most / num_workers)) return true;
+  return allows(largest) && allows(slowest_worker(ticket_costs, num_workers));
 }
 
 }  // namespace pat

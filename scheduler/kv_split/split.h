@@ -70,7 +70,7 @@ struct SplitTask {
 
 // Cost of the slowest worker, if each draws the next ticket whenever it is idle.
 int64_t slowest_worker(std::span<const int64_t> ticket_costs, int32_t num_workers);
-// The same divided by the mean of all workers. 1 if there is no work.
-double imbalance(std::span<const int64_t> ticket_costs, int32_t num_workers);
+// True if that is at most `worst` times the mean of all workers, or if there is no work.
+bool is_balanced(std::span<const int64_t> ticket_costs, int32_t num_workers, double worst);
 
 }  // namespace pat

@@ -1,10 +1,17 @@
 #include "kv_split/split_writer.h"
 
 #include <algorithm>
+#include <bit>
 
 namespace pat {
 
 namespace {
+
+static_assert(std::max(kTiles.largest_block_q(), kLatentTiles.largest_block_q()) <= 64,
+              "a bit of uint64_t for each request of a tile");
+
+// count: 0 to 64.
+uint64_t bits_below(int32_t count) { return count == 0 ? 0 : ~uint64_t{0} >> (64 - count); }
 
 // Adds a whole tile as a work item. The item has all requests of the tile, because each of them has a segment.
 void add_whole(const Packing& packing, const Tile& tile, Split& out) {
@@ -23,15 +30,15 @@ void add_whole(const Packing& packing, const Tile& tile, Split& out) {
   }
 }
 
-}  // namespace
-
-void SplitWriter::add_part(const Packing& packing, const SplitContext& context, const Tile& tile,
-                           const TilePart& part, Split& out) {
+// Adds a part of a tile as a work item.
+void add_part(const Packing& packing, const SplitContext& context, const Tile& tile,
+              const TilePart& part, Split& out) {
   const auto& [at, cut] = part;
   const auto segment_begin = static_cast<int32_t>(out.segments.size());
   const auto request_begin = static_cast<int32_t>(out.requests.size());
   int64_t num_tokens = 0;
   int64_t kv_load = 0;
+  uint64_t held = 0;  // a bit per request from at.first on: whether a segment belongs to it
   const auto add_segment = [&](int32_t s, int32_t from, int32_t to) {
     Segment segment = packing.segments[s];
     segment.is_open &= to == segment.num_tokens();
@@ -39,8 +46,9 @@ void SplitWriter::add_part(const Packing& packing, const SplitContext& context, 
     segment.is_read_once &= at.first <= segment.first && segment.end <= cut.last;
     segment.kv_end = segment.kv_begin + to;
     segment.kv_begin += from;
-    segment.first = std::max(segment.first, at.first);
-    segment.end = std::min(segment.end, cut.last);
+    segment.first = std::max(segment.first, at.first) - at.first;
+    segment.end = std::min(segment.end, cut.last) - at.first;
+    held |= bits_below(segment.end) & ~bits_below(segment.first);
     num_tokens += to - from;
     kv_load += context.kv_load_of(to - from);
     out.segments.push_back(segment);
@@ -58,26 +66,19 @@ void SplitWriter::add_part(const Packing& packing, const SplitContext& context, 
   }
 
   // Leaves out the requests to which no segment belongs.
-  const int32_t num_places = cut.last - at.first;
-  place_.assign(num_places + 1, 0);
-  for (size_t s = segment_begin; s < out.segments.size(); ++s) {
-    const Segment& segment = out.segments[s];
-    ++place_[segment.first - at.first];
-    --place_[segment.end - at.first];
-  }
-  int32_t num_requests = 0;
-  int32_t depth = 0;
-  for (int32_t i = 0; i <= num_places; ++i) {
-    depth += place_[i];
-    place_[i] = num_requests;
-    if (depth == 0) continue;
-    out.requests.push_back(packing.requests[tile.request_begin + at.first + i]);
-    ++num_requests;
-  }
-  for (size_t s = segment_begin; s < out.segments.size(); ++s) {
-    Segment& segment = out.segments[s];
-    segment.first = place_[segment.first - at.first];
-    segment.end = place_[segment.end - at.first];
+  const auto requests = packing.requests.begin() + tile.request_begin + at.first;
+  const int32_t num_requests = std::popcount(held);
+  if (held == bits_below(num_requests)) {
+    out.requests.insert(out.requests.end(), requests, requests + num_requests);
+  } else {
+    for (uint64_t left = held; left != 0; left &= left - 1) {
+      out.requests.push_back(requests[std::countr_zero(left)]);
+    }
+    for (size_t s = segment_begin; s < out.segments.size(); ++s) {
+      Segment& segment = out.segments[s];
+      segment.first = std::popcount(held & bits_below(segment.first));
+      segment.end = std::popcount(held & bits_below(segment.end));
+    }
   }
   out.work_items.push_back(
       {.tile = context.tiles.select(num_requests),
@@ -89,8 +90,10 @@ void SplitWriter::add_part(const Packing& packing, const SplitContext& context, 
        .cost = context.cost(num_requests, kv_load)});
 }
 
-void SplitWriter::add(const Packing& packing, const SplitContext& context,
-                      std::span<const Tile> tiles, const Assignment& assignment, Split& out) {
+}  // namespace
+
+void add_work_items(const Packing& packing, const SplitContext& context,
+                    std::span<const Tile> tiles, const Assignment& assignment, Split& out) {
   for (const AssignedPart& assigned : assignment.assigned_parts) {
     const auto index = static_cast<int32_t>(out.work_items.size());
     Ticket& ticket = out.tickets[assigned.ticket];

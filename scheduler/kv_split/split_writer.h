@@ -1,4 +1,4 @@
-// Assignment: the tiles and parts of tiles of each ticket. SplitWriter turns them into the work items of a Split.
+// Assignment: the tiles and parts of tiles of each ticket. add_work_items() turns them into the work items of a Split.
 #pragma once
 
 #include <cstdint>
@@ -40,17 +40,8 @@ struct Assignment {
   }
 };
 
-class SplitWriter {
- public:
-  // Appends the assignment's work items to `out`, and fills the tickets of `out`, which must already exist.
-  void add(const Packing& packing, const SplitContext& context, std::span<const Tile> tiles,
-           const Assignment& assignment, Split& out);
-
- private:
-  void add_part(const Packing& packing, const SplitContext& context, const Tile& tile,
-                const TilePart& part, Split& out);
-
-  std::vector<int32_t> place_;  // per request of a tile: its index in the item
-};
+// Appends the assignment's work items to `out`, and fills the tickets of `out`, which must already exist.
+void add_work_items(const Packing& packing, const SplitContext& context,
+                    std::span<const Tile> tiles, const Assignment& assignment, Split& out);
 
 }  // namespace pat

@@ -144,7 +144,7 @@ void StreamKSplit::write(const SplitContext& context, const Packing& packing,
                          const TileList& list) {
   trial_split_.clear();
   trial_split_.tickets.assign(assignment_.num_tickets, {});
-  writer_.add(packing, context, list.tiles(), assignment_, trial_split_);
+  add_work_items(packing, context, list.tiles(), assignment_, trial_split_);
 }
 
 SplitTimeModel::Expected StreamKSplit::try_context(const SplitContext& context,

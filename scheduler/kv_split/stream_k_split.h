@@ -54,7 +54,6 @@ class StreamKSplit {
   void order_tickets(Split& split);
 
   SplitTimeModel time_model_;
-  SplitWriter writer_;
   Assignment assignment_;
   Assignment trial_;
   Split trial_split_;

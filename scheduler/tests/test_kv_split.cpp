@@ -201,7 +201,7 @@ TEST(kv_split_gives_workers_a_few_tickets_of_a_long_shared_range) {
     std::vector<int64_t> costs;
     result.split.list_ticket_costs(costs);
     CHECK(costs.size() > 33 && costs.size() <= 8 * 33);
-    CHECK(imbalance(costs, 33) <= 1.1);
+    CHECK(is_balanced(costs, 33, 1.1));
     // CTAs draw all tickets of a position before those of the next, and all tiles have the same positions.
     std::map<int32_t, int> tickets_at;
     int32_t last = 0;
