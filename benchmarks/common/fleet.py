@@ -38,6 +38,7 @@ TAIL_LINES = 30  # of a failed server's log
 MOST_AT_ONCE = 8  # servers that start together, each on a core or more
 _POLL_SECONDS = 0.3
 _ERROR = re.compile(r"(?:\[.*?\] )?([\w.]*(?:Error|Exception|Refused\w*): .*)")
+_IGNORED = "Ignore import error"  # SGLang logs modules that it can do without
 _OF_ANOTHER = "died during initialization"  # message of a process about another, failed rank
 
 Prompts = Sequence[Sequence[int]]
@@ -59,10 +60,15 @@ class Member:
             return
         lines = self.server.process.log.read_text(errors="replace").splitlines()
         end, self.failure = len(lines), why
-        for number, line in enumerate(lines):
-            if (error := _ERROR.fullmatch(line)) and _OF_ANOTHER not in line:
-                end, self.failure = number + 1, f"{why}: {error[1][:300]}"
-                break
+        errors = [
+            (number, found[1])
+            for number, line in enumerate(lines)
+            if (found := _ERROR.fullmatch(line)) and _OF_ANOTHER not in line
+        ]
+        if errors:
+            # After an ignored error, the one that ended the server is the last.
+            number, error = errors[-1 if any(_IGNORED in line for line in lines) else 0]
+            end, self.failure = number + 1, f"{why}: {error[:300]}"
         show_failure(f"{self.name}: {self.failure}")
         shown = (line[:400] for line in lines[max(0, end - TAIL_LINES) : end])
         print("--- log", *shown, "---", sep="\n", flush=True)

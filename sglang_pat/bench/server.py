@@ -229,8 +229,14 @@ def running_server(
     }
     log = folder / f"{name}.log"
     seconds = START_SECONDS if wait else None
+    off = [f"--off={switch}" for switch, value in arguments.items() if value is False]
     with running_process(
-        LAUNCH, arguments, log, flags=flags, start_seconds=seconds, environment=variables
+        [*LAUNCH, *off],
+        arguments,
+        log,
+        flags=flags,
+        start_seconds=seconds,
+        environment=variables,
     ) as process:
         yield Server(process, stats_file)
 

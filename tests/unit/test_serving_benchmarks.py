@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from common.fleet import Member, wait
 from server import compare
 from server.compare import arguments_of, gates, server_bytes
 from server.scenarios import BACKENDS, SCENARIOS, Scenario, shared
+from sglang_pat.bench import server as bench_server
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun
 from sglang_pat.bench.http_server import as_flags, running_process
@@ -52,7 +54,18 @@ def test_random_weights_give_logits_of_unit_scale(
     assert weights.std().item() == pytest.approx(0.1 * size, rel=0.3)
 
 
-def test_switches_that_are_off_are_left_out() -> None:
+def test_switches_that_are_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's command line cannot turn them off, and some are on by default."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], *_: object, **__: object) -> Any:
+        commands.append(command)
+        return nullcontext(SimpleNamespace(url=""))
+
+    monkeypatch.setattr(bench_server, "running_process", run)
+    model, pat = tmp_path, bench_server.Contender("pat", "pat")
+    with bench_server.running_server(pat, model, tmp_path, enable_multimodal=False):
+        assert commands[0][-2:] == ["sglang_pat.sglang.cpu", "--off=enable_multimodal"]
     given = {"model_path": "m", "tp_size": 2, "disable_cuda_graph": True, "sleep_on_idle": False}
     assert as_flags({"bs": [1, 8]}) == ["--bs", "1", "8"]
     assert as_flags(given) == ["--model-path", "m", "--tp-size", "2", "--disable-cuda-graph"]
@@ -205,12 +218,13 @@ def test_servers_that_end_or_hang_do_not_hold_up_the_others(
     assert "line 69" not in printed
 
 
+@pytest.mark.parametrize("ignored", [[], ["Ignore import error of x", "OSError: no such library"]])
 def test_the_rank_that_failed_first_is_quoted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ignored: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = member(tmp_path, "server", ends=True)
-    lines = [f"line {i}" for i in range(50)]
-    lines.insert(40, "[2026-11-27 01:53:26 TP3] ValueError: 7 heads on 8 ranks")
+    lines = ignored + [f"line {i}" for i in range(50)]
+    lines.insert(40 + len(ignored), "[2026-11-27 01:53:26 TP3] ValueError: 7 heads on 8 ranks")
     lines.append("RuntimeError: Rank 0 scheduler died during initialization (exit code: -3).")
     (tmp_path / "server").write_text("\n".join(lines))
     wait([server], seconds=1.0)

@@ -17,6 +17,13 @@ from sglang_pat.window import AHEAD, WindowAttention
 OPTIONS: dict[str, Any] = {"dtype": torch.float32}
 
 
+def check(scene: Scene, attention: WindowAttention, grown: int, window: int) -> None:
+    q, count = scene.queries(), len(scene.lens)
+    expected, _ = scene.dense(q[:count], grown, window)
+    out = attention.run(q, *scene.caches)[:count]
+    torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=0)
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("window", [1, 2, 32, 33, 128, 1000])
 @pytest.mark.parametrize("seed", range(8))
@@ -71,10 +78,7 @@ def test_a_plan_serves_as_many_steps_as_it_says(window: int, seed: int, chunked:
         # The device is one step ahead of the host.
         assert attention._step is not None
         attention._executor.reuse_plan(attention._step)
-        q = scene.queries()
-        out = attention.run(q, *scene.caches)
-        expected, _ = scene.dense(q[:count], grown, window)
-        torch.testing.assert_close(out[:count].double(), expected, atol=2e-5, rtol=0)
+        check(scene, attention, grown, window)
 
 
 def test_what_chunks_share_is_read_once() -> None:
@@ -159,46 +163,36 @@ def test_slots_that_move_are_read_again_without_a_key() -> None:
     for _ in range(2):
         batch, tensors = scene.step(0, key=None)
         attention.plan(batch, **tensors)
-        q = scene.queries()
-        expected, _ = scene.dense(q, 0, 64)
-        torch.testing.assert_close(
-            attention.run(q, *scene.caches).double(), expected, atol=2e-5, rtol=0
-        )
+        check(scene, attention, 0, 64)
         scene.table[:, :100] = scene.table[:, :100].flip(1)
     assert attention.stats.plans_built == 1
 
 
-def test_siblings_take_turns() -> None:
+def siblings() -> list[tuple[Scene, WindowAttention]]:
     scenes = [prefix_scene([20, 30, 40], 100), prefix_scene([3, 60, 7], 80)]
+    for scene in scenes:
+        scene.caches = [torch.randn(scene.table.numel(), KV_HEADS, DIM) for _ in range(2)]
     first = WindowAttention(HEADS, KV_HEADS, DIM, window=64, max_requests=4, **OPTIONS)
-    attentions = [first, first.sharing_buffers()]
+    return [*zip(scenes, [first, first.sharing_buffers()], strict=True)]
+
+
+def test_siblings_take_turns() -> None:
+    pairs = siblings()
     for grown in range(4):
-        for scene, attention in zip(scenes, attentions, strict=True):
-            scene.caches = [torch.randn(scene.table.numel(), KV_HEADS, DIM) for _ in range(2)]
+        for scene, attention in pairs:
             batch, tensors = scene.step(grown)
             attention.plan(batch, **tensors)
-            q = scene.queries()
-            expected, _ = scene.dense(q, grown, 64)
-            torch.testing.assert_close(
-                attention.run(q, *scene.caches).double(), expected, atol=2e-5, rtol=0
-            )
+            check(scene, attention, grown, 64)
 
 
 def test_a_sibling_reads_its_rows_again_after_the_other() -> None:
-    scenes = [prefix_scene([20, 30, 40], 100), prefix_scene([3, 60, 7], 80)]
-    first = WindowAttention(HEADS, KV_HEADS, DIM, window=64, max_requests=4, **OPTIONS)
-    attentions = [first, first.sharing_buffers()]
-    for scene, attention in zip(scenes, attentions, strict=True):
-        scene.caches = [torch.randn(scene.table.numel(), KV_HEADS, DIM) for _ in range(2)]
+    pairs = siblings()
+    for scene, attention in pairs:
         batch, tensors = scene.step(0)
         attention.plan(batch, **tensors)
     for _ in range(2):
-        for scene, attention in zip(scenes, attentions, strict=True):
-            q = scene.queries()
-            expected, _ = scene.dense(q, 0, 64)
-            torch.testing.assert_close(
-                attention.run(q, *scene.caches).double(), expected, atol=2e-5, rtol=0
-            )
+        for scene, attention in pairs:
+            check(scene, attention, 0, 64)
 
 
 def test_a_reservation_holds_what_classes_read_again() -> None:
@@ -224,16 +218,11 @@ def test_a_reservation_holds_what_classes_read_again() -> None:
     assert 2 * in_pool < needed <= reserved[0] == rows * window
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"window": 0}, "window must be at least 1, got 0"),
-        ({"window": 8, "batch_invariant": True}, "batch_invariant must be False with a window"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        WindowAttention(HEADS, KV_HEADS, DIM, **options, **OPTIONS)
+def test_bad_options() -> None:
+    with pytest.raises(ValueError, match="window must be at least 1, got 0"):
+        WindowAttention(HEADS, KV_HEADS, DIM, window=0, **OPTIONS)
+    with pytest.raises(ValueError, match="batch_invariant must be False with a window"):
+        WindowAttention(HEADS, KV_HEADS, DIM, window=8, batch_invariant=True, **OPTIONS)
 
 
 def test_bad_steps() -> None:
