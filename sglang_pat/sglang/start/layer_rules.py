@@ -232,7 +232,8 @@ def dtypes_reason(model_runner: Any) -> Unsupported | None:
     A CPU needs no kernels. Reads only `device`, `dtype` and `kv_cache_dtype` of the model runner.
     """
     device, dtype, kv_dtype = model_runner.device, model_runner.dtype, model_runner.kv_cache_dtype
-    allowed, where = support.DTYPES, ""
+    allowed: Collection[str] = support.DTYPES
+    where = ""
     if device != "cpu":
         if device != "cuda" or torch.version.hip is not None:
             return Unsupported("device", device if torch.version.hip is None else "ROCm")
