@@ -225,10 +225,7 @@ def test_the_decoder_of_a_multimodal_model() -> None:
         ({"num_attention_heads_per_layer": [8]}, "num_attention_heads_per_layer has no number"),
         ({"hybrid_layer_pattern": "10"}, "hybrid_layer_pattern='10'; allowed: a list of whole"),
         ({"hybrid_layer_pattern": [1]}, "hybrid_layer_pattern has 1 entries for 6 layers"),
-        (
-            {"linear_attn_config": {"full_attn_layers": None}},
-            "full_attn_layers=None; allowed: a list of whole numbers",
-        ),
+        ({"linear_attn_config": {"full_attn_layers": None}}, "full_attn_layers=None; allowed: a "),
     ],
 )
 def test_a_config_without_sense_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -96,10 +96,8 @@ def test_burstgpt_rows_are_private_and_failed_requests_are_left_out(tmp_path):
     ]
     requests, trace = read(write(tmp_path / "trace.csv", [BURSTGPT_HEADER, *rows]))
     assert (trace.format, trace.requests) == ("burstgpt", 3)
-    assert [(r.arrival, r.input_length, r.output_length) for r in requests] == [
-        (0.0, 472, 18),
-        (2.0, 472, 20),
-    ]
+    found = [(r.arrival, r.input_length, r.output_length) for r in requests]
+    assert found == [(0.0, 472, 18), (2.0, 472, 20)]
     assert (token_ids(requests[0].prompt) != token_ids(requests[1].prompt)).all()
     assert (trace.errors.left_out, trace.errors.count) == ({FAILED: 1}, 0)
     # Columns are found by name.
@@ -174,12 +172,8 @@ def test_requests_are_put_in_order_of_arrival_and_equal_ones_keep_the_files(tmp_
     order = [(30, 1), (10, 2), (20, 3), (10, 4)]
     lines = [mooncake_line(ms, output_length=length) for ms, length in order]
     requests, _ = read(write(tmp_path / "trace.jsonl", lines))
-    assert [(r.arrival, r.output_length) for r in requests] == [
-        (0.0, 2),
-        (0.0, 4),
-        (0.01, 3),
-        (0.02, 1),
-    ]
+    found = [(r.arrival, r.output_length) for r in requests]
+    assert found == [(0.0, 2), (0.0, 4), (0.01, 3), (0.02, 1)]
 
 
 def test_request_that_comes_far_too_late_is_malformed(tmp_path):
@@ -212,9 +206,9 @@ def test_reading_holds_only_the_reorder_window(tmp_path):
         ("", "auto", "empty"),
         ("\n \n", "auto", "empty"),
         (
-            "question,answer\n1,2\n",
+            "question,b\n1,2\n",
             "auto",
-            r"its columns are question, answer\. .*mooncake.*tokens.*openai.*burstgpt.*azure",
+            r"columns are question, b\. .*tokens.*openai.*burstgpt.*azure",
         ),
         ('{"question": 1, "answer": 2}\n', "auto", "has no prompt; its keys are question, answer"),
         ("[\n1]\n", "auto", r"its first line is '\[\\n'"),
