@@ -33,6 +33,7 @@ PEERS = {
     "triton": "Triton",
 }
 # Runs of kernel attention; each suite is taken from the first that has it.
+FP8 = ["h100/fp8.json", "h100/fp8-pages.json"]
 KERNELS = ("kernels.json", "kernels-pages.json", "kernels-long.json", "kernels-ranks.json")
 # suite of the kernel benchmark, whether something is shared -> what it is called
 SUITES = {
@@ -180,7 +181,7 @@ def _mean_over_floor(cases: Sequence[Case], name: str) -> str:
 def kernel_losses() -> str:
     """Return all cases of an H100 and an H200 in which another kernel is faster."""
     rows = []
-    names = [*kernel_files("h100"), "h100/fp8.json", "h100/mla.json", "h100/mla-fp8.json"]
+    names = [*kernel_files("h100"), *FP8, "h100/mla.json", "h100/mla-fp8.json"]
     names += [*kernel_files("h200"), "h200/fp8.json"]
     for name in names:
         for case in sorted(filter(lost, read(name)["cases"]), key=gain):
@@ -477,7 +478,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "rank-servers": partial(model_servers, "h100/ranks-serving.json"),
     "kernels": lambda: kernels(kernel_files("h100")),
     "kernels-h200": lambda: kernels(kernel_files("h200")),
-    "kernels-fp8": partial(kernels, ["h100/fp8.json"]),
+    "kernels-fp8": partial(kernels, FP8),
     "kernels-fp8-h200": partial(kernels, ["h200/fp8.json"]),
     "kernel-losses": kernel_losses,
     "cascade": cascade,

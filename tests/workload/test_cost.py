@@ -93,8 +93,11 @@ def test_recorded_steps_are_predicted(gpu: str) -> None:
 
 
 def is_modelled(scenario: dict[str, Any]) -> bool:
-    """Return False where FA3 converts the whole pool: latent attention over fp8."""
-    return "kv_cache_dtype" not in scenario["arguments"] or "kv_lora_rank" not in scenario["config"]
+    """Return False for drafts, and where FA3 converts the whole pool: latent attention over fp8."""
+    given = scenario["arguments"]
+    return "speculative_algorithm" not in given and (
+        "kv_cache_dtype" not in given or "kv_lora_rank" not in scenario["config"]
+    )
 
 
 COMPARED = [
