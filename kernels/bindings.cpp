@@ -63,13 +63,14 @@ void set_gather(GatherArgument& self, uintptr_t plan, const std::vector<int64_t>
 
 // slot_map: an address, or 0 if the layers use the slots of req_to_token.
 void set_fill(FillArgument& self, uintptr_t cuts, uintptr_t req_to_token,
-              int64_t req_to_token_stride, uintptr_t req_pool_indices, bool rows_are_int64,
-              uintptr_t seq_lens, bool lengths_are_int64, uintptr_t slot_map, bool map_is_int64,
-              int32_t num_requests, int32_t window, bool chunked, uintptr_t rows,
+              int64_t req_to_token_stride, int32_t table_width, uintptr_t req_pool_indices,
+              bool rows_are_int64, uintptr_t seq_lens, bool lengths_are_int64, uintptr_t slot_map,
+              bool map_is_int64, int32_t num_requests, int32_t window, bool chunked, uintptr_t rows,
               uintptr_t row_lens) {
   self.params = {.cuts = pointer<const int32_t>(cuts),
                  .req_to_token = pointer<const int32_t>(req_to_token),
                  .req_to_token_stride = req_to_token_stride,
+                 .table_width = table_width,
                  .req_pool_indices = {pointer<const void>(req_pool_indices), rows_are_int64},
                  .seq_lens = {pointer<const void>(seq_lens), lengths_are_int64},
                  .slot_map = {pointer<const void>(slot_map), map_is_int64},

@@ -62,8 +62,9 @@ struct GatherParams {
 
 struct FillParams {
   const int32_t* cuts;          // [num_requests], position that a row begins with, if in its window
-  const int32_t* req_to_token;  // [num_rows, req_to_token_stride]
+  const int32_t* req_to_token;  // [num_rows, table_width]
   int64_t req_to_token_stride;  // in elements
+  int32_t table_width;          // caps the lengths that are read from seq_lens
   IndexArray req_pool_indices;  // [num_requests]
   IndexArray seq_lens;          // [num_requests]
   IndexArray slot_map;          // maps req_to_token's slots to the layers' slots; nullptr: identity

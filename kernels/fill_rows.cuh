@@ -15,7 +15,8 @@ inline constexpr int kFillThreads = 256;
 __device__ __forceinline__ void fill_rows(const FillParams& params) {
   const bool has_map = params.slot_map.data != nullptr;
   for (int i = blockIdx.x; i < params.num_requests; i += gridDim.x) {
-    const auto length = static_cast<int32_t>(load_index(params.seq_lens, i));
+    const int64_t on_device = load_index(params.seq_lens, i);
+    const auto length = static_cast<int32_t>(min(on_device, int64_t{params.table_width}));
     const int32_t in_window = params.chunked && length > 0 ? (length - 1) % params.window + 1
                                                            : min(length, params.window);
     const int32_t cut = params.cuts[i], window_begin = length - in_window;

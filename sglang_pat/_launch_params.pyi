@@ -40,6 +40,7 @@ class FillArgument:
         cuts: int,
         req_to_token: int,
         req_to_token_stride: int,
+        table_width: int,
         req_pool_indices: int,
         rows_are_int64: bool,
         seq_lens: int,

@@ -187,6 +187,7 @@ class PlanBuffers:
             self.plan[len(self.plan) - self.sizes.num_cuts :].data_ptr(),
             table.data_ptr(),
             table.stride(0),
+            min(table.shape[1], _MAX_INT32),
             indices.data_ptr(),
             indices.dtype == torch.int64,
             lens.data_ptr(),

@@ -70,7 +70,8 @@ class WindowRows:
         lies before the window, the row begins where the window begins. cuts: position of each cut.
         """
         size, slot_map = len(step.seq_lens), self.window.slot_map
-        lens = step.seq_lens.long()[:, None]
+        width = step.req_to_token.shape[1]
+        lens = step.seq_lens.long().clamp(max=width)[:, None]
         in_window = self.window.attended(lens)
         first = torch.maximum(cuts.long()[:size, None], lens - in_window)
         positions = first + torch.arange(self.window.tokens, device=lens.device)

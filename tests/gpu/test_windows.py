@@ -37,6 +37,7 @@ def check(scene: Scene, out: torch.Tensor, q: torch.Tensor, grown: int, window: 
 @pytest.mark.parametrize("seed", range(4))
 def test_windows_move_on_in_a_graph(window: int, seed: int, chunked: bool) -> None:
     scene = on_gpu(Scene(seed, has_map=seed % 2 == 1, chunked=chunked))
+    scene.table = scene.table[:, : int(scene.lens.max()) + 59]
     slot_map = None if scene.map is None else scene.map.cuda()
     rows = len(scene.lens) + scene.padding
     options: dict[str, Any] = {"dtype": DTYPE, "device": "cuda", "window": window}
@@ -67,3 +68,7 @@ def test_windows_move_on_in_a_graph(window: int, seed: int, chunked: bool) -> No
             left -= 1
         graph.replay()
         check(scene, out, q, grown, window)
+    tensors["seq_lens"].add_(3)  # beyond the table's end
+    captured.refill()
+    read = [Counter(row.tolist()) for row in captured.slots()[: len(scene.lens)]]
+    assert read == scene.windows(59 + 3, window)

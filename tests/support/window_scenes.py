@@ -72,8 +72,11 @@ class Scene:
         """Return the slots that each request attends to."""
         return [
             Counter(row[self._begin(n, window) : n].tolist())
-            for row, n in zip(self.in_caches(), (self.lens + grown).tolist(), strict=True)
+            for row, n in zip(self.in_caches(), self._lengths(grown), strict=True)
         ]
+
+    def _lengths(self, grown: int) -> list[int]:
+        return [min(int(n) + grown, self.table.shape[1]) for n in self.lens]
 
     def _begin(self, length: int, window: int) -> int:
         return (length - 1) // window * window if self.chunked else max(0, length - window)
@@ -81,7 +84,7 @@ class Scene:
     def dense(self, q: torch.Tensor, grown: int, window: int, **more: Any) -> Any:
         """Return float64 attention of each request over its window."""
         found = []
-        for i, n in enumerate((self.lens + grown).tolist()):
+        for i, n in enumerate(self._lengths(grown)):
             part = self.in_caches()[i : i + 1, self._begin(n, window) : n].contiguous()
             lens = torch.tensor([part.shape[1]])
             row = torch.tensor([0])

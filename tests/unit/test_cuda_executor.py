@@ -265,6 +265,7 @@ def test_what_the_rows_of_windows_are_written_from(slot_map: torch.Tensor | None
         "cuts": "plan+" + str(4 * sizes.plan.layout()["size"]),
         "req_to_token": "req_to_token",
         "req_to_token_stride": 500,
+        "table_width": 400,
         "req_pool_indices": ("req_pool_indices", True),
         "seq_lens": ("seq_lens", False),
         "slot_map": ("slot_map", slot_map.dtype == torch.int64)
