@@ -346,8 +346,10 @@ PYBIND11_MODULE(_scheduler, m) {
   m.attr("MAX_PACKS_PER_REQUEST") = pat::kMaxPacksPerRequest;
   m.attr("MAX_GROUP_SIZE") = pat::kTiles.max_group_size;
   m.attr("MAX_LATENT_GROUP_SIZE") = pat::kLatentTiles.max_group_size;
-  m.attr("TILE_TABLE") = tile_tuple(pat::kTiles);
-  m.attr("LATENT_TILE_TABLE") = tile_tuple(pat::kLatentTiles);
+  const py::tuple tiles = tile_tuple(pat::kTiles);
+  const py::tuple latent_tiles = tile_tuple(pat::kLatentTiles);
+  m.attr("TILE_TABLE") = tiles;
+  m.attr("LATENT_TILE_TABLE") = latent_tiles;
 
   m.attr("PLAN_SECTIONS") = plan_sections();
 
@@ -484,9 +486,10 @@ PYBIND11_MODULE(_scheduler, m) {
       .def_property_readonly(
           "num_shared_slots",
           [](const pat::PackScheduler& self) { return self.last_plan().header().num_shared_slots; })
-      .def_property_readonly(
-          "tile_table",
-          [](const pat::PackScheduler& self) { return tile_tuple(self.tile_table()); })
+      .def_property_readonly("tile_table",
+                             [tiles, latent_tiles](const pat::PackScheduler& self) {
+                               return &self.tile_table() == &pat::kTiles ? tiles : latent_tiles;
+                             })
       .def_property_readonly("kv_tokens",
                              [](const pat::PackScheduler& self) {
                                return kv_tokens_tuple(self.last_plan().kv_tokens());

@@ -91,20 +91,22 @@ int32_t DecodePlan::assign_partials(const Split& split) {
 void DecodePlan::list_work_items(const Packing& packing, const Split& split) {
   std::vector<KvSegment>& segments = sections_.kv_segments;
   std::vector<WorkItem>& items = sections_.work_items;
-  segments.clear();
-  items.clear();
+  segments.resize(split.segments.size());
+  items.resize(split.work_items.size());
   sections_.ticket_begin.assign(1, {});
+  int32_t num_items = 0;
+  int32_t num_segments = 0;
   const auto add = [&](const Split::WorkItem& item) {
-    items.push_back({.tile = item.tile,
-                     .num_requests = item.num_requests,
-                     .request_begin = item.request_begin,
-                     .segment_begin = static_cast<int32_t>(segments.size()),
-                     .num_segments = item.num_segments,
-                     .reserved = {}});
+    items[num_items++] = {.tile = item.tile,
+                          .num_requests = item.num_requests,
+                          .request_begin = item.request_begin,
+                          .segment_begin = num_segments,
+                          .num_segments = item.num_segments,
+                          .reserved = {}};
     for (int32_t s = 0; s < item.num_segments; ++s) {
       const Segment& segment = split.segments[item.segment_begin + s];
-      segments.push_back(
-          kv_segment(packing, segment, split.requests[item.request_begin + segment.first]));
+      segments[num_segments++] =
+          kv_segment(packing, segment, split.requests[item.request_begin + segment.first]);
     }
   };
   for (const Ticket& ticket : split.tickets) {
@@ -112,8 +114,7 @@ void DecodePlan::list_work_items(const Packing& packing, const Split& split) {
       add(split.work_items[p]);
     }
     if (ticket.rest_comes_last) add(split.work_items[ticket.item_begin]);
-    sections_.ticket_begin.push_back({.work_item = static_cast<int32_t>(items.size()),
-                                      .kv_segment = static_cast<int32_t>(segments.size())});
+    sections_.ticket_begin.push_back({.work_item = num_items, .kv_segment = num_segments});
   }
 }
 

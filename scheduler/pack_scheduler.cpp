@@ -145,10 +145,10 @@ void PackScheduler::plan(PrefixForest& batch, std::span<const int32_t> seq_lens)
   next_.plan.assemble(static_cast<int32_t>(row_lens.size()), config_.group_size, packing_, split_,
                       config_.batch_invariant ? 0 : config_.num_workers);
   int64_t query_centric = 0;
-  next_.lengths.clear();
+  next_.lengths.resize(seq_lens.size());
   for (size_t request = 0; request < seq_lens.size(); ++request) {
     query_centric += row_lens[request];
-    next_.lengths.push_back({.planned = seq_lens[request], .longest = seq_lens[request]});
+    next_.lengths[request] = {.planned = seq_lens[request], .longest = seq_lens[request]};
   }
   int64_t growth = config_.growth_tokens;
   if (!config_.batch_invariant) {

@@ -67,9 +67,9 @@ void add_part(const Packing& packing, const SplitContext& context, const Tile& t
 
   // Leaves out the requests to which no segment belongs.
   const auto requests = packing.requests.begin() + tile.request_begin + at.first;
-  const int32_t num_requests = std::popcount(held);
-  if (held == bits_below(num_requests)) {
-    out.requests.insert(out.requests.end(), requests, requests + num_requests);
+  const int32_t num_first = std::countr_one(held);
+  if (held == bits_below(num_first)) {
+    out.requests.insert(out.requests.end(), requests, requests + num_first);
   } else {
     for (uint64_t left = held; left != 0; left &= left - 1) {
       out.requests.push_back(requests[std::countr_zero(left)]);
@@ -80,6 +80,7 @@ void add_part(const Packing& packing, const SplitContext& context, const Tile& t
       segment.end = std::popcount(held & bits_below(segment.end));
     }
   }
+  const int32_t num_requests = static_cast<int32_t>(out.requests.size()) - request_begin;
   out.work_items.push_back(
       {.tile = context.tiles.select(num_requests),
        .request_begin = request_begin,
