@@ -32,6 +32,7 @@ from sglang_pat.executors.window_rows import Window
 # private.
 SLACK, SLACK_PART = 64, 8
 AHEAD = 4  # the default of `ahead`
+MAX_WINDOW = 1 << 20
 _MAX_INT32 = 2**31 - 1
 
 
@@ -63,8 +64,9 @@ class WindowAttention(PackAttention):
         num_qo_heads, num_kv_heads, head_dim
             As in PackAttention.
         window : int
-            Number of tokens that a request attends to, including its new token. With `chunked`,
-            the number of tokens of a chunk.
+            Number of tokens that a request attends to, including its new token, at most
+            MAX_WINDOW. With `chunked`, the number of tokens of a chunk. A request's row takes
+            `4 * window` bytes on the device.
         chunked : bool
             A request of n tokens attends to its tokens from `(n - 1) // window * window` on.
         slot_map : torch.Tensor, optional
@@ -85,8 +87,11 @@ class WindowAttention(PackAttention):
         if ahead is None:
             ahead = 0 if chunked else AHEAD
         check_integers(window=window, ahead=ahead)
-        if window < 1:
-            raise ValueError(f"window must be at least 1, got {window}")
+        if not 1 <= window <= MAX_WINDOW:
+            raise ValueError(
+                f"window must be 1 to {MAX_WINDOW}, because each request has a row of that many "
+                f"slots, got {window}; for layers without a window use PackAttention"
+            )
         if options.get("batch_invariant"):
             raise ValueError("batch_invariant must be False with a window: cuts depend on others")
         if type(max_requests := options.get("max_requests")) is int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -107,8 +107,7 @@ def test_what_windows_share_is_read_once() -> None:
 
 def test_outgrown_windows_keep_their_plan() -> None:
     scene = prefix_scene([1500, 2000, 5000])
-    window: Any = np.int64(1024)
-    attention = WindowAttention(16, 8, 64, window=window, **OPTIONS)
+    attention = WindowAttention(16, 8, 64, window=cast(int, np.int64(1024)), **OPTIONS)
     for grown in range(0, 300, 50):
         batch, tensors = scene.step(grown)
         attention.plan(batch, **tensors)
@@ -220,8 +219,9 @@ def test_a_reservation_holds_what_classes_read_again() -> None:
 
 
 def test_bad_options_and_steps() -> None:
-    with pytest.raises(ValueError, match="window must be at least 1, got 0"):
-        WindowAttention(HEADS, KV_HEADS, DIM, window=0, **OPTIONS)
+    for bad in (0, 2**20 + 1):
+        with pytest.raises(ValueError, match=f"must be 1 to 1048576, because .* got {bad};"):
+            WindowAttention(HEADS, KV_HEADS, DIM, window=bad, **OPTIONS)
     with pytest.raises(ValueError, match="batch_invariant must be False with a window"):
         WindowAttention(HEADS, KV_HEADS, DIM, window=8, batch_invariant=True, **OPTIONS)
     scene = prefix_scene([1, 2], 20)
