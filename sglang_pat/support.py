@@ -225,9 +225,9 @@ _MATRIX = (
     SupportRow("KV pool", "slots of [KV head, head_dim], page size 1 or more", LAYER),
     SupportRow(
         "sliding window",
-        "where the default backend is fa3, fa4, flashinfer, trtllm_mha, triton or torch_native; "
-        "not in batch-invariant mode, in draft models, or with drafts other than chains on fa3 and "
-        "torch_native; attention within chunks on fa3, without drafts",
+        "up to 1,048,576 tokens, where the default backend is fa3, fa4, flashinfer, trtllm_mha, "
+        "triton or torch_native; not in batch-invariant mode, in draft models, or with drafts "
+        "other than chains on fa3 and torch_native; attention within chunks on fa3, without drafts",
         LAYER,
     ),
     SupportRow(

@@ -458,13 +458,18 @@ def test_windows_are_not_batch_invariant() -> None:
     assert str(layer_support.fallback[1]) == "sliding window 16 in batch-invariant mode"
 
 
-def test_a_window_that_no_request_outgrows_is_none() -> None:
-    """With such a window, its table would have a column for each of its tokens."""
+def test_windows_as_long_as_requests_and_beyond_the_limit() -> None:
+    """The table of a window has a column for each of its tokens."""
     model_runner = runner(model=layers(sliding_window_size=1 << 18), sliding_window_size=1 << 18)
     layer_support = layers_of_runner(model_runner, "fa3")
     assert layer_support.shapes.keys() == {0, 1}
     assert layer_support.windows == {}
-    assert len(layer_support.kinds()) == 1
+    model_runner.req_to_token_pool.req_to_token = torch.empty(1, 1 << 21, device="meta")
+    for size, kept in ((2**20 - 1, {0, 1}), (2**20, {0})):
+        model_runner.model[1].sliding_window_size = size
+        layer_support = layers_of_runner(model_runner, "fa3")
+        assert layer_support.shapes.keys() == kept
+    assert str(layer_support.fallback[1]) == "sliding window 1048577 of more than 1048576 tokens"
 
 
 def test_layers_of_one_id_have_one_window() -> None:

@@ -26,6 +26,7 @@ from sglang_pat.sglang.start.environment import Environment
 from sglang_pat.sglang.start.layer_support import LayerSupport, read_scales
 from sglang_pat.sglang.start.server_options import batch_invariant, drafts_of, server_reason
 from sglang_pat.support import Unsupported
+from sglang_pat.window import MAX_WINDOW
 
 # Names of attention sinks in SGLang's models. pat looks for sinks only to log which layers have
 # them.
@@ -85,12 +86,17 @@ def _limit_windows(layer_support: LayerSupport, longest: int, *, has_pool: bool)
     """Limit all windows to the length of the longest possible request.
 
     Drops a window that no request can outgrow, unless layers with windows have their own pool.
+    Layers whose window is then still longer than MAX_WINDOW fall back.
     """
     layer_support.windows = {
         layer_id: min(window, longest)
         for layer_id, window in layer_support.windows.items()
         if window < longest or has_pool
     }
+    for layer_id, window in layer_support.windows.items():
+        if window > MAX_WINDOW:
+            reason = f"{window} of more than {MAX_WINDOW} tokens"
+            layer_support.fall_back(layer_id, Unsupported("sliding window", reason))
 
 
 def layers_of_model(
