@@ -225,7 +225,7 @@ class PackAttention:
                     one_byte=self.kv_dtype.itemsize == 1,
                 )
                 if self._window is not None:
-                    sizes = sizes._replace(num_cuts=max_requests)
+                    sizes = sizes._replace(num_cuts=int(max_requests))
             elif max_seq_len is None:
                 raise ValueError("batch_invariant with max_requests needs max_seq_len")
             else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -164,7 +164,7 @@ def check_integers(**values: int) -> None:
             raise ValueError(f"{name} must fit into int32, got {value}")
 
 
-def is_integer(value: object) -> bool:
+def is_integer(value: object) -> TypeGuard[int]:
     """Return True for an integer of Python or NumPy, but not for a bool."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from sglang_pat.attention import INTS, PackAttention
-from sglang_pat.batch import check_integers
+from sglang_pat.batch import check_integers, is_integer
 from sglang_pat.executors.window_rows import Window
 
 # A request may grow by SLACK tokens, or by 1 / SLACK_PART of a small window, before it gets another
@@ -94,10 +94,11 @@ class WindowAttention(PackAttention):
             )
         if options.get("batch_invariant"):
             raise ValueError("batch_invariant must be False with a window: cuts depend on others")
-        if type(max_requests := options.get("max_requests")) is int:
+        if is_integer(max_requests := options.get("max_requests")):
             # There are fewer shared ranges than rows, and each range is part of a row. The size of
             # the KV pool is no bound, because several ranges may have the same slots.
-            options["max_shared_slots"] = min(max_requests * window, _MAX_INT32)
+            most = max(int(max_requests), 0) * int(window)
+            options["max_shared_slots"] = min(most, _MAX_INT32)
         slack = min(SLACK, int(window) // SLACK_PART)
         self._window = Window(int(window), slack, int(ahead), bool(chunked), slot_map)
         super().__init__(num_qo_heads, num_kv_heads, head_dim, **options)

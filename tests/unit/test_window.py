@@ -168,34 +168,25 @@ def test_slots_that_move_are_read_again_without_a_key() -> None:
     assert attention.stats.plans_built == 1
 
 
-def siblings() -> list[tuple[Scene, WindowAttention]]:
+def test_siblings_take_turns_and_read_their_rows_again() -> None:
     scenes = [prefix_scene([20, 30, 40], 100), prefix_scene([3, 60, 7], 80)]
     for scene in scenes:
         scene.caches = [torch.randn(scene.table.numel(), KV_HEADS, DIM) for _ in range(2)]
     first = WindowAttention(HEADS, KV_HEADS, DIM, window=64, max_requests=4, **OPTIONS)
-    return [*zip(scenes, [first, first.sharing_buffers()], strict=True)]
-
-
-def test_siblings_take_turns() -> None:
-    pairs = siblings()
-    for grown in range(4):
+    pairs = [*zip(scenes, [first, first.sharing_buffers()], strict=True)]
+    for grown in range(5):
         for scene, attention in pairs:
             batch, tensors = scene.step(grown)
             attention.plan(batch, **tensors)
-            check(scene, attention, grown, 64)
-
-
-def test_a_sibling_reads_its_rows_again_after_the_other() -> None:
-    pairs = siblings()
-    for scene, attention in pairs:
-        batch, tensors = scene.step(0)
-        attention.plan(batch, **tensors)
+            if grown < 4:
+                check(scene, attention, grown, 64)
     for _ in range(2):
         for scene, attention in pairs:
-            check(scene, attention, 0, 64)
+            check(scene, attention, 4, 64)
 
 
-def test_a_reservation_holds_what_classes_read_again() -> None:
+@pytest.mark.parametrize("integer", [int, np.int8])
+def test_a_reservation_holds_what_classes_read_again(integer: Any) -> None:
     """Each class of rows reads the prefix; all classes together may exceed the pool."""
     rows, window = 64, 1024
     reserved: list[int] = []
@@ -208,7 +199,7 @@ def test_a_reservation_holds_what_classes_read_again() -> None:
 
         patch.setattr(BufferSizes, "for_requests", note)
         attention = WindowAttention(
-            16, 1, 64, window=window, max_requests=rows, max_shared_slots=1, **OPTIONS
+            16, 1, 64, window=window, max_requests=integer(rows), max_shared_slots=1, **OPTIONS
         )
     scene = prefix_scene([10] * rows, prefix=2000)
     batch, tensors = scene.step(0)
@@ -224,6 +215,8 @@ def test_bad_options_and_steps() -> None:
             WindowAttention(HEADS, KV_HEADS, DIM, window=bad, **OPTIONS)
     with pytest.raises(ValueError, match="batch_invariant must be False with a window"):
         WindowAttention(HEADS, KV_HEADS, DIM, window=8, batch_invariant=True, **OPTIONS)
+    with pytest.raises(ValueError, match="max_requests must be at least 1, got -1"):
+        WindowAttention(HEADS, KV_HEADS, DIM, window=8, max_requests=-1, **OPTIONS)
     scene = prefix_scene([1, 2], 20)
     attention = WindowAttention(HEADS, KV_HEADS, DIM, window=8, max_requests=1, **OPTIONS)
     batch, tensors = scene.step(0)
