@@ -198,6 +198,14 @@ class Producer {
                          lane_segment_.end_request() * group_size > first_row_);
     }
     next_segment_ = first_lane_segment_ + end;
+    if (listed_ >> lane_ & 1) {
+      const int group_size = params_.rows.group_size;
+      lane_record_ = StageRecord::of_rows(lane_segment_.first_request() * group_size,
+                                          lane_segment_.end_request() * group_size,
+                                          item_.num_requests * group_size, Dims::kTokens)
+                         .template of_tile<Dims>(item_.tile)
+                         .as_read_once(lane_segment_.is_read_once());
+    }
   }
 
   // If the current segment has ended, begins the next listed segment. Returns false if no segment is listed.
@@ -210,16 +218,11 @@ class Producer {
 
   // Begins the first listed segment.
   __device__ __forceinline__ void begin_segment() {
-    const SegmentSource segment = lane_segment_.of_lane(__ffs(listed_) - 1);
+    const int lane = __ffs(listed_) - 1;
     listed_ &= listed_ - 1;
-    slots_ = segment.slots;
-    left_ = segment.num_tokens;
-    const int group_size = params_.rows.group_size;
-    const int first = segment.first_request(), end = segment.end_request();
-    record_ = StageRecord::of_rows(first * group_size, end * group_size,
-                                   item_.num_requests * group_size, Dims::kTokens)
-                  .template of_tile<Dims>(item_.tile)
-                  .as_read_once(segment.is_read_once());
+    slots_ = lane_segment_.slots_of_lane(lane);
+    left_ = __shfl_sync(kFullWarp, lane_segment_.num_tokens, lane);
+    record_ = {__shfl_sync(kFullWarp, lane_record_.packed, lane)};
   }
 
   // Puts the walk's next stages into next_ and starts to load their slots. If these stages begin an item, also starts
@@ -376,6 +379,7 @@ class Producer {
   TicketRange ticket_;
   ItemSource lane_item_;        // item first_lane_item_ + lane
   SegmentSource lane_segment_;  // segment first_lane_segment_ + lane
+  StageRecord lane_record_;     // of that segment's full stages, if it is listed
   int first_lane_item_;
   int first_lane_segment_;
   uint32_t not_empty_;           // bit mask of the lanes whose segment has KV

@@ -47,12 +47,10 @@ struct SegmentSource {
   __device__ __forceinline__ int end_request() const { return segment().end_request(); }
   __device__ __forceinline__ bool is_read_once() const { return segment().is_read_once(); }
 
-  // Broadcasts the SegmentSource that lane `lane` holds.
-  __device__ __forceinline__ SegmentSource of_lane(int lane) const {
-    return {.slots = reinterpret_cast<const int32_t*>(
-                __shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(slots), lane)),
-            .num_tokens = __shfl_sync(kFullWarp, num_tokens, lane),
-            .requests = __shfl_sync(kFullWarp, requests, lane)};
+  // Broadcasts the slots that lane `lane` holds.
+  __device__ __forceinline__ const int32_t* slots_of_lane(int lane) const {
+    return reinterpret_cast<const int32_t*>(
+        __shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(slots), lane));
   }
 
  private:
