@@ -55,7 +55,7 @@ def _advise(arguments: argparse.Namespace, command: str) -> int:
     progress = Progress()
     workload = workload_options.read(arguments, progress)
     if arguments.save is not None:
-        from sglang_pat.workload.formats import write_mooncake
+        from sglang_pat.workload.mooncake import write_mooncake
 
         with written("--save", arguments.save) as draft:
             write_mooncake(draft, workload.requests)

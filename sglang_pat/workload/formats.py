@@ -7,10 +7,7 @@ a whole.
 
 ========== ======================================================================================
 mooncake   JSON: `timestamp`, `input_length`, `output_length`, `hash_ids`: one id per block of
-           prompt tokens. Equal ids mean equal tokens. The size of a block (512, 16, ...) and
-           the unit of the times (ms or s) are inferred from the lines. Files that this module
-           writes also have `segments`, pairs of content and length, by which a shared prefix may
-           end within a block; other programs ignore this key.
+           prompt tokens (`mooncake.py`).
 tokens     JSON: `timestamp`, `input_ids`, `output_length`.
 openai     JSON: requests to the chat, completions, messages and responses APIs, to SGLang's
            /generate and to Ollama's API, as clients, gateways and SGLang log them
@@ -25,57 +22,32 @@ or objects over several lines.
 
 from __future__ import annotations
 
-import csv
-import gzip
-import hashlib
 import heapq
 import itertools
-import json
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 
 from sglang_pat.messages import listed, quoted
-from sglang_pat.workload.files import (
-    compression,
-    intact_lines,
-    json_objects,
-    open_file,
-    zstandard_package,
-)
+from sglang_pat.workload.csv_rows import CSV_COLUMNS, header_of, read_rows, row_objects
+from sglang_pat.workload.files import compression, intact_lines, json_objects, open_file
+from sglang_pat.workload.log_lines import TEXT_LINE, decoded, json_object
+from sglang_pat.workload.mooncake import MooncakeReader
 from sglang_pat.workload.request_dump import dump_files, read_dump
 from sglang_pat.workload.request_log import has_time, is_request, read_record
-from sglang_pat.workload.request_prompts import (
-    LoggedRequest,
-    bytes_per_token,
-    to_request,
-    whole_number,
-)
-from sglang_pat.workload.times import number_of, seconds
-from sglang_pat.workload.trace import (
-    FAILED,
-    NotReplayed,
-    Prompt,
-    Segment,
-    TokenPrompt,
-    Trace,
-    TraceError,
-    TraceErrors,
-    TraceRequest,
-    prompt_length,
-)
+from sglang_pat.workload.request_prompts import LoggedRequest, bytes_per_token, to_request
+from sglang_pat.workload.trace import NotReplayed, Trace, TraceError, TraceErrors, TraceRequest
 
 # Up to this many requests are kept in memory to sort them by arrival, because a log that several
 # threads write is a little out of order.
 REORDER_WINDOW = 1024
-BLOCK_TOKENS = 512  # mooncake's default, if the lines show no other size
+FORMATS = ("mooncake", "tokens", "openai", *CSV_COLUMNS, "sglang-dump")
 
 # First bytes of files that hold no text -> what they are.
 _NO_TEXT = (
@@ -91,6 +63,7 @@ _NO_TEXT = (
     (b"%PDF", "a PDF"),
 )
 _PICKLE_MAGIC = b"\x80"
+_PYTHON_DICT = re.compile(rb"[\s\[]*\{\s*'")
 _DETECTION_LINES = 20
 # Block size, unit of times and bytes per token are inferred from the first _SAMPLE records.
 _SAMPLE = 256
@@ -99,7 +72,6 @@ _COUNT_BYTES = 4 << 30
 _CHUNK_BYTES = 1 << 20
 # Matches a record with an id. Shippers of logs may deliver such a record twice.
 _WITH_ID = re.compile(rb'"(?:\w*_)?r?id" ?:', re.IGNORECASE)
-_LONGEST_FIELD = 1 << 30  # characters of a CSV file's field
 _NO_RECORD = (b"", b"[", b"]", b",")  # lines of an array that are not records
 _LONGEST = 10 * 366 * 86_400.0  # seconds that a trace may last
 
@@ -198,7 +170,7 @@ class _Source:
             return None
         with path.open("rb") as file:
             lines = sum(chunk.count(b"\n") for chunk in iter(partial(file.read, _CHUNK_BYTES), b""))
-        return max(lines - (self.format in _CSV_COLUMNS), 1)
+        return max(lines - (self.format in CSV_COLUMNS), 1)
 
     def pieces(self) -> Iterator[bytes]:
         """Yield the lines of the file, or the JSON of its objects or rows."""
@@ -206,7 +178,7 @@ class _Source:
             case "lines":
                 return intact_lines(self.path)
             case "rows":
-                return _row_objects(self.path)
+                return row_objects(self.path)
             case "objects":
                 return json_objects(self.path, _is_record)
 
@@ -217,10 +189,11 @@ class _Source:
                     yield _Record(file.name, number, request)
 
     def _records(self, errors: TraceErrors) -> Iterator[_Record]:
-        if self.format in _CSV_COLUMNS:
+        if self.format in CSV_COLUMNS:
             # Bytes that are not UTF-8 make only their row malformed.
             text = (line.decode(errors="replace") for line in self.pieces())
-            yield from _read_rows(text, self.path.name, _CSV_COLUMNS[self.format], errors)
+            rows = read_rows(text, self.path.name, CSV_COLUMNS[self.format], errors)
+            yield from (_Record(self.path.name, number, request) for number, request in rows)
             return
         parse = self._parser(errors)
         number, last = 0, b""
@@ -231,7 +204,7 @@ class _Source:
                 failure = None
             if last.strip() in _NO_RECORD:
                 continue
-            if b"{" not in last and _TEXT_LINE.match(last):
+            if b"{" not in last and TEXT_LINE.match(last):
                 errors.leave_out("lines of text, as a server logs them")
                 continue
             try:
@@ -256,8 +229,8 @@ class _Source:
     ) -> Callable[[bytes], Iterable[TraceRequest | LoggedRequest]]:
         """Return the function that turns a line into requests."""
         if self.format == "mooncake":
-            return _MooncakeReader.of_lines(islice(self.pieces(), _SAMPLE), errors).read
-        found = map(_object, self.pieces())
+            return MooncakeReader.of_lines(islice(self.pieces(), _SAMPLE), errors).read
+        found = map(json_object, self.pieces())
         first = next((each for each in found if each is not None and is_request(each)), {})
         arrivals = itertools.count() if self.untimed and not has_time(first) else None
         seen: set[int] = set()
@@ -269,243 +242,9 @@ class _Source:
                 if len(seen) == number:
                     raise NotReplayed("records that repeat another one")
             untimed = None if arrivals is None else float(next(arrivals))
-            return read_record(_decoded(line), errors, untimed=untimed)
+            return read_record(decoded(line), errors, untimed=untimed)
 
         return read
-
-
-# --- one line, one request: JSON ---
-
-_Count = Annotated[int, msgspec.Meta(ge=1)]
-
-
-class _MooncakeLine(msgspec.Struct):
-    timestamp: float | str
-    input_length: _Count
-    output_length: Annotated[int, msgspec.Meta(ge=0)]
-    hash_ids: list[int]
-    segments: list[tuple[int, _Count]] | None = None
-
-
-_decode_mooncake = msgspec.json.Decoder(_MooncakeLine, strict=False).decode  # accepts 600.0 for 600
-_decode_object = msgspec.json.Decoder(dict[str, Any]).decode
-_encode = msgspec.json.Encoder().encode
-_SECONDS_KEYS = {"chat_id", "parent_chat_id", "turn"}  # if these occur, times are in seconds
-
-
-@dataclass(slots=True)
-class _MooncakeReader:
-    """Reads lines whose prompts are blocks. unit: unit of the times."""
-
-    block: int = BLOCK_TOKENS
-    unit: str = "ms"
-
-    @classmethod
-    def of_lines(cls, lines: Iterable[bytes], errors: TraceErrors) -> _MooncakeReader:
-        """Return the reader for a file that begins with these lines."""
-        found = [each for line in lines if (each := _object(line)) is not None]
-        reader = cls(_block_tokens(found))
-        times = [each.get("timestamp") for each in found]
-        numbers = [number for each in times if (number := number_of(each)) is not None]
-        is_seconds = any(_SECONDS_KEYS & each.keys() for each in found) or any(
-            each % 1 for each in numbers if math.isfinite(each)
-        )
-        if numbers and (is_seconds or 9e8 <= numbers[0] <= 4.2e9):
-            reader.unit = "s"
-        if (reader.block, reader.unit) != (BLOCK_TOKENS, "ms"):
-            errors.assumed = f"blocks of {reader.block:,} tokens, times in {reader.unit}"
-        return reader
-
-    def read(self, line: bytes) -> list[TraceRequest]:
-        """Return the request of a line."""
-        fields = _decode_mooncake(_json_part(line)[0])
-        arrival = seconds(fields.timestamp, default=self.unit)
-        if fields.segments is None:
-            prompt = self._of_blocks(fields)
-        else:
-            prompt = tuple(Segment(content, length) for content, length in fields.segments)
-            if prompt_length(prompt) != fields.input_length:
-                raise ValueError(
-                    f"segments of {prompt_length(prompt)} tokens, but input_length is "
-                    f"{fields.input_length}"
-                )
-        if fields.output_length == 0:
-            raise NotReplayed(FAILED)
-        return [TraceRequest(arrival, prompt, fields.output_length)]
-
-    def _of_blocks(self, fields: _MooncakeLine) -> Prompt:
-        num_blocks = -(-fields.input_length // self.block)
-        if len(fields.hash_ids) != num_blocks:
-            raise ValueError(
-                f"{len(fields.hash_ids)} hash_ids, but input_length {fields.input_length} is "
-                f"{num_blocks} blocks of {self.block} tokens"
-            )
-        last = fields.input_length - (num_blocks - 1) * self.block
-        whole = (Segment(content, self.block) for content in fields.hash_ids[:-1])
-        return (*whole, Segment(fields.hash_ids[-1], last))
-
-
-def _block_tokens(lines: Iterable[Mapping[str, Any]]) -> int:
-    """Return the block size that agrees with most lines; 512 if no line shows a size."""
-    sizes = [
-        (length, len(each["hash_ids"]))
-        for each in lines
-        if (length := whole_number(each.get("input_length")))
-        and isinstance(each.get("hash_ids"), list)
-        and each["hash_ids"]
-        and "segments" not in each
-    ]
-    powers = (BLOCK_TOKENS, *(1 << power for power in range(17)))
-
-    def agreeing(block: int) -> int:
-        return sum(-(-length // block) == count for length, count in sizes)
-
-    best = max(powers, key=agreeing)  # the first of equally good sizes
-    if agreeing(best) * 2 > len(sizes):
-        return best
-    bounds = {-(-length // count) for length, count in sizes}
-    bounds |= {(length - 1) // (count - 1) for length, count in sizes if count > 1}
-    return max((best, *sorted(bounds - {0})), key=agreeing)
-
-
-def _decoded(line: bytes) -> dict[str, Any]:
-    """Return the JSON object of a log line, which may have a time and other text before it."""
-    part, before = _json_part(line)
-    try:
-        found = _decode_object(part)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        lenient = _lenient(part)
-        if lenient is None:
-            raise ValueError(str(error)) from None
-        found = lenient
-    if before and (time := _PREFIX_TIME.search(before)):
-        found.setdefault("logtime", time[0].decode().replace(",", "."))
-    return found
-
-
-def _lenient(part: bytes) -> dict[str, Any] | None:
-    """Return the object of a line that only Python's JSON parser accepts, for example with NaN."""
-    try:
-        found = json.loads(part.decode(errors="replace"))
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
-
-
-_PREFIX_TIME = re.compile(
-    rb"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?"
-    rb"|\d\d/[A-Z][a-z]{2}/\d{4}:\d\d:\d\d:\d\d [+-]\d{4}"
-)
-_LONGEST_PREFIX = 300
-_TEXT_LINE = re.compile(rb"\[?(?:\d{4}-\d\d-\d\d[T ]|(?:DEBUG|INFO|WARN|WARNING|ERROR)\b)")
-
-
-def _json_part(line: bytes) -> tuple[bytes, bytes]:
-    """Return (JSON object, text before it) of a line, or (line, b"") if it has no such text."""
-    line = line.strip().rstrip(b",")
-    begin = line.find(b"{", 0, _LONGEST_PREFIX)
-    return (line[begin:], line[:begin]) if begin > 0 else (line, b"")
-
-
-def _object(line: bytes) -> dict[str, Any] | None:
-    try:
-        return _decoded(line)
-    except (ValueError, RecursionError):
-        return None
-
-
-# --- one row, one request: CSV with lengths only ---
-
-
-class _Columns(NamedTuple):
-    """Names of the columns that are read."""
-
-    time: str
-    input_length: str
-    output_length: str
-
-
-_CSV_COLUMNS = {
-    "burstgpt": _Columns("Timestamp", "Request tokens", "Response tokens"),
-    "azure": _Columns("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
-}
-FORMATS = ("mooncake", "tokens", "openai", *_CSV_COLUMNS, "sglang-dump")
-
-
-def _read_rows(
-    lines: Iterable[str], file: str, columns: _Columns, errors: TraceErrors
-) -> Iterator[_Record]:
-    """Yield the requests of a CSV file. ValueError if a column is missing.
-
-    A row without generated tokens is a failed request.
-    """
-    rows = _rows(lines)
-    try:
-        header = rows.fieldnames or ()
-    except csv.Error as error:
-        raise ValueError(f"{file}: no CSV: {error}") from None
-    missing = [name for name in columns if name not in header]
-    if missing:
-        raise ValueError(f"{file}: no column {missing[0]!r}; there are: {listed(header)}")
-    while True:
-        try:
-            row = next(rows, None)
-            if row is None:
-                return
-            request = _parse_row(row, columns, content=rows.line_num)
-        except NotReplayed as what:
-            errors.leave_out(str(what))
-        except TraceError:  # the file is damaged
-            raise
-        except (ValueError, csv.Error) as error:
-            errors.add(file, rows.line_num, str(error))
-        else:
-            errors.used += 1
-            yield _Record(file, rows.line_num, request)
-
-
-def _row_objects(path: Path) -> Iterator[bytes]:
-    """Yield the rows of a CSV file as JSON objects."""
-    rows = _rows(line.decode(errors="replace") for line in intact_lines(path))
-    try:
-        yield from map(_encode, rows)
-    except csv.Error as error:
-        raise TraceError(path.name, rows.line_num, f"no CSV: {error}") from None
-
-
-def _rows(lines: Iterable[str]) -> csv.DictReader[str]:
-    """Return a reader of the rows of a CSV file, whose header shows the delimiter."""
-    lines = iter(lines)
-    header = next(lines, "")
-    csv.field_size_limit(_LONGEST_FIELD)
-    return csv.DictReader(chain((header,), lines), delimiter=_delimiter(header), restkey="more")
-
-
-def _delimiter(header: str) -> str:
-    return max(",;\t", key=header.count)
-
-
-def _parse_row(row: dict[str, str], columns: _Columns, content: int) -> TraceRequest:
-    """Return the request of a row. NotReplayed if the request failed."""
-    values = [row[name] for name in columns]
-    if None in values:
-        raise ValueError("fewer values than columns")
-    try:
-        arrival = seconds(values[0])
-    except ValueError as error:
-        raise ValueError(f"{columns.time}: {error}") from None
-    lengths = []
-    for name, text in zip(columns[1:], values[1:], strict=True):
-        length = whole_number(text)
-        if length is None:
-            raise ValueError(f"{name} is {quoted(text)}; a whole number from 0 is needed")
-        lengths.append(length)
-    input_length, output_length = lengths
-    if output_length == 0:
-        raise NotReplayed(FAILED)
-    if input_length == 0:
-        raise ValueError(f"{columns.input_length} is 0; at least 1 is needed")
-    return TraceRequest(arrival, (Segment(content, input_length),), output_length)
 
 
 # --- a file, one record after another ---
@@ -594,22 +333,21 @@ def _detected(path: Path, format: str) -> _Source:
         raise ValueError(f"{path}: the text is UTF-16; write it as UTF-8")
     if first.startswith(_PICKLE_MAGIC) and format in ("auto", "sglang-dump"):
         return _Source(path, "sglang-dump")
-    if format == "sglang-dump" or format in _CSV_COLUMNS:
+    if format == "sglang-dump" or format in CSV_COLUMNS:
         return _Source(path, format)
     what = next((name for magic, name in _NO_TEXT if head[0].startswith(magic)), None)
     if what or head[0][257:262] == b"ustar":
         raise ValueError(f"{path}: {what or 'a tar archive'}; text, gzip and zstd are read")
-    objects = [found for found in map(_object, head) if found is not None]  # skip malformed lines
+    objects = [found for found in map(json_object, head) if found is not None]
     known = next((kind for found in objects if (kind := _format_of(found))), None)
     starts = first.lstrip()[:1]
-    is_python = re.match(rb"[\s\[]*\{\s*'", first) is not None
     if (
         known is None
-        and not is_python
+        and not _PYTHON_DICT.match(first)
         and (starts == b"{" or re.match(rb"\s*\[\s*([\[{\]]|$)", first))
     ):
         source = _Source(path, format, layout="objects")
-        pieces = map(_object, islice(source.pieces(), _DETECTION_LINES))
+        pieces = map(json_object, islice(source.pieces(), _DETECTION_LINES))
         inner = [found for found in pieces if found is not None]
         objects = objects or inner
         known = next((kind for found in inner if (kind := _format_of(found))), None)
@@ -617,35 +355,40 @@ def _detected(path: Path, format: str) -> _Source:
             return _Source(path, known if format == "auto" else format, layout="objects")
     if format != "auto":
         return _Source(path, format)
-    header = _header(head[0])
-    for name, columns in _CSV_COLUMNS.items():
+    header = header_of(head[0])
+    for name, columns in CSV_COLUMNS.items():
         if set(columns) <= set(header):
             return _Source(path, name)
     if known is not None:
         return _Source(path, known)
     if len(header) > 1 and starts not in (b"{", b"["):
         source = _Source(path, "openai", layout="rows")
-        rows = map(_object, islice(source.pieces(), _DETECTION_LINES))
+        rows = map(json_object, islice(source.pieces(), _DETECTION_LINES))
         if any(is_request(row) for row in rows if row):
             return source
-    if any(b"GenerateReqInput(" in line for line in head):
-        found_text = (
-            "it is SGLang's log as text: --log-requests-format json writes one that is read"
-        )
-    elif is_python:
-        found_text = "its keys are in single quotes, so it is not JSON: write it by json.dumps"
-    elif objects:
-        found_text = f"its first JSON object has no prompt; its keys are {listed(objects[0])}"
-    elif len(header) > 1 and head[0].isascii() and starts not in (b"{", b"["):
-        found_text = f"its columns are {listed(header)}"
-    else:
-        found_text = f"its first line is {quoted(head[0][:60].decode(errors='replace'))}"
     raise ValueError(
-        f"{path}: no known format: {found_text}. Known: JSON with hash_ids (mooncake), input_ids "
-        "(tokens), messages, prompt, input or text (openai); CSV with the columns "
-        + " or ".join(f"{', '.join(columns)} ({name})" for name, columns in _CSV_COLUMNS.items())
+        f"{path}: no known format: {_description(head, header, objects)}. Known: JSON with "
+        "hash_ids (mooncake), input_ids (tokens), messages, prompt, input or text (openai); CSV "
+        "with the columns "
+        + " or ".join(f"{', '.join(columns)} ({name})" for name, columns in CSV_COLUMNS.items())
         + "; a pickle (sglang-dump)"
     )
+
+
+def _description(
+    head: Sequence[bytes], header: Sequence[str], objects: Sequence[dict[str, Any]]
+) -> str:
+    """Describe a file in no known format by its first lines, columns and JSON objects."""
+    first = next(line for line in head if line.strip())
+    if any(b"GenerateReqInput(" in line for line in head):
+        return "it is SGLang's log as text: --log-requests-format json writes one that is read"
+    if _PYTHON_DICT.match(first):
+        return "its keys are in single quotes, so it is not JSON: write it by json.dumps"
+    if objects:
+        return f"its first JSON object has no prompt; its keys are {listed(objects[0])}"
+    if len(header) > 1 and head[0].isascii() and first.lstrip()[:1] not in (b"{", b"["):
+        return f"its columns are {listed(header)}"
+    return f"its first line is {quoted(head[0][:60].decode(errors='replace'))}"
 
 
 def _format_of(found: dict[str, Any]) -> str | None:
@@ -659,71 +402,3 @@ def _format_of(found: dict[str, Any]) -> str | None:
 
 def _is_record(found: Mapping[str, Any]) -> bool:
     return _format_of(dict(found)) is not None
-
-
-def _header(line: bytes) -> list[str]:
-    """Return the columns that a first line names, or [] if it is not CSV."""
-    try:
-        text = line.decode(errors="replace")
-        return next(csv.reader([text], delimiter=_delimiter(text)), [])
-    except csv.Error:
-        return []
-
-
-# --- writing ---
-
-
-def write_mooncake(path: Path, requests: Iterable[TraceRequest]) -> int:
-    """Write requests to a file, and return how many there were.
-
-    The file is compressed if `path` ends in .gz or .zst. Arrivals are rounded to milliseconds.
-    ValueError if a prompt consists of token ids, because this format has no place for them.
-    """
-    count = 0
-    with _create(path) as file:
-        for count, request in enumerate(requests, start=1):
-            if isinstance(request.prompt, TokenPrompt):
-                raise ValueError(f"request {count} has token ids, which this format cannot hold")
-            line = {
-                "timestamp": round(request.arrival * 1000),
-                "input_length": request.input_length,
-                "output_length": request.output_length,
-                "hash_ids": list(_block_hashes(request.prompt)),
-                "segments": request.prompt,
-            }
-            file.write(_encode(line) + b"\n")
-    return count
-
-
-def _create(path: Path) -> BinaryIO:
-    if path.suffix == ".gz":
-        return cast(BinaryIO, gzip.open(path, "wb"))
-    if path.suffix == ".zst":
-        return cast(BinaryIO, zstandard_package().open(path, "wb"))
-    return path.open("wb")
-
-
-def _block_hashes(prompt: tuple[Segment, ...]) -> Iterator[int]:
-    """Yield ids of a prompt's blocks, each a hash of all tokens up to the end of the block.
-
-    The hashes have 63 bits, so that they fit into a signed 64-bit integer. Among 15 million blocks,
-    the probability of a collision is 1 in 80,000. No id is kept, so memory does not limit the file.
-    """
-    digest = hashlib.blake2b(digest_size=8)
-    room = BLOCK_TOKENS
-    for content, length in prompt:
-        begin = 0
-        while begin < length:
-            end = min(length, begin + room)
-            digest.update(b"%d:%d:%d;" % (content, begin, end))
-            room -= end - begin
-            begin = end
-            if room == 0:
-                yield _hash(digest)
-                room = BLOCK_TOKENS
-    if room < BLOCK_TOKENS:
-        yield _hash(digest)
-
-
-def _hash(digest: hashlib.blake2b) -> int:
-    return int.from_bytes(digest.digest(), "little") >> 1

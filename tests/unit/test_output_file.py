@@ -228,7 +228,7 @@ def test_a_full_disk_leaves_no_file_and_is_told_with_the_path(
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("sglang_pat.workload.formats.write_mooncake", fail)
+    monkeypatch.setattr("sglang_pat.workload.mooncake.write_mooncake", fail)
     monkeypatch.setattr("sglang_pat.workload.html.write_report", fail)
     monkeypatch.setattr("sglang_pat.workload.record.Recorder.write_csv", fail)
     monkeypatch.setattr(Path, "write_text", fail)

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from sglang_pat.workload.formats import REORDER_WINDOW, open_trace, write_mooncake
+from sglang_pat.workload.formats import REORDER_WINDOW, open_trace
 from sglang_pat.workload.generate import WORKLOADS, generate
+from sglang_pat.workload.mooncake import write_mooncake
 from sglang_pat.workload.trace import (
     FAILED,
     Segment,
