@@ -30,7 +30,7 @@ class BackendState:
         planner: StepPlanner,
         model_runner: Any,
         layer_support: LayerSupport,
-        kinds: Sequence[StepType],
+        step_types: Sequence[StepType],
         *,
         report: Callable[[LayerSupport], None],
         is_strict: bool = False,
@@ -38,12 +38,12 @@ class BackendState:
         self.planner = planner
         self.layers = LayerAttention(model_runner, layer_support)
         self.layer_support = layer_support
-        self.kinds = {kind.mode: kind for kind in kinds}  # types of the steps that pat plans
+        self.step_types = {each.mode: each for each in step_types}  # the steps that pat plans
         self.report = report  # called when a layer falls back after start-up
         self.is_strict = is_strict  # whether to raise an error if a layer falls back
         # The plans and the type of the last step, and whether that step runs in a CUDA graph.
         self.plans: StepPlans | None = None
-        self.kind: Any = kinds[0]
+        self.step_type: StepType = step_types[0]
         self.is_captured = False
         # Per mode and batch size: whether pat decodes layers in the captured graph, and whether the
         # default backend does. If a layer falls back after the capture, the graph still runs that
@@ -77,11 +77,11 @@ class DecodeMixin(AttentionBackend):  # type: ignore[misc]  # SGLang is untyped
         pat understands three extra arguments: `sinks`, `q_rope`, `k_rope`. A layer that gets any
         other extra argument falls back.
         """
-        if not self._attends(layer, forward_batch, kwargs):
+        if not self._takes_layer(layer, forward_batch, kwargs):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         return self._attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
-    def _attends(
+    def _takes_layer(
         self, layer: RadixAttention, forward_batch: Any, arguments: dict[str, Any]
     ) -> bool:
         """Return True if pat decodes this layer. Otherwise make the layer fall back."""
@@ -113,15 +113,15 @@ class PatMixin(DecodeMixin):
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Prepare an eager step."""
         pat = self._pat
-        kind = pat.kinds.get(forward_batch.forward_mode)
-        if kind is None:
+        step_type = pat.step_types.get(forward_batch.forward_mode)
+        if step_type is None:
             super().init_forward_metadata(forward_batch)
             return
-        pat.kind, pat.is_captured = kind, False
+        pat.step_type, pat.is_captured = step_type, False
         if pat.layer_support.fallback:
             self._prepare_default(forward_batch)
         if pat.layer_support.shapes:
-            pat.plans = pat.planner.plan_eager(kind, forward_batch)
+            pat.plans = pat.planner.plan_eager(step_type, forward_batch)
             pat.layers.begin_step()
 
     def _prepare_default(self, forward_batch: Any) -> None:
@@ -134,22 +134,21 @@ class PatMixin(DecodeMixin):
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Prepare a step whose CUDA graph is captured or replayed next."""
         pat = self._pat
-        kind = pat.kinds.get(forward_batch.forward_mode)
-        if kind is None or pat.in_default:
+        step_type = pat.step_types.get(forward_batch.forward_mode)
+        if step_type is None or pat.in_default:
             super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
             return
-        pat.kind, pat.is_captured = kind, True
-        routes = bool(pat.layer_support.shapes), bool(pat.layer_support.fallback)
+        pat.step_type, pat.is_captured = step_type, True
+        has_pat, has_default = bool(pat.layer_support.shapes), bool(pat.layer_support.fallback)
         if in_capture:
             pat.earlier = pat.graphs.get(_graph(forward_batch), (False, False))
             self._note_graph(forward_batch)
-        elif pat.layer_support.fallback:  # a layer may have fallen back after the capture
-            routes = pat.graphs.get(_graph(forward_batch), routes)
-        has_pat, has_default = routes
+        elif has_default:  # a layer may have fallen back after the capture
+            has_pat, has_default = pat.graphs.get(_graph(forward_batch), (has_pat, has_default))
         if has_default:
             super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
         if has_pat:
-            pat.plans = pat.planner.plan_captured(kind, forward_batch, in_capture)
+            pat.plans = pat.planner.plan_captured(step_type, forward_batch, in_capture)
 
     def _note_graph(self, forward_batch: Any) -> None:
         """Record which backends decode layers in the graphs of this mode and batch size."""
@@ -162,7 +161,7 @@ class PatMixin(DecodeMixin):
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Capture the work that a CUDA graph does before its layers. Planning is not captured."""
         pat = self._pat
-        is_pats = forward_batch.forward_mode in pat.kinds and not pat.in_default
+        is_pats = forward_batch.forward_mode in pat.step_types and not pat.in_default
         if not is_pats or pat.layer_support.fallback:
             super().init_forward_metadata_in_graph(forward_batch)
         if is_pats and pat.layer_support.shapes and pat.plans is not None:
@@ -177,7 +176,9 @@ class PatMixin(DecodeMixin):
         never calls this method.
         """
         ends = super().shared_read_ends(mode)
-        return type(ends).max_of((ends, type(ends).IN_REPLAY)) if mode in self._pat.kinds else ends
+        if mode not in self._pat.step_types:
+            return ends
+        return type(ends).max_of((ends, type(ends).IN_REPLAY))
 
     # --- CUDA graphs ---
 
@@ -198,7 +199,8 @@ class PatMixin(DecodeMixin):
         The default backend finds the buffers in its metadata, which exists only if a layer falls
         back. SGLang 0.5.17 never calls this method.
         """
-        if forward_batch.forward_mode in self._pat.kinds and not self._pat.layer_support.fallback:
+        pat = self._pat
+        if forward_batch.forward_mode in pat.step_types and not pat.layer_support.fallback:
             return None
         return super().get_fused_kv_write_buffers(layer, forward_batch)
 
@@ -207,7 +209,7 @@ class PatMixin(DecodeMixin):
     ) -> torch.Tensor:
         return self._pat.layers.attend(self._pat.plans, q, k, v, layer, *rest, **kwargs)
 
-    def _attends(
+    def _takes_layer(
         self, layer: RadixAttention, forward_batch: Any, arguments: dict[str, Any]
     ) -> bool:
         layer_support, layer_id = self._pat.layer_support, layer.layer_id
@@ -266,17 +268,17 @@ def attach(
     is_strict
         Whether to raise ValueError with the reason if a layer falls back.
     """
-    kinds = [_class_with(mixin, part) for part, mixin, _ in parts]
-    if reason is None and None in kinds:
-        closed = type(parts[kinds.index(None)][0]).__name__
+    classes = [_class_with(mixin, part) for part, mixin, _ in parts]
+    if reason is None and None in classes:
+        closed = type(parts[classes.index(None)][0]).__name__
         reason = Unsupported("default backend", f"{closed}, which is closed")
     if reason is not None and layer_support.shapes:
         layer_support.fall_back_all(reason)
     if is_strict:
         layer_support.check_strict()
     if layer_support.shapes:
-        for (part, _, new_state), kind in zip(parts, kinds, strict=True):
-            part.__class__ = kind
+        for (part, _, new_state), new_class in zip(parts, classes, strict=True):
+            part.__class__ = new_class
             part._pat = new_state()
 
 
@@ -286,10 +288,10 @@ def _class_with(mixin: type, part: Any) -> type | None:
     Returns None if Python does not allow the object to change its class.
     """
     before = type(part)
-    kind = type(f"Pat{before.__name__}", (mixin, before), {})
+    new_class = type(f"Pat{before.__name__}", (mixin, before), {})
     try:
-        part.__class__ = kind
+        part.__class__ = new_class
     except TypeError:  # the instance layouts of the classes differ
         return None
     part.__class__ = before
-    return kind
+    return new_class

@@ -53,8 +53,8 @@ class State(NamedTuple):
     extend: Extends
 
     @property
-    def kind(self) -> Any:
-        return inside.kinds(self.served.backend)[VERIFY]
+    def step_type(self) -> Any:
+        return inside.step_types(self.served.backend)[VERIFY]
 
 
 class Adaptive(Scene):
@@ -105,9 +105,9 @@ def test_one_planner_plans_for_all_numbers_of_drafts(adaptive: Adaptive) -> None
     assert {type(each).__mro__[1] for each in built} == {backends.PatSpeculativeMixin}
     assert {id(inside.planner(each)) for each in built} == {id(adaptive.served.planner)}
     for steps, state in adaptive.states.items():
-        assert state.kind.shape.per_request == steps + 1
-        extend = inside.kinds(state.extend.backend)[ForwardMode.DRAFT_EXTEND_V2]
-        assert extend.follows is state.kind
+        assert state.step_type.shape.per_request == steps + 1
+        extend = inside.step_types(state.extend.backend)[ForwardMode.DRAFT_EXTEND_V2]
+        assert extend.follows is state.step_type
 
 
 @pytest.mark.parametrize("graph", [0, 2])
@@ -133,10 +133,10 @@ def test_graphs_of_all_numbers_lie_in_memory_that_stays(adaptive: Adaptive) -> N
     rows = {count: each.device_rows for count, each in planner.verifies.items()}
     lies = {count: each._reserved.data_ptr() for count, each in rows.items()}
     state.served.capture(4)
-    assert state.kind.graphs_are_complete
+    assert state.step_type.graphs_are_complete
     for other in (0, 1):
         adaptive.states[other].served.reserve(1)
-    assert state.kind.graphs_are_complete
+    assert state.step_type.graphs_are_complete
     assert inside.microbatch(planner).captured is captured
     assert {count: each._reserved.data_ptr() for count, each in rows.items()} == lies
     assert rows[4]._reserved.shape == (2, 4 * 4)  # for the most requests
@@ -167,7 +167,7 @@ def test_rounds_of_each_number_are_counted_together(adaptive: Adaptive) -> None:
     assert adaptive.counters["draft"]["steps"] == 0
     drafting = adaptive.served.planner._drafting
     assert len(drafting) == 1  # rounds of one step have no backend
-    assert [kind._num_steps for each in drafting for kind in each.kinds] == [2]
+    assert [step_type._num_steps for each in drafting for step_type in each.step_types] == [2]
 
 
 def test_the_server_info_names_the_draft_model(adaptive: Adaptive) -> None:

@@ -125,9 +125,9 @@ def test_two_searches_of_one_prompt_share_what_the_tree_holds() -> None:
     ]
     rows = batch_with_beams(batch.reqs, SimpleNamespace(entries=entries), lambda reqs: None)
     assert [req.kv.req_pool_idx for req in rows] == [1, 2, 5, 6, 7]
-    source = path_reader(batch.tree.cache)
-    assert source is not None
-    paths = RowPaths(source, SimpleNamespace(req_to_token=batch.req_to_token)).read(rows)
+    reader = path_reader(batch.tree.cache)
+    assert reader is not None
+    paths = RowPaths(reader, SimpleNamespace(req_to_token=batch.req_to_token)).read(rows)
     assert paths[0] == paths[2] == paths[3]
     assert paths[1] == paths[4]
     assert paths[0][-1][0] != paths[1][-1][0]
@@ -176,15 +176,15 @@ def test_a_split_of_the_tree_beside_beams(kind: str) -> None:
     batch.req_to_token[3, :6] = slots.to(torch.int32)
     batch.reqs.append(newcomer)
     rows = batch_with_beams(batch.reqs, batch.tail, lambda reqs: None)
-    source = path_reader(batch.tree.cache)
-    assert source is not None
+    reader = path_reader(batch.tree.cache)
+    assert reader is not None
     before = batch.builder.last_shared
     assert before is not None
     before.forest.update(
         before.reqs,
         rows,
         set(),
-        RowPaths(source, SimpleNamespace(req_to_token=batch.req_to_token)).read,
+        RowPaths(reader, SimpleNamespace(req_to_token=batch.req_to_token)).read,
     )
     paths = [[(begin, end) for _, begin, end in path] for path in before.forest.paths()]
     assert paths[0] == paths[3] == paths[4] == [(0, 4), (4, 8), (8, 12)]
@@ -201,10 +201,10 @@ def test_the_rest_of_the_prompt_is_checked() -> None:
 
 def test_a_prompt_whose_part_in_the_tree_changes_is_another_node() -> None:
     batch = Batch()
-    source = path_reader(batch.tree.cache)
-    assert source is not None
+    reader = path_reader(batch.tree.cache)
+    assert reader is not None
     rows = batch_with_beams(batch.reqs, batch.tail, lambda reqs: None)
-    beams = RowPaths(source, SimpleNamespace(req_to_token=batch.req_to_token))
+    beams = RowPaths(reader, SimpleNamespace(req_to_token=batch.req_to_token))
     (before,) = beams.read([rows[2]])
     batch.leader.last_node = batch.tree.last_node(SYSTEM[:4])
     batch.leader.kv.cache_protected_len = 4

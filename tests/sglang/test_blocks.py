@@ -86,8 +86,8 @@ def test_a_graph_reads_a_block_where_it_was_captured() -> None:
     """The graph reads slots from SGLang's buffer and pat's memory at fixed addresses."""
     scene, blocks = scene_of()
     captured = blocks.capture(4)
-    (kind,) = blocks.planner.kinds
-    before = [kind.extra_kv_of(layer) for layer in blocks.runner.model]
+    (step_type,) = blocks.planner.step_types
+    before = [step_type.extra_kv_of(layer) for layer in blocks.runner.model]
     held = [apart.keys(captured, 4 * BLOCK) for apart in before]
     for lens in late_lengths(scene.reqs):
         blocks.step(lens, 4)

@@ -36,18 +36,18 @@ class Step:
         self.req_to_token[1:3, :6] = torch.arange(10, 16)
         self.rows = torch.tensor([1, 2])
         self.checker = StepChecker()
-        source: PathReader | None = path_reader(self.tree.cache)
-        assert source is not None
-        self.source = source
+        reader: PathReader | None = path_reader(self.tree.cache)
+        assert reader is not None
+        self.reader = reader
         self.forest = PrefixForest()
 
     def read_paths(self) -> None:
-        self.forest.update([], self.reqs, set(), self.source.read)
+        self.forest.update([], self.reqs, set(), self.reader.read)
 
     def check(self, *, plan_is_new: bool) -> None:
         """Check a step. A new plan has read the paths again, unless a test kept them."""
         self.checker.check(
-            self.source,
+            self.reader,
             self.reqs,
             self.forest,
             self.req_to_token,

@@ -181,7 +181,7 @@ def test_a_larger_round_without_a_graph_leaves_graphs_what_they_read() -> None:
     held = []
     for _ in range(2):
         scene.round.capture(1)
-        held.append(scene.round.kind.extra_kv.keys(None, 2)[1].data_ptr())
+        held.append(scene.round.step_type.extra_kv.keys(None, 2)[1].data_ptr())
         scene.round.assert_exact(scene.round.step([25, 31]), [25, 31])
     assert held[0] == held[1]
 
@@ -192,7 +192,7 @@ def test_graphs_of_all_sizes_read_biases_that_stay() -> None:
     places = []
     for graph in (1, 2, 4):  # graphs of 1 and 4 use the same buffer in any order of capture
         scene.round.capture(graph)
-        places.append(scene.round.kind.extra_kv.keys(None, graph * 2)[1].data_ptr())
+        places.append(scene.round.step_type.extra_kv.keys(None, graph * 2)[1].data_ptr())
     assert len({*places}) == 1
 
 

@@ -29,10 +29,10 @@ def tree(request: pytest.FixtureRequest) -> Tree:
     return Tree(request.param)
 
 
-def source_of(tree: Tree) -> PathReader:
-    source = path_reader(tree.cache)
-    assert source is not None
-    return source
+def reader_of(tree: Tree) -> PathReader:
+    reader = path_reader(tree.cache)
+    assert reader is not None
+    return reader
 
 
 def spans(paths: PrefixPaths) -> list[list[tuple[int, int]]]:
@@ -57,7 +57,7 @@ def three_levels(tree: Tree) -> list[Any]:
 
 
 def test_three_level_paths(tree: Tree) -> None:
-    paths = source_of(tree).paths(three_levels(tree), 3)
+    paths = reader_of(tree).paths(three_levels(tree), 3)
     assert spans(paths) == [
         [(0, 8), (8, 12), (12, 15)],
         [(0, 8), (8, 12), (12, 14)],
@@ -74,27 +74,27 @@ def test_two_roots_and_a_request_without_cached_prefix(tree: Tree) -> None:
     tree.insert(SYSTEM, range(8))
     tree.insert(TOOL_A, range(10, 14))
     reqs = [tree.request("a", SYSTEM, 8), tree.request("b", TOOL_A, 4), tree.request("c", [9], 0)]
-    paths = source_of(tree).paths(reqs, 3)
+    paths = reader_of(tree).paths(reqs, 3)
     assert spans(paths) == [[(0, 8)], [(0, 4)], []]
     assert ids(paths)[0] != ids(paths)[1]
 
 
 def test_padding_rows_have_empty_paths(tree: Tree) -> None:
-    paths = source_of(tree).paths(three_levels(tree), 6)
+    paths = reader_of(tree).paths(three_levels(tree), 6)
     assert len(paths) == 6
     assert spans(paths)[3:] == [[], [], []]
 
 
 def test_a_split_refines_the_path_and_keeps_its_slots(tree: Tree) -> None:
-    source, long_prompt = source_of(tree), SYSTEM + TOOL_A
+    reader, long_prompt = reader_of(tree), SYSTEM + TOOL_A
     tree.insert(long_prompt, range(50, 62))
     reqs = [tree.request("long", long_prompt, 12)]
-    before = source.paths(reqs, 1)
+    before = reader.paths(reqs, 1)
     tree.insert(SYSTEM + TOOL_B, range(70, 84))  # splits the node between the two prompts
-    after = source.paths(reqs, 1)
+    after = reader.paths(reqs, 1)
     assert spans(before) == [[(0, 12)]]
     assert spans(after) == [[(0, 8), (8, 12)]]
-    assert source.shared_slots(reqs[0]).tolist() == list(range(50, 62))
+    assert reader.shared_slots(reqs[0]).tolist() == list(range(50, 62))
 
 
 class OlderCore:
@@ -119,8 +119,8 @@ class OlderCore:
         return SimpleNamespace(parent_node_id=self.nodes[node][1]) if self.has_kv else None
 
 
-def older_source(tree: Tree, reqs: list[Any], *, collects: bool) -> NodeIdPaths:
-    core = OlderCore([*source_of(tree).read(reqs)], collects=collects)
+def older_reader(tree: Tree, reqs: list[Any], *, collects: bool) -> NodeIdPaths:
+    core = OlderCore([*reader_of(tree).read(reqs)], collects=collects)
     return NodeIdPaths(SimpleNamespace(tree_core=core), raise_mismatch)
 
 
@@ -128,8 +128,8 @@ def older_source(tree: Tree, reqs: list[Any], *, collects: bool) -> NodeIdPaths:
 def test_older_cores_in_rust_show_the_same_paths(collects: bool) -> None:
     tree = Tree("unified")
     reqs = three_levels(tree)
-    paths = older_source(tree, reqs, collects=collects).paths(reqs, 3)
-    expected = source_of(tree).paths(reqs, 3)
+    paths = older_reader(tree, reqs, collects=collects).paths(reqs, 3)
+    expected = reader_of(tree).paths(reqs, 3)
     assert (spans(paths), ids(paths)) == (spans(expected), ids(expected))
 
 
@@ -138,7 +138,7 @@ def test_a_split_is_found_without_counts_of_children(collects: bool) -> None:
     tree, forest, long_prompt = Tree("unified"), PrefixForest(), SYSTEM + TOOL_A
 
     def read(reqs: list[Any]) -> list[Any]:
-        return older_source(tree, reqs, collects=collects).read(reqs)
+        return older_reader(tree, reqs, collects=collects).read(reqs)
 
     tree.insert(long_prompt, range(50, 62))
     kept = [tree.request("kept", long_prompt, 12)]
@@ -155,10 +155,10 @@ def test_a_split_is_found_without_counts_of_children(collects: bool) -> None:
 def test_a_node_without_kv_is_a_mismatch() -> None:
     tree = Tree("unified")
     reqs = three_levels(tree)
-    source = older_source(tree, reqs, collects=False)
-    source._core.has_kv = False
+    reader = older_reader(tree, reqs, collects=False)
+    reader._core.has_kv = False
     with pytest.raises(PathMismatchError, match=r"request r0: .* holds 0 tokens"):
-        source.read(reqs)
+        reader.read(reqs)
 
 
 def test_the_first_cores_in_rust_show_no_paths() -> None:
@@ -170,12 +170,12 @@ def test_the_first_cores_in_rust_show_no_paths() -> None:
 
 def test_nodes_made_after_a_reset_have_new_ids(tree: Tree) -> None:
     # Kept paths rely on new node ids: a request may return with the same id and row.
-    source = source_of(tree)
+    reader = reader_of(tree)
     seen: set[int] = set()
     for _ in range(3):
         tree.cache.reset()
         tree.insert(SYSTEM, range(8))
-        (path,) = ids(source.paths([tree.request("same", SYSTEM, 8)], 1))
+        (path,) = ids(reader.paths([tree.request("same", SYSTEM, 8)], 1))
         assert not seen & set(path)
         seen.update(path)
 
@@ -189,28 +189,28 @@ def test_a_path_of_another_length_than_sglang_counts_is_an_error(
     place(bad).cache_protected_len = counted
     message = f"request bad: .* holds {protected} tokens, but its cache_protected_len is {counted}"
     with pytest.raises(RuntimeError, match=message):
-        source_of(tree).paths([good, bad], 2)
+        reader_of(tree).paths([good, bad], 2)
 
 
 def test_a_request_of_a_streaming_session_is_private(tree: Tree) -> None:
     from sglang.srt.session.streaming_session import _VirtualNode
 
-    source = source_of(tree)
+    reader = reader_of(tree)
     shared = three_levels(tree)
     session = request("session", _VirtualNode(), protected=5, row=7)
     reqs = [shared[0], session, shared[1]]
-    paths = source.paths(reqs, 3)
+    paths = reader.paths(reqs, 3)
     assert spans(paths)[1] == []
-    assert source.shared_slots(session).tolist() == []
+    assert reader.shared_slots(session).tolist() == []
     assert ids(paths)[0][:2] == ids(paths)[2][:2]
 
 
 def test_shared_slots_follow_the_path(tree: Tree) -> None:
-    source, reqs = source_of(tree), three_levels(tree)
+    reader, reqs = reader_of(tree), three_levels(tree)
     system, tool = [*range(1000, 1008)], [*range(1008, 1012)]
-    assert source.shared_slots(reqs[0]).tolist() == system + tool + [1012, 1013, 1014]
-    assert source.shared_slots(reqs[1]).tolist() == system + tool + [2012, 2013]
-    assert source.shared_slots(tree.request("none", [9], 0)).tolist() == []
+    assert reader.shared_slots(reqs[0]).tolist() == system + tool + [1012, 1013, 1014]
+    assert reader.shared_slots(reqs[1]).tolist() == system + tool + [2012, 2013]
+    assert reader.shared_slots(tree.request("none", [9], 0)).tolist() == []
 
 
 @pytest.mark.parametrize("kind", TREE_KINDS)
@@ -220,17 +220,17 @@ def test_pages_of_16(kind: str) -> None:
     tree.insert(first[:32], range(32))
     tree.insert(second[:32], range(100, 132))
     reqs = [tree.request("a", first, 32), tree.request("b", second, 32)]
-    paths = source_of(tree).paths(reqs, 2)
+    paths = reader_of(tree).paths(reqs, 2)
     assert spans(paths) == [[(0, 16), (16, 32)], [(0, 16), (16, 32)]]
     assert ids(paths)[0][0] == ids(paths)[1][0]
 
 
 @pytest.mark.parametrize("kind", TREE_KINDS)
-def test_a_disabled_cache_has_no_source(kind: str) -> None:
+def test_a_disabled_cache_has_no_reader(kind: str) -> None:
     assert path_reader(Tree(kind, disable=True).cache) is None
 
 
-def test_other_caches_have_no_source() -> None:
+def test_other_caches_have_no_reader() -> None:
     class Heir(RadixCache):
         """A subclass like those of LMCache and FlexKV, which may have other nodes."""
 
@@ -242,7 +242,7 @@ def test_other_caches_have_no_source() -> None:
     assert path_reader(None) is None
 
 
-def test_a_tree_of_components_that_we_do_not_know_has_no_source() -> None:
+def test_a_tree_of_components_that_we_do_not_know_has_no_reader() -> None:
     """Unknown components may hold other slots. pat knows windows and states."""
     cache = Tree("unified").cache
     ((kind, full),) = cache.components.items()
@@ -261,7 +261,7 @@ def test_a_cache_wrapped_for_sessions_is_unwrapped() -> None:
     wrapped = StreamingSession(tree.cache)
     if not hasattr(wrapped, "inner"):
         pytest.skip("this SGLang does not wrap the cache")
-    source = path_reader(wrapped)
-    assert source is not None
+    reader = path_reader(wrapped)
+    assert reader is not None
     reqs = three_levels(tree)
-    assert spans(source.paths(reqs, 3))[2] == [(0, 8), (8, 17)]
+    assert spans(reader.paths(reqs, 3))[2] == [(0, 8), (8, 17)]

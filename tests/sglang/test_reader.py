@@ -112,7 +112,7 @@ def test_equal_steps_have_equal_keys_and_read_no_path(
 ) -> None:
     builder = DecodeBatchBuilder()
     first = read(builder, reqs, tree.cache, batch_of([6, 5])).key
-    monkeypatch.setattr(builder._source, "read", lambda reqs: pytest.fail("read a path"))
+    monkeypatch.setattr(builder._reader, "read", lambda reqs: pytest.fail("read a path"))
     # SGLang may make a new list in each step.
     assert read(builder, [*reqs], tree.cache, batch_of([7, 6])).key == first
     assert +Counter(builder.changes) == {"join": 2}
@@ -135,14 +135,14 @@ class Reads:
         self.read_paths.clear()
         view = batch_of([9] * len(reqs))
         batch = read(self.builder, reqs, self.tree.cache, view, **schedule_batch)
-        if (source := self.builder._source) is not None and "read" not in vars(source):
-            original = source.read
+        if (reader := self.builder._reader) is not None and "read" not in vars(reader):
+            original = reader.read
 
             def read_and_note(wanted: list[Any]) -> Any:
                 self.read_paths.extend(req.rid for req in wanted)
                 return original(wanted)
 
-            source.read = read_and_note  # type: ignore[method-assign]
+            reader.read = read_and_note  # type: ignore[method-assign]
         self.batch = batch
         return self.read_paths
 

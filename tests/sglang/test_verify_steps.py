@@ -29,7 +29,7 @@ from sglang_trees import TREE_KINDS, late_lengths, place
 
 from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.backend import PatMixin
-from sglang_pat.sglang.speculative.rows import MAX_READ_APART, RowShape
+from sglang_pat.sglang.speculative.rows import MAX_COMMITTED_TAIL, RowShape
 from sglang_pat.sglang.speculative.tree_attention import TreeKv, square_masks
 from sglang_pat.sglang.start import layer_rules
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER
@@ -204,7 +204,7 @@ def test_what_has_long_been_committed_is_read_once_again(scene: Scene) -> None:
     lens = [25, 31]
     scene.served.step(lens, 2)
     for _ in range(2):
-        lens = grown(lens, [MAX_READ_APART, 1])
+        lens = grown(lens, [MAX_COMMITTED_TAIL, 1])
         scene.served.assert_exact(scene.served.step(lens, 2), lens)
     # The plan reads 32 accepted tokens per row, but shares 64.
     stats = scene.served.plans.last.stats

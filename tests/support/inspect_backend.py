@@ -32,13 +32,13 @@ def layer_support(backend: Any) -> Any:
     return backend._pat.layer_support
 
 
-def kinds(backend: Any) -> Any:
-    """Return the kinds of steps that pat plans for a backend, by SGLang's forward mode."""
-    return backend._pat.kinds
+def step_types(backend: Any) -> Any:
+    """Return the types of steps that pat plans for a backend, by SGLang's forward mode."""
+    return backend._pat.step_types
 
 
 def draft_round(steps: Any) -> Any:
-    """Return the kind of step of a draft model's container."""
+    """Return the type of step of a draft model's container."""
     return steps._pat.round
 
 

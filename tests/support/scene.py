@@ -450,7 +450,7 @@ class Branches(Rounds):
         super().__init__(scene, container, model_runner, topk)
 
     @property
-    def kind(self) -> Any:
+    def step_type(self) -> Any:
         return inside.draft_round(self.backend)
 
     def slots_of(self, lens: Sequence[int]) -> list[int]:
@@ -462,7 +462,7 @@ class Branches(Rounds):
         super().prepare(view, writes=writes)
         if view.graph:  # a graph reads the captured buffer
             rows = view.graph * self.count
-            self.kind.extra_kv.set_slots(self.slots[: rows * self.width], rows)
+            self.step_type.extra_kv.set_slots(self.slots[: rows * self.width], rows)
 
     def slots_read(
         self, view: Any, row: int, length: int, step: int, reads: torch.Tensor, table: torch.Tensor

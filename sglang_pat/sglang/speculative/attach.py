@@ -303,9 +303,8 @@ def with_pat_blocks(worker: Any, model_runner: Any, served: VerifyPlanner) -> No
         drafting = BlockDraftStep(worker._draft_block_spec_info.draft_token_num, device)
         planner = SpeculativePlanner(model_runner, Environment.read(), layer_support, (drafting,))
         served.report(planner)
-        kinds = [drafting]
         return BackendState(
-            planner, model_runner, layer_support, kinds, report=report_draft_support
+            planner, model_runner, layer_support, [drafting], report=report_draft_support
         )
 
     parts = [(backend, PatSpeculativeMixin, new_state)]

@@ -39,17 +39,17 @@ class PatSpeculativeMixin(PatMixin):
 
         In speculative steps that pat plans, calls `SpeculativeStep.record_in_graph` first.
         """
-        kind = self._pat.kinds.get(forward_batch.forward_mode)
+        step_type = self._pat.step_types.get(forward_batch.forward_mode)
         is_pats = not self._pat.in_default and self._pat.layer_support.shapes
-        if isinstance(kind, SpeculativeStep) and is_pats:
-            kind.record_in_graph(forward_batch)
+        if isinstance(step_type, SpeculativeStep) and is_pats:
+            step_type.record_in_graph(forward_batch)
         # Comes second, because window plans are refilled from the tensors of the rows.
         super().init_forward_metadata_in_graph(forward_batch)
 
     @property
     def _trees(self) -> TreeKv | None:
         """The KV of verify steps' trees, or None if drafts do not branch."""
-        extra_kv = getattr(self._pat.kinds.get(_VERIFY), "extra_kv", None)
+        extra_kv = getattr(self._pat.step_types.get(_VERIFY), "extra_kv", None)
         return extra_kv if isinstance(extra_kv, TreeKv) else None
 
     @property
@@ -80,7 +80,7 @@ class PatSpeculativeMixin(PatMixin):
         Draft extend reads only what the verify step before it has already read.
         """
         ends = super().shared_read_ends(mode)
-        follows = mode is ForwardMode.DRAFT_EXTEND_V2 and mode in self._pat.kinds
+        follows = mode is ForwardMode.DRAFT_EXTEND_V2 and mode in self._pat.step_types
         return type(ends).PRE_REPLAY if follows and not self.needs_default else ends
 
     # --- CUDA graphs ---
@@ -101,7 +101,7 @@ class PatSpeculativeMixin(PatMixin):
         """Return True if pat plans draft extend, or did so when SGLang captured draft extend."""
         pat = self._pat
         has_layers = pat.layer_support.shapes or any(has for has, _ in pat.graphs.values())
-        return ForwardMode.DRAFT_EXTEND_V2 in pat.kinds and bool(has_layers)
+        return ForwardMode.DRAFT_EXTEND_V2 in pat.step_types and bool(has_layers)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the buffers of graphs. SGLang calls this before it captures all graphs.
@@ -111,11 +111,11 @@ class PatSpeculativeMixin(PatMixin):
         """
         self._pat.graphs.clear()
         super(PatMixin, self).init_cuda_graph_state(max_bs, max_num_tokens)
-        kinds = self._pat.kinds.values()
-        if not self._pat.kinds.keys() & {ForwardMode.DRAFT_EXTEND_V2}:
+        step_types = self._pat.step_types
+        if ForwardMode.DRAFT_EXTEND_V2 not in step_types:
             # Draft extend needs no reservation: its graphs have the sizes of verify steps' graphs.
             assert isinstance(self._pat.planner, SpeculativePlanner)
-            self._pat.planner.reserve(max_bs, kinds)
+            self._pat.planner.reserve(max_bs, step_types.values())
 
     # --- once per layer ---
 
@@ -130,16 +130,16 @@ class PatSpeculativeMixin(PatMixin):
         **kwargs: Any,
     ) -> Any:
         """In steps that pat plans, attend like `forward_decode`. Else use the default backend."""
-        is_pats = forward_batch.forward_mode in self._pat.kinds
-        if not is_pats or not self._attends(layer, forward_batch, kwargs):
+        is_pats = forward_batch.forward_mode in self._pat.step_types
+        if not is_pats or not self._takes_layer(layer, forward_batch, kwargs):
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         return self._attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
     def _attend(
         self, q: torch.Tensor, k: Any, v: Any, layer: RadixAttention, *rest: Any, **kwargs: Any
     ) -> torch.Tensor:
-        kind = self._pat.kind
-        extra_kv = kind.extra_kv_of(layer) if isinstance(kind, SpeculativeStep) else None
+        step_type = self._pat.step_type
+        extra_kv = step_type.extra_kv_of(layer) if isinstance(step_type, SpeculativeStep) else None
         return super()._attend(q, k, v, layer, *rest, extra_kv=extra_kv, **kwargs)
 
     def _catch_up(self, forward_batch: Any) -> None:
@@ -231,24 +231,24 @@ class PatDraftStep(DecodeMixin):
     _pat: DraftStepState
 
     @property
-    def _round(self) -> DraftStepsState:
+    def _container(self) -> DraftStepsState:
         return self._pat.steps._pat
 
     def get_fused_kv_write_buffers(self, layer: RadixAttention, forward_batch: Any) -> Any:
         """Return buffers to which a model may write a layer's KV itself, or None."""
-        if layer.layer_id in self._round.layer_support.shapes:
+        if layer.layer_id in self._container.layer_support.shapes:
             return None
         return super().get_fused_kv_write_buffers(layer, forward_batch)
 
-    def _attends(
+    def _takes_layer(
         self, layer: RadixAttention, forward_batch: Any, arguments: dict[str, Any]
     ) -> bool:
         # The default backend is prepared for every round until each layer has run once, because a
         # layer may fall back in its first run (`_takes_default`).
-        layer_support, layer_id = self._round.layer_support, layer.layer_id
+        layer_support, layer_id = self._container.layer_support, layer.layer_id
         reason = layer_support.fallback_reason(layer, arguments)
         if reason is not None:
-            if not self._round.has_default:
+            if not self._container.has_default:
                 raise RuntimeError(
                     f"layer {layer_id} of the draft model came too late: {reason}; use "
                     "--speculative-draft-attention-backend to leave the draft model to another "
@@ -261,7 +261,7 @@ class PatDraftStep(DecodeMixin):
     def _attend(
         self, q: torch.Tensor, k: Any, v: Any, layer: RadixAttention, *rest: Any, **kwargs: Any
     ) -> torch.Tensor:
-        pat = self._round
+        pat = self._container
         pat.seen.add(layer.layer_id)
         pat.has_graphs |= pat.in_capture
         if pat.plans is not None:

@@ -31,53 +31,53 @@ class SpeculativePlanner(StepPlanner):
         model_runner: Any,
         environment: Environment,
         layer_support: LayerSupport,
-        kinds: Sequence[SpeculativeStep],
+        step_types: Sequence[SpeculativeStep],
     ) -> None:
-        self.kinds = tuple(kinds)
+        self.step_types = tuple(step_types)
         super().__init__(model_runner, environment, layer_support)
 
     def _plan(
         self,
-        kind: StepType,
+        step_type: StepType,
         microbatch: Microbatch,
         requests: StepRequests | None,
         forward_batch: Any,
         execution: ExecutionMode,
         why: StepReason | None,
     ) -> StepPlans:
-        if isinstance(kind, DraftExtendStep) and requests is not None:
-            plans = self._reuse.in_place(kind.follows, requests.reqs)
+        if isinstance(step_type, DraftExtendStep) and requests is not None:
+            plans = self._reuse.in_place(step_type.follows, requests.reqs)
             if plans is not None and (
                 execution is ExecutionMode.EAGER
                 or (
                     plans is microbatch.captured
-                    and plans.num_rows == forward_batch.batch_size * kind.shape.per_request
+                    and plans.num_rows == forward_batch.batch_size * step_type.shape.per_request
                 )
             ):  # uses the plans of the verify step in place
-                kind.follow(forward_batch)
+                step_type.follow(forward_batch)
                 return plans
-        return super()._plan(kind, microbatch, requests, forward_batch, execution, why)
+        return super()._plan(step_type, microbatch, requests, forward_batch, execution, why)
 
-    def reserve(self, max_requests: int, kinds: Collection[StepType] | None = None) -> None:
+    def reserve(self, max_requests: int, step_types: Collection[StepType] | None = None) -> None:
         """Allocate the memory that graphs of up to `max_requests` requests read.
 
-        kinds: the types of steps whose graphs SGLang captures next. None: all types. With adaptive
-        drafts, SGLang calls this for each number of drafts, and all graphs read the same buffers.
+        step_types: those whose graphs SGLang captures next. None: all. With adaptive drafts, SGLang
+        calls this for each number of drafts, and all graphs read the same buffers.
         Raises RuntimeError if SGLang has already captured other types of steps for fewer requests.
         """
         if max_requests > self._max_requests:
-            others = [] if kinds is None else [each for each in self.kinds if each not in kinds]
-            if any(each.graphs_are_complete for each in others):
+            chosen = self.step_types if step_types is None else step_types
+            if any(each.graphs_are_complete for each in self.step_types if each not in chosen):
                 raise RuntimeError(
                     f"pat reserved for graphs of {self._max_requests} requests, with which others "
                     f"were captured; SGLang then asked for graphs of {max_requests}: give "
                     "--cuda-graph-bs-decode sizes that fit any number of drafts"
                 )
-            self._max_requests, kinds = max_requests, None
-        for kind in self.kinds:
-            if kinds is None or kind in kinds:
-                kind.reserve(self._max_requests)
-        most_rows = max(kind.shape.per_request for kind in self.kinds)
+            self._max_requests, step_types = max_requests, None
+        for step_type in self.step_types:
+            if step_types is None or step_type in step_types:
+                step_type.reserve(self._max_requests)
+        most_rows = max(step_type.shape.per_request for step_type in self.step_types)
         self._reserve_rows(self._max_requests * most_rows)
 
 
@@ -114,12 +114,12 @@ class VerifyPlanner(SpeculativePlanner, TargetPlanner):
     def report(self, drafting: SpeculativePlanner) -> None:
         """Also report the counters of a draft model's planner."""
         self._drafting.append(drafting)
-        self._reported += drafting.kinds
+        self._reported += drafting.step_types
 
     def _more_counters(self) -> dict[str, list[Counter[str]]]:
         more = super()._more_counters()
-        for kind in list(self._reported):
-            for name, counts in kind.counters().items():
+        for step_type in list(self._reported):
+            for name, counts in step_type.counters().items():
                 more.setdefault(name, []).append(counts)
         for drafting in list(self._drafting):
             more.setdefault("draft", []).append(drafting.plan_counts())

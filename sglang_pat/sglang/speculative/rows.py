@@ -26,7 +26,7 @@ from sglang_pat.sglang.tree.row_groups import RequestRows, RowPaths, VirtualRequ
 
 # The most committed tokens that a row's tail may have. If a tail would have more, the builder reads
 # all paths again, which costs a fraction of a millisecond about every ten verify steps.
-MAX_READ_APART = 32
+MAX_COMMITTED_TAIL = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +189,12 @@ class DraftRowCache:
             self._groups = [kept.get(id(req)) or RequestRows(req, count) for req in reqs]
             self.rows = [row for each in self._groups for row in each.rows]
             self._ends = np.array([each.end for each in self._groups], dtype=np.int32)
-        apart = committed - self._ends
+        tails = committed - self._ends
         is_read = self._ends >= 0
-        is_outgrown = bool((is_read & ((apart < 0) | (apart > MAX_READ_APART))).any())
+        is_outgrown = bool((is_read & ((tails < 0) | (tails > MAX_COMMITTED_TAIL))).any())
         # If one request has outgrown its path, all paths are read again, because the new plan is
         # made for all requests anyway.
-        again = (apart != 0) if is_outgrown else ~is_read
+        again = (tails != 0) if is_outgrown else ~is_read
         if moved:
             again |= np.fromiter((id(req) in moved for req in reqs), dtype=bool, count=len(reqs))
         to_read: set[int] = set()
@@ -208,7 +208,7 @@ class DraftRowCache:
     @property
     def longest(self) -> IntArray:
         """The committed length up to which each request's path stays valid."""
-        return self._ends + MAX_READ_APART
+        return self._ends + MAX_COMMITTED_TAIL
 
 
 @dataclass(slots=True)
@@ -239,22 +239,22 @@ class DraftBatchBuilder(DecodeBatchBuilder):
             room = np.minimum(room, self._drafts.longest - self._committed)
         return np.maximum(room, 0)
 
-    def _request_lengths(self, view: StepInputs, reason: str | None) -> IntArray:
-        step = view.requests
-        if step is None or reason == StepReason.CUT or view.seq_lens_cpu is not None:
-            return super()._request_lengths(view, reason)
-        if not isinstance(view, SpeculativeInputs) or not view.shape.speculates:
-            return super()._request_lengths(view, reason)
-        return view.lengths(committed_lengths(step.reqs))
+    def _request_lengths(self, inputs: StepInputs, reason: str | None) -> IntArray:
+        step = inputs.requests
+        if step is None or reason == StepReason.CUT or inputs.seq_lens_cpu is not None:
+            return super()._request_lengths(inputs, reason)
+        if not isinstance(inputs, SpeculativeInputs) or not inputs.shape.speculates:
+            return super()._request_lengths(inputs, reason)
+        return inputs.lengths(committed_lengths(step.reqs))
 
-    def _row_lengths(self, view: StepInputs, lens: IntArray) -> IntArray:
-        return view.shape.lengths(lens) if isinstance(view, SpeculativeInputs) else lens
+    def _row_lengths(self, inputs: StepInputs, lens: IntArray) -> IntArray:
+        return inputs.shape.lengths(lens) if isinstance(inputs, SpeculativeInputs) else lens
 
-    def _rows(self, view: StepInputs, reqs: list[Request]) -> list[Request]:
-        if not isinstance(view, SpeculativeInputs) or not view.shape.are_drafts:
+    def _rows(self, inputs: StepInputs, reqs: list[Request]) -> list[Request]:
+        if not isinstance(inputs, SpeculativeInputs) or not inputs.shape.are_drafts:
             self._drafts = None
             return reqs
-        shape = view.shape
+        shape = inputs.shape
         # The tokens that all rows of a request share. Each row reads at least one more token, so
         # its tail is never empty.
         self._committed = self.lens + np.int32(shape.first - 1)
@@ -263,11 +263,11 @@ class DraftBatchBuilder(DecodeBatchBuilder):
         self._drafts = drafts
         return drafts.rows
 
-    def _source_of_rows(self) -> PathReader:
-        source = super()._source_of_rows()
+    def _row_reader(self) -> PathReader:
+        reader = super()._row_reader()
         if self._drafts is None:
-            return source
-        return RowPaths(source, unwrapped(self._tree).req_to_token_pool)
+            return reader
+        return RowPaths(reader, unwrapped(self._tree).req_to_token_pool)
 
 
 def committed_lengths(reqs: list[Request]) -> npt.NDArray[np.int64]:

@@ -78,18 +78,18 @@ class SpeculativeStep(StepType):
     def graphs_are_complete(self) -> bool:
         return self.device_rows.graphs_are_complete
 
-    def view(self, forward_batch: Any, requests: StepRequests | None) -> SpeculativeInputs:
-        view = SpeculativeInputs.read(forward_batch, requests, shape=self.shape)
+    def read_inputs(self, forward_batch: Any, requests: StepRequests | None) -> SpeculativeInputs:
+        inputs = SpeculativeInputs.read(forward_batch, requests, shape=self.shape)
         if self.lengths_are_bounds:
-            view.seq_lens_cpu = None
-        return view
+            inputs.seq_lens_cpu = None
+        return inputs
 
-    def rows(
-        self, view: StepInputs, forward_batch: Any, execution: ExecutionMode
+    def prepare_rows(
+        self, inputs: StepInputs, forward_batch: Any, execution: ExecutionMode
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.extra_kv is not None:
-            self.extra_kv.update(forward_batch, view.num_known, execution)
-        return self.device_rows.write(view, execution)
+            self.extra_kv.update(forward_batch, inputs.num_known, execution)
+        return self.device_rows.write(inputs, execution)
 
     def extra_kv_of(self, layer: RadixAttention) -> DraftKv | None:
         """Return the draft tokens that rows of a layer read in addition to the plan."""
@@ -209,21 +209,21 @@ class DraftExtendStep(SpeculativeStep):
         self.follows = verify
         self._counted: Any = None  # `spec_info` of the last counted step
 
-    def view(self, forward_batch: Any, requests: StepRequests | None) -> SpeculativeInputs:
+    def read_inputs(self, forward_batch: Any, requests: StepRequests | None) -> SpeculativeInputs:
         """Return the inputs of the verify step before this step.
 
         In draft extend, SGLang's lengths include all draft tokens, even rejected ones. SGLang's
         tensors may be buffers of the largest graph, and SGLang does not report padding.
         """
         size, count = forward_batch.batch_size, self.shape.per_request
-        view = super().view(forward_batch, requests)
-        on_host = view.seq_lens_cpu
+        inputs = super().read_inputs(forward_batch, requests)
+        on_host = inputs.seq_lens_cpu
         return replace(
-            view,
+            inputs,
             num_known=size if requests is None else min(len(requests.reqs), size),
-            req_pool_indices=view.req_pool_indices[:size],
+            req_pool_indices=inputs.req_pool_indices[:size],
             # The lengths of padding may be below `count`.
-            seq_lens=(view.seq_lens[:size] - count).clamp_(min=1),
+            seq_lens=(inputs.seq_lens[:size] - count).clamp_(min=1),
             seq_lens_cpu=None if on_host is None else (on_host[:size] - count).clamp_(min=1),
         )
 
@@ -302,11 +302,11 @@ class DraftChainSteps(DraftSteps):
         super().__init__(num_steps, RowShape(first=1), RoundRows(num_steps, device))
         self._at = 0  # step of the round whose lengths the layers read
 
-    def rows(
-        self, view: StepInputs, forward_batch: Any, execution: ExecutionMode
+    def prepare_rows(
+        self, inputs: StepInputs, forward_batch: Any, execution: ExecutionMode
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._at = 0
-        return super().rows(view, forward_batch, execution)
+        return super().prepare_rows(inputs, forward_batch, execution)
 
     def go_to(self, step: int, plans: StepPlans) -> None:
         if step != self._at:

@@ -89,7 +89,7 @@ class StepChecker:
 
     def check(
         self,
-        source: PathReader,
+        reader: PathReader,
         reqs: Sequence[Request],
         forest: PrefixForest,
         req_to_token: torch.Tensor,
@@ -107,7 +107,7 @@ class StepChecker:
             raise RuntimeError(
                 f"the batch has rows {req_pool_indices.tolist()}, its requests {rows}"
             )
-        in_tree = [[(node[0], node[3]) for node in path] for path in source.read(reqs)]
+        in_tree = [[(node[0], node[3]) for node in path] for path in reader.read(reqs)]
         _check_kept(reqs, forest, in_tree)
         slots = [
             # copy=True, because SGLang rewrites the table in place, and the table may be on the
@@ -116,7 +116,7 @@ class StepChecker:
             for row, ends in zip(rows, in_tree, strict=True)
         ]
         for req, row_slots in zip(reqs, slots, strict=True):
-            if len(row_slots) and not torch.equal(row_slots, source.shared_slots(req).cpu()):
+            if len(row_slots) and not torch.equal(row_slots, reader.shared_slots(req).cpu()):
                 raise RuntimeError(
                     f"request {req.rid}: its row and the radix tree hold other KV slots"
                 )

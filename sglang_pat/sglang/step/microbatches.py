@@ -37,7 +37,7 @@ class Microbatches:
         new_builder: Callable[[], DecodeBatchBuilder] = DecodeBatchBuilder,
     ) -> None:
         """Make `count` microbatches. new_plans takes the arguments of `reserve()`."""
-        self._kinds = [new_plans]
+        self._plan_makers = [new_plans]
         self._reservation: dict[str, int] | None = None
         # Ordered by last use, the latest first.
         self._recent = [Microbatch(new_builder(), new_plans()) for _ in range(count)]
@@ -67,7 +67,7 @@ class Microbatches:
 
     def add(self, new_plans: Callable[..., StepPlans]) -> None:
         """Also plan for more kinds of layers. new_plans takes the arguments of `reserve()`."""
-        self._kinds.append(new_plans)
+        self._plan_makers.append(new_plans)
         for each in self._recent:
             each.eager.add(new_plans())
         if self._reservation is not None:
@@ -78,7 +78,7 @@ class Microbatches:
 
     def _new_captured(self) -> StepPlans:
         assert self._reservation is not None
-        first, *others = (new_plans(**self._reservation) for new_plans in self._kinds)
+        first, *others = (new_plans(**self._reservation) for new_plans in self._plan_makers)
         for more in others:
             first.add(more)
         return first

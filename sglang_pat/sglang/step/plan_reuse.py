@@ -13,11 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
 
 from sglang_pat.plan import KvTokens
 from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.layer.step_plans import StepPlans
+from sglang_pat.sglang.step.step_type import StepType
 from sglang_pat.sglang.tree.radix_paths import Request
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, RequestTracker
 from sglang_pat.stats import PlanningTime, PlanStats
@@ -27,7 +27,7 @@ from sglang_pat.stats import PlanningTime, PlanStats
 class LastPlan:
     """The last planned step, and the conditions under which a replay may reuse its plan."""
 
-    kind: Any
+    step_type: StepType
     reqs: list[Request]
     plans: StepPlans
     num_rows: int
@@ -46,7 +46,11 @@ class PlanReuse:
         tracker.subscribe(self)
 
     def reason(
-        self, kind: Any, reqs: list[Request] | None, plans: StepPlans | None, num_rows: int
+        self,
+        step_type: StepType,
+        reqs: list[Request] | None,
+        plans: StepPlans | None,
+        num_rows: int,
     ) -> StepReason | None:
         """Return why a step must be planned: the first reason in `StepReason` that applies.
 
@@ -60,7 +64,7 @@ class PlanReuse:
             return StepReason.FIRST
         if reqs is not last.reqs or reqs is None:
             return StepReason.REQUESTS
-        if kind is not last.kind:
+        if step_type is not last.step_type:
             return StepReason.KIND
         if plans is not last.plans:
             return StepReason.PLACE
@@ -73,10 +77,10 @@ class PlanReuse:
         assert self._last is not None
         self._last.steps_left -= 1
 
-    def in_place(self, kind: Any, reqs: list[Request]) -> StepPlans | None:
+    def in_place(self, step_type: StepType, reqs: list[Request]) -> StepPlans | None:
         """Return the plans of the last step if it had this type and these requests."""
         last = self._last
-        if last is None or last.kind is not kind or last.reqs is not reqs:
+        if last is None or last.step_type is not step_type or last.reqs is not reqs:
             return None
         return last.plans
 
@@ -84,7 +88,7 @@ class PlanReuse:
 
     def begin_plan(
         self,
-        kind: Any,
+        step_type: StepType,
         reqs: list[Request] | None,
         plans: StepPlans,
         num_rows: int,
@@ -94,7 +98,7 @@ class PlanReuse:
 
         why: the reason for which no step may repeat it before permit_skips().
         """
-        self._last = None if reqs is None else LastPlan(kind, reqs, plans, num_rows, why)
+        self._last = None if reqs is None else LastPlan(step_type, reqs, plans, num_rows, why)
 
     def permit_skips(self, steps: int) -> None:
         """Allow the next `steps` steps to repeat the planned one."""

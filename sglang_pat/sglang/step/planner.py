@@ -82,18 +82,18 @@ class StepPlanner:
 
     # --- once per step ---
 
-    def plan_eager(self, kind: StepType, forward_batch: Any) -> StepPlans | None:
+    def plan_eager(self, step_type: StepType, forward_batch: Any) -> StepPlans | None:
         """Plan a step that runs without a graph. Return None if it has no rows (an idle rank)."""
         if forward_batch.batch_size == 0:
             return None
-        requests = kind.requests(forward_batch)
+        requests = step_type.requests(forward_batch)
         microbatch = self._microbatches.find(requests)
         return self._plan(
-            kind, microbatch, requests, forward_batch, ExecutionMode.EAGER, StepReason.EAGER
+            step_type, microbatch, requests, forward_batch, ExecutionMode.EAGER, StepReason.EAGER
         )
 
     def plan_captured(
-        self, kind: StepType, forward_batch: Any, in_capture: bool = False
+        self, step_type: StepType, forward_batch: Any, in_capture: bool = False
     ) -> StepPlans | None:
         """Plan the next capture or replay of a CUDA graph, in the graphs' buffers.
 
@@ -101,15 +101,15 @@ class StepPlanner:
         rows.
         """
         begun_ns = time.perf_counter_ns()
-        requests = kind.requests(forward_batch)
+        requests = step_type.requests(forward_batch)
         microbatch = self._microbatches.find(requests)
         plans = microbatch.captured
         why: StepReason | None = StepReason.FIRST
         if requests is not None and not in_capture:
             reuse, growth = self._reuse, None  # growth None: one token per request
-            why = reuse.reason(kind, requests.reqs, plans, forward_batch.batch_size)
-            if why is None and kind.repeat is not None:
-                growth = kind.repeat(forward_batch, requests)
+            why = reuse.reason(step_type, requests.reqs, plans, forward_batch.batch_size)
+            if why is None and step_type.repeat is not None:
+                growth = step_type.repeat(forward_batch, requests)
                 why = StepReason.LENGTHS if growth is None else None
             if why is None:
                 reuse.count()
@@ -118,11 +118,11 @@ class StepPlanner:
         if forward_batch.batch_size == 0:
             return None
         execution = ExecutionMode.CAPTURE if in_capture else ExecutionMode.REPLAY
-        return self._plan(kind, microbatch, requests, forward_batch, execution, why)
+        return self._plan(step_type, microbatch, requests, forward_batch, execution, why)
 
     def _plan(
         self,
-        kind: StepType,
+        step_type: StepType,
         microbatch: Microbatch,
         requests: StepRequests | None,
         forward_batch: Any,
@@ -138,14 +138,14 @@ class StepPlanner:
         reqs = None if requests is None else requests.reqs
         num_requests: int = forward_batch.batch_size
         would_repeat = False
-        if self._checks is not None and kind.repeat is None:
-            last = self._reuse.reason(kind, reqs, plans, num_requests)
+        if self._checks is not None and step_type.repeat is None:
+            last = self._reuse.reason(step_type, reqs, plans, num_requests)
             would_repeat = last in _WOULD_REPEAT
         first = StepReason.EAGER if execution is ExecutionMode.EAGER else StepReason.PRIVATE
-        self._reuse.begin_plan(kind, reqs, plans, num_requests, first)
-        view = kind.view(forward_batch, requests)
-        req_pool_indices, seq_lens = kind.rows(view, forward_batch, execution)
-        batch = builder.read(view)
+        self._reuse.begin_plan(step_type, reqs, plans, num_requests, first)
+        inputs = step_type.read_inputs(forward_batch, requests)
+        req_pool_indices, seq_lens = step_type.prepare_rows(inputs, forward_batch, execution)
+        batch = builder.read(inputs)
         tensors = {
             "req_to_token": self._req_to_token_pool.req_to_token,
             "req_pool_indices": req_pool_indices,
@@ -161,26 +161,28 @@ class StepPlanner:
             self._ranks.check([plan for _, plan in made], times_ns, took_ns if is_step else None)
         if self._checks is not None:
             self._checks.check_growth(made[-1][0], builder, would_repeat=would_repeat)
-            self._checks.check(made, builder, view.seq_lens, tensors)
+            self._checks.check(made, builder, inputs.seq_lens, tensors)
         if requests is not None:
-            kind.count_planned(forward_batch, batch, plans)
+            step_type.count_planned(forward_batch, batch, plans)
             self._reasons[why or StepReason.FIRST] += 1
         if execution is not ExecutionMode.CAPTURE:
             self._count_windows([attention for attention, _ in made], num_repeated)
         if execution is not ExecutionMode.CAPTURE and self._reports is not None:
             self._reports.add_step(plans.last.step_time, num_repeated)
         if execution is ExecutionMode.REPLAY:
-            self._allow_repeats(kind, builder, plans)
+            self._allow_repeats(step_type, builder, plans)
         return plans
 
-    def _allow_repeats(self, kind: StepType, builder: DecodeBatchBuilder, plans: StepPlans) -> None:
+    def _allow_repeats(
+        self, step_type: StepType, builder: DecodeBatchBuilder, plans: StepPlans
+    ) -> None:
         """Allow the next steps to repeat this one, unless it shares nothing or reuse is off."""
         shared = builder.last_shared
         if shared is None:
             return
         if self._checks is not None:
             self._reuse.block_skips(StepReason.CHECKED)
-        elif not kind.graphs_are_complete:
+        elif not step_type.graphs_are_complete:
             self._reuse.block_skips(StepReason.GRAPH)
         else:
             steps = sys.maxsize
@@ -188,7 +190,9 @@ class StepPlanner:
             # all ranks must plan the same steps, so the line waits for the next planned step.
             if self._reports is not None and self._ranks is None:
                 steps = self._reports.steps_left
-            self._reuse.permit_skips(min(kind.steps_to_repeat(builder, plans.steps_left()), steps))
+            self._reuse.permit_skips(
+                min(step_type.steps_to_repeat(builder, plans.steps_left()), steps)
+            )
             self._skipped.begin(plans.last.step_tokens, len(shared.reqs))
 
     # --- CUDA graphs ---

@@ -51,15 +51,15 @@ class StepType:
         """True if graphs write the rows' tensors themselves. If not, every step is planned."""
         return True
 
-    def view(self, forward_batch: Any, requests: StepRequests | None) -> StepInputs:
+    def read_inputs(self, forward_batch: Any, requests: StepRequests | None) -> StepInputs:
         """Return the inputs of a step."""
         return StepInputs.read(forward_batch, requests)
 
-    def rows(
-        self, view: StepInputs, forward_batch: Any, execution: ExecutionMode
+    def prepare_rows(
+        self, inputs: StepInputs, forward_batch: Any, execution: ExecutionMode
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows' `req_pool_indices` and `seq_lens` on the device."""
-        return view.req_pool_indices, view.seq_lens
+        return inputs.req_pool_indices, inputs.seq_lens
 
     def steps_to_repeat(self, builder: DecodeBatchBuilder, growth: int) -> int:
         """Return how many steps may repeat the step that was just planned.

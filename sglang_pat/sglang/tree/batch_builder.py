@@ -44,7 +44,7 @@ _MOST_MOVED = 10_000
 class SharedStep(NamedTuple):
     """A step whose rows may share KV: the reader of paths, the rows, and the forest of paths."""
 
-    source: PathReader
+    reader: PathReader
     reqs: list[Request]
     forest: PrefixForest
 
@@ -84,7 +84,7 @@ class DecodeBatchBuilder:
         self.changes: Counter[str] = Counter(dict.fromkeys((*_CHANGES, MISMATCH), 0))
         self.events: CacheEventMonitor | None = None
         self._tree: Any = None
-        self._source: PathReader | None = None
+        self._reader: PathReader | None = None
         self._reqs: list[Request] = []  # requests whose paths the forest has
         self._forest = PrefixForest()
         self._version = 0  # counts changes of requests and paths
@@ -96,58 +96,58 @@ class DecodeBatchBuilder:
     @property
     def last_shared(self) -> SharedStep | None:
         """The last step, or None if nothing could be shared in it."""
-        if not self._shares or self._source is None:
+        if not self._shares or self._reader is None:
             return None
-        return SharedStep(self._source_of_rows(), self._reqs, self._forest)
+        return SharedStep(self._row_reader(), self._reqs, self._forest)
 
     def knows(self, step: StepRequests) -> bool:
         """Return True if the step's first request was in the last step of this builder."""
         return step.reqs is self._reqs or any(req is step.reqs[0] for req in self._reqs)
 
-    def read(self, view: StepInputs) -> DecodeBatch:
+    def read(self, inputs: StepInputs) -> DecodeBatch:
         """Return the DecodeBatch of a step. Its paths are valid until the next call of `read`.
 
         Rows after the requests are padding of length 0. In strict mode, raises PathMismatchError
         if a path does not end where its request's shared KV ends.
         """
         begun_ns = time.perf_counter_ns()
-        step = view.requests
-        reason = self._private_reason(step, view.size)
-        given = self._request_lengths(view, reason)
-        lens = self._row_lengths(view, given)
+        step = inputs.requests
+        reason = self._private_reason(step, inputs.size)
+        given = self._request_lengths(inputs, reason)
+        lens = self._row_lengths(inputs, given)
         if reason is not None or step is None:
             if step is not None:
                 self.invalidate_all()
-            elif view.is_idle:
+            elif inputs.is_idle:
                 reason = None
             batch = DecodeBatch(lens, PrefixPaths.private(len(lens)), begun_ns=begun_ns)
             return self.without_sharing(batch, reason)
         self.lens = given[: len(step.reqs)]
-        self._update(self._rows(view, step.reqs))
+        self._update(self._rows(inputs, step.reqs))
         self._shares = True
         return DecodeBatch(lens, self._forest, self._version, begun_ns)
 
     # --- how requests become rows: here one row each; overridden for speculative decoding ---
 
-    def _request_lengths(self, view: StepInputs, reason: str | None) -> IntArray:
+    def _request_lengths(self, inputs: StepInputs, reason: str | None) -> IntArray:
         """Return the lengths of the requests as far as the host knows them, and 0 for padding.
 
         reason: why the step shares nothing, or None.
         """
-        return view.lengths()
+        return inputs.lengths()
 
-    def _row_lengths(self, view: StepInputs, lens: IntArray) -> IntArray:
+    def _row_lengths(self, inputs: StepInputs, lens: IntArray) -> IntArray:
         """Return the lengths of the rows, given the lengths of the requests."""
         return lens
 
-    def _rows(self, view: StepInputs, reqs: list[Request]) -> list[Request]:
+    def _rows(self, inputs: StepInputs, reqs: list[Request]) -> list[Request]:
         """Return the rows: one per request, or one per draft token."""
         return reqs
 
-    def _source_of_rows(self) -> PathReader:
+    def _row_reader(self) -> PathReader:
         """Return the reader of paths for the rows of the last step."""
-        assert self._source is not None
-        return self._source
+        assert self._reader is not None
+        return self._reader
 
     def without_sharing(self, batch: DecodeBatch, reason: str | None) -> DecodeBatch:
         """Return a copy of `batch` without shared KV, and count the reason."""
@@ -171,17 +171,17 @@ class DecodeBatchBuilder:
             return StepReason.CUT
         if step.tree is not self._tree:
             self._watch(step.tree)
-        if self._source is None:
+        if self._reader is None:
             is_off = ", which is disabled" if getattr(step.tree, "disable", False) else ""
             return f"no shared paths are known to {type(step.tree).__name__}{is_off}"
-        if step.has_beams and not isinstance(self._source, RowPaths):  # first step with beams
-            self._source = RowPaths(self._source, step.tree.req_to_token_pool)
+        if step.has_beams and not isinstance(self._reader, RowPaths):  # first step with beams
+            self._reader = RowPaths(self._reader, step.tree.req_to_token_pool)
         return None
 
     def _watch(self, tree: Any) -> None:
         self.invalidate_all()
-        self._source = path_reader(tree, self._on_mismatch)
-        if self._source is not None:
+        self._reader = path_reader(tree, self._on_mismatch)
+        if self._reader is not None:
             tracker = self._tracker  # callbacks must not keep this builder alive
             self.events = CacheEventMonitor.watching(
                 tree, lambda req: tracker.invalidate([req]), tracker.invalidate_all
@@ -197,10 +197,10 @@ class DecodeBatchBuilder:
         """Update the forest from the last step's requests to `reqs`."""
         if reqs is self._reqs and not self._moved:
             return
-        assert self._source is not None
+        assert self._reader is not None
         before, moved = self._reqs, self._moved
         self._reqs, self._moved = [], set()  # if reading fails, the next step reads all paths
-        counts = self._forest.update(before, reqs, moved, self._source_of_rows().read)
+        counts = self._forest.update(before, reqs, moved, self._row_reader().read)
         self._reqs = reqs
         if counts is not None:
             self._version += 1

@@ -64,9 +64,9 @@ class RequestTracker:
         """True if the requests of the running step are known."""
         return self._step is not None
 
-    def subscribe(self, keeper: PathCache) -> None:
-        """Report to `keeper` which paths may have changed. Keeps only a weak reference."""
-        self._caches.add(keeper)
+    def subscribe(self, cache: PathCache) -> None:
+        """Report to `cache` which paths may have changed. Keeps only a weak reference."""
+        self._caches.add(cache)
 
     def on_target_batch(self, forward_batch: Any, batch: Any) -> None:
         """Note the requests of `forward_batch`, SGLang's copy of the scheduler's `batch`."""
@@ -117,13 +117,13 @@ class RequestTracker:
     def invalidate(self, reqs: Iterable[Request]) -> None:
         """Report that the paths or rows of these requests may have changed."""
         ids = [id(req) for req in reqs]
-        for keeper in self._caches:
-            keeper.invalidate(ids)
+        for cache in self._caches:
+            cache.invalidate(ids)
 
     def invalidate_all(self) -> None:
         """Report that all paths may have changed."""
-        for keeper in self._caches:
-            keeper.invalidate_all()
+        for cache in self._caches:
+            cache.invalidate_all()
 
 
 def requests_of(forward_batch: Any) -> StepRequests | None:

@@ -102,15 +102,15 @@ def _with_group(req: Request | VirtualRequest) -> tuple[Request, RequestRows | N
 class RowPaths(PathReader):
     """Reads the paths of rows, and of plain requests among them."""
 
-    def __init__(self, source: PathReader, req_to_token_pool: Any) -> None:
-        """Make a reader. source: reads the tree. req_to_token_pool: SGLang's table of slots."""
-        self._source = source
+    def __init__(self, tree_reader: PathReader, req_to_token_pool: Any) -> None:
+        """Make a reader. req_to_token_pool: SGLang's table of slots."""
+        self._tree_reader = tree_reader
         self._pool = req_to_token_pool
 
     def read(self, reqs: Sequence[Request]) -> list[Path]:
         owners = [_with_group(req) for req in reqs]
         once = {id(owner): (owner, group) for owner, group in owners}  # each request once
-        found = self._source.read([owner for owner, _ in once.values()])
+        found = self._tree_reader.read([owner for owner, _ in once.values()])
         paths = {
             key: path if group is None else group.extended(path)
             for (key, (_, group)), path in zip(once.items(), found, strict=True)
@@ -119,7 +119,7 @@ class RowPaths(PathReader):
 
     def shared_slots(self, req: Request) -> torch.Tensor:
         owner, group = _with_group(req)
-        in_tree = self._source.shared_slots(owner)
+        in_tree = self._tree_reader.shared_slots(owner)
         if group is None:
             return in_tree
         row = self._pool.req_to_token[RequestFields.on(owner).row(owner)]

@@ -96,14 +96,14 @@ def _test(kind: type[Any]) -> None:
     reqs = [_request(f"request {i}", tokens, cache) for i, (tokens, _) in enumerate(_PROMPTS)]
     for req in reqs:
         cache.inc_lock_ref(req.last_node)
-    source = path_reader(cache)
-    if source is None:
+    reader = path_reader(cache)
+    if reader is None:
         raise RuntimeError("its paths cannot be read")
-    paths = source.read(reqs)
+    paths = reader.read(reqs)
     _expect("paths", [[(node[2], node[3]) for node in path] for path in paths], _SPANS)
     _expect("nodes of the common prefix", len({path[0][0] for path in paths}), 1)
     _expect("nodes of both paths", len({node[0] for path in paths for node in path}), 3)
-    slots = [source.shared_slots(req).tolist() for req in reqs]
+    slots = [reader.shared_slots(req).tolist() for req in reqs]
     _expect("KV slots", slots, [slots for _, slots in _PROMPTS])
     expected = {"insert": 2, "lock": 2} | ({} if events.unobservable else {"split": 1})
     _expect("events", {name: events.counts[name] for name in expected}, expected)

@@ -139,14 +139,14 @@ def register() -> None:
     def prepare(backend: Any, batch: Any) -> None:
         spoiler.spoil()
         pat = backend._pat
-        kind = pat.kinds.get(batch.forward_mode)
-        if kind is None or not pat.layer_support.shapes:
+        step_type = pat.step_types.get(batch.forward_mode)
+        if step_type is None or not pat.layer_support.shapes:
             eager(backend, batch)
             return
         place, is_new = place_of(backend)
         if is_new and isinstance(pat.planner, SpeculativePlanner):
-            if not isinstance(kind, DraftExtendStep):
-                pat.planner.reserve(MAX_REQUESTS, pat.kinds.values())
+            if not isinstance(step_type, DraftExtendStep):
+                pat.planner.reserve(MAX_REQUESTS, pat.step_types.values())
         elif is_new:
             pat.planner.reserve(MAX_REQUESTS)
         size = place.size(batch.batch_size)
@@ -159,10 +159,10 @@ def register() -> None:
         # SGLang loads verify steps into graphs before their forward.
         is_first = not REQUEST_TRACKER.is_within_step and requests_of(batch) is not None
         with REQUEST_TRACKER.running(batch) if is_first else nullcontext():
-            pat.kind, pat.is_captured = kind, False
-            pat.plans = pat.planner.plan_captured(kind, view)
-            if isinstance(kind, SpeculativeStep):
-                kind.record_in_graph(view)
+            pat.step_type, pat.is_captured = step_type, False
+            pat.plans = pat.planner.plan_captured(step_type, view)
+            if isinstance(step_type, SpeculativeStep):
+                step_type.record_in_graph(view)
             if pat.plans is not None:
                 pat.plans.record_in_graph()
             pat.layers.begin_step()
@@ -179,13 +179,15 @@ def register() -> None:
             return
         if steps._takes_default():
             super(PatDraftSteps, steps).init_forward_metadata(batch)
-        view, kind = place.view(batch, size), steps._pat.round
-        steps._pat.plans = steps._pat.planner.plan_captured(kind, view)
-        kind.record_in_graph(view)
-        if isinstance(kind, DraftTreeSteps):
-            kind.extra_kv.set_slots(place.slots(batch, size), size * kind.shape.per_request)
+        view, step_type = place.view(batch, size), steps._pat.round
+        steps._pat.plans = steps._pat.planner.plan_captured(step_type, view)
+        step_type.record_in_graph(view)
+        if isinstance(step_type, DraftTreeSteps):
+            step_type.extra_kv.set_slots(
+                place.slots(batch, size), size * step_type.shape.per_request
+            )
         else:
-            kind._at = -1  # each step of a round captures its own lengths
+            step_type._at = -1  # each step of a round captures its own lengths
         read_again(steps._pat.plans)
 
     def read_again(plans: Any) -> None:

@@ -37,14 +37,14 @@ def register() -> None:
 
 
 def described(
-    reqs: Sequence[Any], seq_lens: Sequence[int], tokens: Sequence[array[int]], source: Any
+    reqs: Sequence[Any], seq_lens: Sequence[int], tokens: Sequence[array[int]], reader: Any
 ) -> list[dict[str, Any]]:
     """Return a decode step: the length of each request and the nodes of its path.
 
     A node is given by its KV positions and by a digest of all tokens from the root to its end, so
     equal nodes of two trees compare equal.
     """
-    paths = source.paths(reqs, len(reqs))
+    paths = reader.paths(reqs, len(reqs))
     step = []
     for i, (req, seq_len) in enumerate(zip(reqs, seq_lens, strict=True)):
         span = slice(int(paths.path_begin[i]), int(paths.path_begin[i + 1]))
