@@ -347,12 +347,22 @@ SCENARIOS = {
         for name in ("v3", "k2")
         for ranks in (4, 8)
     },
-    # Two groups of four ranks, each with half of the requests and all heads.
-    "k2-dp2": Scenario(
+    # Two groups of ranks, each with half of the requests and all heads.
+    **{
+        f"k2-dp2-tp{ranks}": Scenario(
+            "k2",
+            ("pat", "fa3"),
+            _LONG_LATENT,
+            {"tp_size": ranks, "dp_size": 2, "enable_dp_attention": True},
+        )
+        for ranks in (4, 8)
+    },
+    # As in "k2-mtp", draft tokens fill half of a tile: two with the 16 heads of TP 4, four with 8.
+    "k2-mtp-tp4": Scenario(
         "k2",
         ("pat", "fa3"),
         _LONG_LATENT,
-        {"tp_size": 8, "dp_size": 2, "enable_dp_attention": True},
+        {"tp_size": 4} | _MTP | {"speculative_num_steps": 1, "speculative_num_draft_tokens": 2},
     ),
     "k2-mtp-tp8": Scenario("k2", ("pat", "fa3"), _LONG_LATENT, {"tp_size": 8} | _MTP),
 }
