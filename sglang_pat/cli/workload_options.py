@@ -61,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-new-tokens",
         type=whole_number(1, _MOST_TOKENS),
         metavar="N",
-        help="what clients ask for (default: the length of the answer, as with ignore_eos)",
+        help="what clients ask for (default: the length of the answer, as with ignore_eos). Also "
+        "the length of answers for which the log has neither a length nor a limit",
     )
     workload.add_argument(
         "--format",
@@ -299,7 +300,13 @@ def _open(arguments: argparse.Namespace) -> Trace:
     if path is not None:
         is_timed = arguments.rate is None
         format = arguments.format or "auto"
-        return open_trace(path, format, strict=arguments.strict, untimed=not is_timed)
+        return open_trace(
+            path,
+            format,
+            strict=arguments.strict,
+            untimed=not is_timed,
+            longest_answer=arguments.max_new_tokens,
+        )
     if arguments.generate not in WORKLOADS:
         raise ValueError(f"workload {quoted(arguments.generate)}; allowed: {', '.join(WORKLOADS)}")
     limit = arguments.limit or _GENERATED

@@ -101,12 +101,16 @@ def intact_lines(path: Path) -> Iterator[bytes]:
         raise TraceError(path.name, number + 1, f"damaged compressed data: {error}") from error
 
 
-def json_objects(path: Path, is_record: Callable[[Mapping[str, Any]], bool]) -> Iterator[bytes]:
+def json_objects(
+    path: Path,
+    is_record: Callable[[Mapping[str, Any]], bool],
+    records_of: Callable[[Mapping[str, Any]], list[Mapping[str, Any]]],
+) -> Iterator[bytes]:
     """Yield the JSON of each object in a file: an array of objects, or one object after another.
 
     Line breaks make no difference. Superfluous commas are skipped. If an object is not a record but
-    has a list of records, yields these records instead. If the file ends within an object, yields
-    the incomplete object last.
+    has a list of records, or records under their ids (`records_of`), yields these records instead.
+    If the file ends within an object, yields the incomplete object last.
 
     Raises
     ------
@@ -133,7 +137,7 @@ def json_objects(path: Path, is_record: Callable[[Mapping[str, Any]], bool]) -> 
             raise TraceError(
                 path.name, number, f"object {number:,} is not JSON: {reason}"
             ) from None
-        held = _held(found, is_record)
+        held = (isinstance(found, Mapping) and records_of(found)) or _held(found, is_record)
         if held is None:
             yield text[place:end].encode()
         else:
@@ -148,13 +152,26 @@ def _next(text: str, place: int) -> int:
 
 
 def _held(found: object, is_record: Callable[[Mapping[str, Any]], bool]) -> list[Any] | None:
-    """Return the list of records in an object, or None if the object is a record or has no list."""
-    if isinstance(found, Mapping) and not is_record(found):
-        for value in found.values():
-            first = value[0] if isinstance(value, list) and value else None
-            if isinstance(first, Mapping) and not first.keys() <= _PART_KEYS:
-                return list(value)
-            inner = _held(value, is_record) if isinstance(value, Mapping) else None
-            if inner is not None:
-                return inner
-    return None
+    """Return the records that an object holds in lists, or None if it is a record or has no list.
+
+    If no object in a list is a record, returns the first list, whose objects an error can name.
+    """
+    if not isinstance(found, Mapping) or is_record(found):
+        return None
+    lists = [*_lists(found)]
+    for each in lists:
+        if any(map(is_record, each)):
+            return each
+    inner = [held for each in lists for one in each if (held := _held(one, is_record))]
+    records = [one for each in inner for one in each if is_record(one)]
+    return records or (lists[0] if lists else None)
+
+
+def _lists(found: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """Yield the lists of objects in an object, except those of messages or of their parts."""
+    for value in found.values():
+        first = value[0] if isinstance(value, list) and value else None
+        if isinstance(first, Mapping) and not first.keys() <= _PART_KEYS:
+            yield [each for each in value if isinstance(each, Mapping)]
+        elif isinstance(value, Mapping):
+            yield from _lists(value)

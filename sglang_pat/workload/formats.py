@@ -40,7 +40,7 @@ from sglang_pat.workload.files import compression, intact_lines, json_objects, o
 from sglang_pat.workload.log_lines import TEXT_LINE, decoded, json_object
 from sglang_pat.workload.mooncake import MooncakeReader
 from sglang_pat.workload.request_dump import dump_files, read_dump
-from sglang_pat.workload.request_log import has_time, is_request, read_record
+from sglang_pat.workload.request_log import has_time, is_request, read_record, records_of
 from sglang_pat.workload.request_prompts import LoggedRequest, bytes_per_token, to_request
 from sglang_pat.workload.trace import NotReplayed, Trace, TraceError, TraceErrors, TraceRequest
 
@@ -63,6 +63,8 @@ _NO_TEXT = (
     (b"%PDF", "a PDF"),
 )
 _PICKLE_MAGIC = b"\x80"
+# Docker and Kubernetes' runtimes write 16 KB per line. The log of a whole line ends with \n or F.
+_SPLIT_LINE = re.compile(rb'\S+ std(?:out|err) P |\{"log": ?"[^\n]*(?<!\\n)", ?"stream"')
 _PYTHON_DICT = re.compile(rb"[\s\[]*\{\s*'")
 _DETECTION_LINES = 20
 # Block size, unit of times and bytes per token are inferred from the first _SAMPLE records.
@@ -85,7 +87,12 @@ class _Record(NamedTuple):
 
 
 def open_trace(
-    path: Path, format: str = "auto", *, strict: bool = False, untimed: bool = False
+    path: Path,
+    format: str = "auto",
+    *,
+    strict: bool = False,
+    untimed: bool = False,
+    longest_answer: int | None = None,
 ) -> Trace:
     """Read the trace in a file (plain, gzip, zstd) or in a folder of SGLang's request dumps.
 
@@ -105,6 +112,8 @@ def open_trace(
     untimed
         Accept records of API requests without times. If the first record has no time, one record
         is assumed to arrive each second.
+    longest_answer
+        Length of an answer if the log gives neither its length nor a limit.
 
     Raises
     ------
@@ -123,7 +132,7 @@ def open_trace(
         raise ValueError(f"{path}: {error.strerror}") from None
     if not (path.is_file() or path.is_dir()):
         raise ValueError(f"{path}: neither a file nor a folder; a pipe cannot be read twice")
-    errors = TraceErrors(strict=strict)
+    errors = TraceErrors(strict=strict, longest_answer=longest_answer)
     if path.is_dir():
         if format not in ("auto", "sglang-dump"):
             raise ValueError(f"{path}: a folder; only the format sglang-dump is read from folders")
@@ -180,7 +189,7 @@ class _Source:
             case "rows":
                 return row_objects(self.path)
             case "objects":
-                return json_objects(self.path, _is_record)
+                return json_objects(self.path, _is_record, records_of)
 
     def _dumped(self, errors: TraceErrors) -> Iterator[_Record]:
         for file in dump_files(self.path) if self.path.is_dir() else [self.path]:
@@ -349,7 +358,7 @@ def _detected(path: Path, format: str) -> _Source:
         source = _Source(path, format, layout="objects")
         pieces = map(json_object, islice(source.pieces(), _DETECTION_LINES))
         inner = [found for found in pieces if found is not None]
-        objects = objects or inner
+        objects = inner if first.strip() in (b"{", b"[") else objects or inner
         known = next((kind for found in inner if (kind := _format_of(found))), None)
         if known is not None:
             return _Source(path, known if format == "auto" else format, layout="objects")
@@ -382,6 +391,10 @@ def _description(
     first = next(line for line in head if line.strip())
     if any(b"GenerateReqInput(" in line for line in head):
         return "it is SGLang's log as text: --log-requests-format json writes one that is read"
+    if any(b": prompt: " in line and b"SamplingParams(" in line for line in head):
+        return "it is vLLM's log as text, which has no answers: take the log of a gateway"
+    if any(map(_SPLIT_LINE.match, head)):
+        return "a container's runtime has split its lines: take `docker logs` or `kubectl logs`"
     if _PYTHON_DICT.match(first):
         return "its keys are in single quotes, so it is not JSON: write it by json.dumps"
     if objects:
@@ -397,6 +410,8 @@ def _format_of(found: dict[str, Any]) -> str | None:
         return "mooncake"
     if "input_ids" in found and "sampling_params" not in found:
         return "tokens"
+    if records_of(found):
+        return None
     return "openai" if is_request(found) else None
 
 

@@ -22,9 +22,14 @@ def _words(text: str) -> tuple[str, ...]:
 PROMPTS = _words(
     "messages input_ids prompt_token_ids prompt input text conversations conversation instruction"
 )
-LIMITS = _words("max_completion_tokens max_output_tokens max_tokens max_new_tokens num_predict")
+LIMITS = _words(
+    "max_completion_tokens max_output_tokens max_tokens max_new_tokens num_predict max_gen_toks "
+    "maxOutputTokens maxTokens"
+)
 COPIES = _words("n best_of")
-NESTED = _words("sampling_params options extra_body")  # objects that may have the keys above, too
+NESTED = _words(
+    "sampling_params options extra_body generationConfig generation_config inferenceConfig"
+)  # objects that may have the keys above, too
 MEDIA = _words("images image_data video_data audio_data")
 APART = _words("lora_path lora_id cache_salt extra_key")  # if one differs, two requests share no KV
 _PROMPT_PARTS = _words(
@@ -129,18 +134,20 @@ def time_name(name: str) -> tuple[str, str | None]:
     return name, None
 
 
+OF_SPANS = re.compile(r"(?:gen_ai|llm|openinference|input|output)\.")  # other attributes of spans
 REQUEST_IDS = _words("requestid xrequestid rid callid litellmcallid id")
 USAGES = _words("usage tokenusage usagemetadata usagedetails metainfo")
 OUTPUT_TOKENS = frozenset(
     _words(
         "completiontokens outputtokens evalcount outputlength generatedtokens responsetokens "
-        "numoutputtokens completiontokencount outputtokencount candidatestokencount"
+        "numoutputtokens completiontokencount outputtokencount candidatestokencount outputlen "
+        "llmtokencountcompletion"
     )
 )
 INPUT_TOKENS = frozenset(
     _words(
         "prompttokens inputtokens promptevalcount inputlength numinputtokens numprompttokens "
-        "prompttokencount inputtokencount"
+        "prompttokencount inputtokencount llmtokencountprompt"
     )
 )
 # Keys of counts that `inputtokens` does not include.
@@ -159,7 +166,7 @@ ANSWER_TEXTS = _words(
 )
 PATHS = _words("path url uri endpoint route requestpath requesturi requesturl calltype")
 GENERATES_NOTHING = re.compile(
-    r"embed|rerank|score|classif|moderation|tokeni[sz]e|transcri|speech|images/|/models\b|health"
+    r"embed|rerank|score|loglikelihood|classif|moderation|tokeni[sz]e|transcri|speech|images/|/models\b|health"
     r"|metrics|count_tokens|/encode|batches|/files\b",
     re.IGNORECASE,
 )

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
-import msgspec
 import numpy as np
 
 from sglang_pat.messages import listed, quoted
 from sglang_pat.workload import request_fields as fields
+from sglang_pat.workload.request_layouts import attributes, in_known_keys, parse_json
 from sglang_pat.workload.request_prompts import (
     Json,
     LoggedRequest,
@@ -41,14 +41,6 @@ _DEPTH = 6  # most levels of objects in a record
 _LONG_VALUE = 200
 _LONGEST_ANSWER = 1e5  # seconds; larger numbers are not durations
 _TEXTS = ("prompt", "text")  # these are prompts, even if the text is JSON
-_MESSAGES = ("messages", "input", "conversation", "conversations")  # lists, or JSON texts of lists
-# Keys of OpenTelemetry's conventions for generative AI -> those of the chat API.
-_OF_TELEMETRY = {
-    "gen_ai.request.model": "model",
-    "gen_ai.system_instructions": "system",
-    "gen_ai.input.messages": "messages",
-    "gen_ai.output.messages": "output",
-}
 _REQUEST_LINE = re.compile(r"[A-Z]{3,7} (\S+) HTTP/")
 _ASKING = ("system", "human", "user", "tool", "observation")  # speakers of a prompt
 _EVENT_LINE = re.compile(r"(?:data|event|id|retry)?:")
@@ -56,7 +48,6 @@ _DATA_LINE = re.compile(r"data: *(\{.*\}) *$")
 # Keys of a server's answer; text of JSON without them is what a model wrote.
 _ANSWER_KEYS = frozenset(("choices", "usage", "meta_info", "object", "error", "message", "type"))
 _CUT_ANSWER = re.compile(r"\s*\{[^{}]*\"(?:choices|usage|meta_info)\"\s*:")
-_decode = msgspec.json.Decoder().decode
 
 
 class _Answer(NamedTuple):
@@ -89,10 +80,10 @@ def read_record(
     ValueError
         The record is not understood, or cannot be replayed. The message names the key.
     """
-    event = record.get("event")
-    if isinstance(event, str) and event.startswith("request.") and event != "request.finished":
-        raise NotReplayed(f"lines of the event {event[:40]}")
     objects = [*_objects(record)]
+    event = _event(objects)
+    if event is not None and event != "request.finished":
+        raise NotReplayed(f"lines of the event {event[:40]}")
     step = _step(objects)
     if step is not None:
         raise NotReplayed(f"steps of the kind {step}, which call no model")
@@ -100,6 +91,8 @@ def read_record(
     path = _path(objects)
     if path is not None and (asked is None or fields.GENERATES_NOTHING.search(path)):
         raise NotReplayed(f"requests to {path[:60]}, which generate nothing")
+    if asked is None and event is not None:
+        raise ValueError("no prompt: SGLang logs it with --log-requests-level 3")
     if asked is None:
         raise ValueError(f"neither messages nor a prompt; its keys are {listed(record)}")
     # SGLang's own logs have n records for a request with `n` answers, and each repeats the key `n`.
@@ -258,7 +251,7 @@ def _objects(record: Json) -> Iterator[_Placed]:
     for _ in range(_DEPTH):
         deeper: list[_Placed] = []
         for path, given in level:
-            found = _with_lists(given)
+            found = in_known_keys(given)
             yield path, found
             for key, value in found.items():
                 name = fields.plain(key)
@@ -270,20 +263,9 @@ def _objects(record: Json) -> Iterator[_Placed]:
     yield from level
 
 
-def _with_lists(found: Json) -> Json:
-    """Return the object, with its messages under a known key, and as a list instead of as JSON."""
-    found = {_OF_TELEMETRY.get(key, key): value for key, value in found.items()}
-    changed = {}
-    for key in _MESSAGES:
-        value = found.get(key)
-        if isinstance(value, str) and value.lstrip().startswith("["):
-            parsed = _json(value)
-            if isinstance(parsed, list) and parsed and role_of(parsed[0]) is not None:
-                changed[key] = parsed
-    return {**found, **changed}
-
-
 def _inner(name: str, value: object) -> Iterator[Json]:
+    if name == "attributes" and (found := attributes(value)) is not None:
+        value = found
     lines = _lines(value) if name in fields.ANSWERS else []
     if isinstance(value, str) or lines:
         value = _parsed("\n".join(lines) or str(value))
@@ -301,26 +283,18 @@ def _parsed(text: str) -> object:
     stripped = text.strip()
     found: object = text
     if stripped[:1] in ("{", "[") and stripped[-1:] in ("}", "]"):
-        found = _json(stripped)
+        found = parse_json(stripped)
         if isinstance(found, str) and "\n" in stripped:
-            found = [_json(line) for line in stripped.split("\n") if line.strip()]
+            found = [parse_json(line) for line in stripped.split("\n") if line.strip()]
     elif _EVENT_LINE.match(stripped):
         # Not splitlines(), which also splits at other characters that may be in a text.
         lines = [line for line in re.split(r"\r\n|\r|\n", stripped) if line]
         if all(map(_EVENT_LINE.match, lines[:-1])):  # a log may cut the last line
             data = (_DATA_LINE.match(line) for line in lines)
-            events = [_json(each[1]) for each in data if each]
+            events = [parse_json(each[1]) for each in data if each]
             found = [each for each in events if isinstance(each, Mapping)] or text
     is_list = isinstance(found, list) and found and all(isinstance(e, Mapping) for e in found)
     return found if is_list or isinstance(found, Mapping) else text
-
-
-def _json(text: str) -> object:
-    """Parse a text that is JSON. Return any other text itself."""
-    try:
-        return _decode(text)
-    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-        return text
 
 
 def _asked(objects: Sequence[_Placed]) -> Json | None:
@@ -334,9 +308,28 @@ def _asked(objects: Sequence[_Placed]) -> Json | None:
 
 def is_request(record: Json) -> bool:
     """Return True if a record has an API request, or is a line of SGLang's request log."""
-    return _asked([*_objects(record)]) is not None or str(record.get("event")).startswith(
-        "request."
-    )
+    objects = [*_objects(record)]
+    return _asked(objects) is not None or _event(objects) is not None
+
+
+def records_of(found: Json) -> list[Json]:
+    """Return the requests of an object that has requests under their ids, else an empty list."""
+    values = [*found.values()]
+    names = set(map(fields.plain, found))
+    if len(values) < 2 or not all(isinstance(each, Mapping) for each in values):
+        return []
+    if names & (fields.ANSWERS | fields.OPAQUE | {"request", "requestbody", "input", "inputs"}):
+        return []
+    return values if all(map(is_request, values)) else []
+
+
+def _event(objects: Iterable[_Placed]) -> str | None:
+    """Return the event of a line of SGLang's request log, which may be in a container's record."""
+    for _, found in objects:
+        event = found.get("event")
+        if isinstance(event, str) and event.startswith("request."):
+            return event
+    return None
 
 
 def _step(objects: Sequence[_Placed]) -> str | None:
@@ -422,7 +415,7 @@ def _arrival(objects: Sequence[_Placed]) -> float:
     name = next((each for each in names if each not in took), names[0])
     arrival = seconds(*times[name])
     # SGLang and nginx log the time at which the answer was complete, so subtract the duration.
-    if name == "timestamp" and objects[0][1].get("event") == "request.finished":
+    if name == "timestamp" and _event(objects) == "request.finished":
         return arrival - next(
             (number_of(each["e2e_latency"]) or 0.0 for _, each in objects if "e2e_latency" in each),
             0.0,
@@ -435,7 +428,8 @@ def _note_unknown(asked: Json, errors: TraceErrors, is_flat: bool) -> None:
     for key in asked.keys() - fields.KNOWN:
         value, name = asked[key], fields.plain(key)
         is_large = isinstance(value, (list, Mapping)) or len(str(value)) > _LONG_VALUE
-        if is_set(value) and name not in fields.OF_RECORDS and (is_large or not is_flat):
+        is_unknown = name not in fields.OF_RECORDS and not fields.OF_SPANS.match(key)
+        if is_set(value) and is_unknown and (is_large or not is_flat):
             errors.unknown[str(key)[:40]] = errors.unknown.get(str(key)[:40], 0) + 1
 
 
@@ -449,7 +443,8 @@ def _answer(objects: Sequence[_Placed]) -> _Answer:
     media: list[int] = []
     for found in _usages(objects):
         names = {fields.plain(key): value for key, value in found.items()}
-        if "total" in names or "unit" in names:  # tracers have these keys: input, output, total
+        # Tracers count under the keys input and output.
+        if None not in (whole_number(names.get("input")), whole_number(names.get("output"))):
             names.setdefault("inputtokens", names.get("input"))
             names.setdefault("outputtokens", names.get("output"))
         read = [(name, whole_number(names[name])) for name in fields.INPUT_TOKENS & names.keys()]
@@ -487,7 +482,7 @@ def _usages(objects: Sequence[_Placed]) -> list[Json]:
     counts = [
         each for each in named if any(fields.plain(key) in fields.OUTPUT_TOKENS for key in each)
     ]
-    if counts or any("total" in each for each in named):
+    if counts or any("output" in each for each in named):
         return named
     for keys in (fields.OUTPUT_TOKENS, fields.INPUT_TOKENS):
         flat = [found for _, found in objects if not keys.isdisjoint(map(fields.plain, found))]
@@ -514,12 +509,12 @@ def _texts(objects: Sequence[_Placed]) -> tuple[list[int], list[Any] | None]:
     ids: dict[object, int] = {}
     for number, (path, found) in enumerate(objects):
         is_answer = not fields.ANSWERS.isdisjoint(path)
-        for choice in as_list(found.get("choices")):
+        for choice in as_list(found.get("choices")) or as_list(found.get("candidates")):
             if not isinstance(choice, Mapping):
                 continue
             index = choice.get("index")
             index = index if isinstance(index, int) else len(choices)
-            message = choice.get("message") or choice.get("delta")
+            message = choice.get("message") or choice.get("delta") or choice.get("content")
             add(choices, index, choice.get("text"), message)
             for key in ("response_token_ids", "token_ids"):
                 if isinstance(choice.get(key), list):
@@ -542,8 +537,11 @@ def _texts(objects: Sequence[_Placed]) -> tuple[list[int], list[Any] | None]:
             add(events, "message", found.get("delta"))
         elif is_answer and kind in ("function_call", "reasoning"):
             add(texts, "message", found)
-        if is_answer and kind is None and isinstance(found.get("text"), str):
-            add(texts, number, found["text"])
+        if is_answer and kind is None and found.get("role") is None:
+            for key in ("text", "content"):
+                if isinstance(found.get(key), str):
+                    add(texts, number, found[key])
+                    break
         for key in filter(found.get, fields.ANSWER_TEXTS):
             value = found[key]
             lines = _lines(value)
@@ -635,10 +633,11 @@ def _output_lengths(
     else:
         limits = (source.get(key) for key in fields.LIMITS for source in (asked, *nested))
         limit = next((found for each in limits if (found := whole_number(each))), None)
+        limit = errors.longest_answer if limit is None else limit
         if limit is None:
             raise ValueError(
-                "the answer has no length: usage.completion_tokens, its text or "
-                f"{' or '.join(fields.LIMITS[:3])} must give it"
+                "the answer has no length: usage.completion_tokens, its text, "
+                f"{' or '.join(fields.LIMITS[:3])} must give it, or --max-new-tokens"
             )
         errors.limited += count
         return [limit] * count

@@ -272,7 +272,8 @@ class _Rendered:
     def _tool_call(self, call: object) -> None:
         function = call.get("function", call) if isinstance(call, Mapping) else call
         if isinstance(function, Mapping):
-            arguments = function.get("arguments", function.get("input"))
+            given = (function[key] for key in ("arguments", "input", "args") if key in function)
+            arguments = next(given, None)
             text = arguments if isinstance(arguments, str) else json.dumps(arguments)
             self._text.append(f"{function.get('name', '')}{text}")
         else:
@@ -296,19 +297,22 @@ class _Rendered:
             ((kind, inner),) = block.items()
             block = inner if isinstance(inner, Mapping) and "text" not in inner else block
         source = block.get("source")
-        if kind in ("tool_use", "toolUse", "tool_call"):
+        if kind in ("tool_use", "toolUse", "tool_call", "functionCall"):
             self._tool_call(block)
         elif kind in ("tool_result", "toolResult", "search_result"):
             self._content([block.get("title"), block.get("content")])
         elif kind == "tool_reference":
             self._content(block.get("name") or block.get("tool_name"))
-        elif kind == "tool_call_response":
-            self._content(block.get("response") or block.get("result"))
+        elif kind in ("tool_call_response", "functionResponse"):
+            found = block.get("response") or block.get("result")
+            self._content(json.dumps(found) if isinstance(found, Mapping) else found)
         elif kind in ("redacted_thinking", "cachePoint"):
             pass  # servers do not pass it to the model
         elif kind == "document" and _text_of(source) is not None:
             self._text.append(str(_text_of(source)))
-        elif any(word in kind for word in ("image", "video", "audio", "file", "document")):
+        elif any(
+            word in kind for word in ("image", "video", "audio", "file", "document", "inlineData")
+        ):
             content = next((block[key] for key in block if key.endswith(_MEDIA_VALUES)), block)
             self._add(_media(kind, _address(content)))
         else:

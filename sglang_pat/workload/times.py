@@ -14,6 +14,7 @@ from sglang_pat.messages import quoted
 UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}  # unit -> how many make a second
 _FORMATS = ("%d/%b/%Y:%H:%M:%S %z", "%b %d, %Y @ %H:%M:%S.%f")  # of access logs and Kibana
 _SLASHES = re.compile(r"^(\d{4})/(\d\d)/(\d\d)")  # 2025/10/09, as Go and nginx write dates
+_ZONE = re.compile(r" UTC$|(?<=[Z\d])\[[\w/+-]+\]$")  # Java appends the zone's name in brackets
 _EPOCH = (9e8, 4.2e9)  # numbers that count as seconds since 1970: 1998 to 2103
 
 
@@ -83,7 +84,7 @@ def number_of(value: object) -> float | None:
 
 def _moment(value: object) -> float:
     if isinstance(value, str) and len(value) < 100:
-        text = _SLASHES.sub(r"\1-\2-\3", value.strip().removesuffix(" UTC"))
+        text = _SLASHES.sub(r"\1-\2-\3", _ZONE.sub("", value.strip()))
         moment = None
         with contextlib.suppress(ValueError):
             moment = datetime.fromisoformat(text)

@@ -162,6 +162,9 @@ class TraceErrors:
     ----------
     strict
         Whether to raise an error for the first malformed line.
+    longest_answer
+        The length of an answer whose length and limit the log does not give. None: such a request
+        is malformed.
     count, used
         Numbers of malformed lines, and of requests that were read.
     first
@@ -193,6 +196,7 @@ class TraceErrors:
     """
 
     strict: bool = False
+    longest_answer: int | None = None
     count: int = 0
     used: int = 0
     is_cut: bool = False

@@ -49,6 +49,7 @@ SHAPES = {
     "comma at the end of an array": json.dumps(RECORDS)[:-1] + ",]",
     "lines that end with commas": LINES.replace("\n", ",\n"),
     "an object that holds the list": json.dumps({"version": 1, "data": {"requests": RECORDS}}),
+    "objects under their ids": json.dumps({f"r{i}": each for i, each in enumerate(RECORDS)}),
     "empty lines": "\n\n" + LINES.replace("\n", "\n\n"),
     "CRLF": LINES.replace("\n", "\r\n"),
     "byte order mark": "\ufeff" + LINES,
@@ -102,10 +103,12 @@ BROKEN = {
     ),
     "compressed by another program": (bz2.compress(LINES.encode()), "trace: compressed by bzip2; "),
     "archive": (gzip.compress(b"log".ljust(257, b"\0") + b"ustar\n" + b"{}" * 9), "a tar archive"),
-    "parts of a prompt": (json.dumps({"contents": [{"parts": [{"text": SECRET}]}]}), "no prompt"),
+    "parts of a prompt": (json.dumps({"blocks": [{"parts": [{"text": SECRET}]}]}), "no prompt"),
     "a list of texts": (json.dumps([SECRET * 99] * 9), "no known format: its first line is"),
     "UTF-16": (LINES.encode("utf-16"), "the text is UTF-16"),
     "columns": (",".join([SECRET.strip()] * 999) + "\n1,2\n", r"and 99\d more"),
+    "vLLM's log as text": ("INFO 05-01: prompt: 'a', params: SamplingParams(n=1)\n", "no answers"),
+    "lines that Docker has split": ('{"log": "{' + SECRET + '", "stream": "x"}', "`docker logs`"),
     "SGLang's log as text": ("[2026] Receive: obj=GenerateReqInput(x)\n", "--log-requests-format"),
 }  # fmt: skip
 

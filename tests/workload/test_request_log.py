@@ -91,6 +91,8 @@ def shape_of(name: str, i: int) -> Record:
         "nanosecond": i % 4 * 250_000_000,
         "kibana": datetime.fromtimestamp(EPOCH + i / 4, UTC).strftime("%b %d, %Y @ %H:%M:%S.%f"),
         "microsecond": str(EPOCH * 1_000_000 + i * 250_000),
+        "nanoseconds": str(EPOCH * 10**9 + i * 250_000_000),
+        "meta": {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": OUTPUT_TOKENS},
         "chunks": [{"choices": [{"index": 0, "delta": {"content": "abcd"}}]}] * OUTPUT_TOKENS,
     }
 
@@ -356,6 +358,7 @@ def test_requests_of_different_adapters_and_salts_share_nothing(tmp_path: Path, 
 NOTES: dict[str, Callable[[int], Record]] = {
     "The log names 2 models (model-0, model-1)": lambda i: chat(i, model=f"model-{i % 2}") | ANSWER,
     "no length of 9 answers": lambda i: chat(i, max_tokens=300),
+    "no length of 8 answers": lambda i: chat(i, max_tokens=300) | ({} if i else ANSWER),
     "not known, and not read: cheese": lambda i: {"request": chat(i, cheese="x"), **ANSWER},
 }
 
@@ -374,12 +377,8 @@ def test_what_was_assumed_is_said(tmp_path: Path, advise: Any, note: str) -> Non
 def test_tools_are_part_of_the_prompt_unless_they_are_off(tmp_path: Path) -> None:
     tool = {"type": "function", "function": {"name": "f", "description": "d" * 2000}}
     lengths = []
-    for more in (
-        {},
-        {"tools": [tool]},
-        {"functions": [tool]},
-        {"tools": [tool], "tool_choice": "none"},
-    ):
+    off = {"tools": [tool], "tool_choice": "none"}
+    for more in ({}, {"tools": [tool]}, {"functions": [tool]}, off):
         record = {"time": 0, **chat(0, **more), "usage": {"completion_tokens": 9}}
         lengths.append(read(written(tmp_path / "log", [record]))[0][0].input_length)
     assert lengths[1] == pytest.approx(lengths[0] + 520, abs=5)
@@ -390,21 +389,14 @@ def test_tools_are_part_of_the_prompt_unless_they_are_off(tmp_path: Path) -> Non
 def test_calls_and_results_of_tools_are_part_of_the_prompt(tmp_path: Path) -> None:
     text = {"type": "text", "text": "r" * 400}
     turns: list[list[Record]] = [
-        [
-            {
-                "role": "assistant",
-                "tool_calls": [{"function": {"name": "f", "arguments": "a" * 400}}],
-            },
-            {"role": "tool", "content": "r" * 400},
-        ],
-        [
-            {"role": "assistant", "content": [{"type": "tool_use", "input": {"a": "a" * 392}}]},
-            {"role": "user", "content": [{"type": "tool_result", "content": [text]}]},
-        ],
-        [
-            {"type": "function_call", "name": "f", "arguments": "a" * 400},
-            {"type": "function_call_output", "output": "r" * 400},
-        ],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "a" * 400}}]},
+         {"role": "tool", "content": "r" * 400}],
+        [{"role": "assistant", "content": [{"type": "tool_use", "input": {"a": "a" * 392}}]},
+         {"role": "user", "content": [{"type": "tool_result", "content": [text]}]}],
+        [{"type": "function_call", "name": "f", "arguments": "a" * 400},
+         {"type": "function_call_output", "output": "r" * 400}],
+        [{"role": "model", "parts": [{"functionCall": {"name": "f", "args": {"a": "a" * 392}}}]},
+         {"parts": [{"functionResponse": {"name": "f", "response": {"result": "r" * 386}}}]}],
     ]  # fmt: skip
     for number, turn in enumerate(turns):
         key = "input" if number == 2 else "messages"
@@ -456,6 +448,7 @@ def test_what_generates_nothing_is_left_out_and_named(tmp_path: Path) -> None:
         {"time": 1, "request": {"input": ["a", "b"]}, "usage": {"completion_tokens": 1}},
         {"time": 1, "request": {"input": "a"}, "response": {"object": "list", "data": []}},
         {"time": 1, "event": "request.received", "obj": {"text": "abc"}},
+        {"arguments": [["abc", " d"]], "resps": [["-0.5", "False"]]},
         {"time": 1, "request": chat(0), "response": {"status_code": 500, "error": "x"}},
         {"time": 1, **chat(0), "usage": {"prompt_tokens": 1100, "completion_tokens": 0}},
         *[{"time": 9, "request_id": "r", "request": chat(0), "response": ANSWER}] * 2,
@@ -471,6 +464,7 @@ def test_what_generates_nothing_is_left_out_and_named(tmp_path: Path) -> None:
         "requests to /health, which generate nothing": 1,
         "requests for embeddings, which generate nothing": 2,
         "lines of the event request.received": 1,
+        "requests to loglikelihood, which generate nothing": 1,
         FAILED: 2,
     }
 
@@ -532,11 +526,8 @@ def test_text_that_the_log_has_cut_is_refused(tmp_path: Path) -> None:
     """SGLang's log level 2 keeps 1,024 characters at each end of a text."""
     cut = SYSTEM[:1024] + "..." + SYSTEM[-1024:]
     for obj in ({"text": cut}, {"input_ids": [1, 2, "...", 3]}):
-        record = {
-            "event": "request.finished",
-            "obj": obj,
-            "out": {"meta_info": {"completion_tokens": 9}},
-        }
+        out = {"meta_info": {"completion_tokens": 9}}
+        record = {"event": "request.finished", "obj": obj, "out": out}
         with pytest.raises(TraceError, match="cut when it was logged; --log-requests"):
             read_shape(tmp_path, lambda i, record=record: {"timestamp": i, **record})
 
@@ -579,7 +570,7 @@ def inner_places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize(
-    "turns", ["conversations", "conversation", "messages", "instruction", "context"]
+    "turns", ["conversations", "conversation", "messages", "instruction", "context", "arguments"]
 )
 def test_a_data_set_is_replayed_at_a_rate(tmp_path: Path, turns: str) -> None:
     def record(i: int) -> Record:
@@ -588,6 +579,9 @@ def test_a_data_set_is_replayed_at_a_rate(tmp_path: Path, turns: str) -> None:
         if turns in ("instruction", "context"):
             asked = {turns: SYSTEM, "input" if turns == "instruction" else "prompt": QUESTIONS[i]}
             return {**asked, "output": "a" * 480}
+        if turns == "arguments":  # a sample of lm-evaluation-harness
+            asked = {"arg_0": json.dumps(messages(i)), "arg_1": {"max_gen_toks": 900}}
+            return {"doc": {"text": "x"}, turns: {"gen_args_0": asked}, "resps": [["a" * 480]]}
         asked = {"from": "human", "value": QUESTIONS[i]}
         rest = [asked, {"from": "gpt", "value": "a" * 480}, asked]
         return {"id": f"c{i}", "conversations": [{"from": "system", "value": SYSTEM}, *rest]}

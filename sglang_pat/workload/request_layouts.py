@@ -1,0 +1,136 @@
+"""Brings an object of a log to the keys of the chat API or the completions API.
+
+Tracers, data sets and evaluation tools have requests and answers under keys of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from sglang_pat.workload.request_prompts import Json, as_list, role_of
+
+_MESSAGES = ("messages", "input", "conversation", "conversations")  # lists, or JSON texts of lists
+# Keys of OpenTelemetry's conventions for generative AI, of its older conventions, of OpenInference
+# and of Gemini's API -> keys of the chat API.
+_KEYS = {
+    "gen_ai.request.model": "model",
+    "gen_ai.request.max_tokens": "max_tokens",
+    "gen_ai.system_instructions": "system",
+    "gen_ai.input.messages": "messages",
+    "gen_ai.output.messages": "output",
+    "gen_ai.prompt": "messages",
+    "gen_ai.completion": "output",
+    "llm.input_messages": "messages",
+    "llm.output_messages": "output",
+    "contents": "messages",
+    "systemInstruction": "system",
+    "system_instruction": "system",
+}
+# An attribute of a span that belongs to one message: its list, its place in the list, its key.
+_OF_MESSAGE = re.compile(
+    r"(gen_ai\.(?:prompt|completion)|llm\.(?:input|output)_messages)\.(\d{1,4})\.(.+)"
+)
+_WRAPPERS = frozenset(("message", "tool_call", "message_content"))  # keys of OpenInference
+_decode = msgspec.json.Decoder().decode
+
+
+def in_known_keys(found: Json) -> Json:
+    """Return the object with its messages under a known key, and as a list instead of as JSON."""
+    if isinstance(found.get("resps"), list) and found.get("arguments"):
+        return _of_evaluation(found)
+    found = _with_messages(found)
+    renamed = {_KEYS[key]: found[key] for key in found.keys() & _KEYS.keys()}
+    rest = {key: value for key, value in found.items() if key not in _KEYS}
+    if role_of(next(iter(as_list(found.get("query"))), None)) is not None:  # SWE-agent
+        renamed["messages"] = rest.pop("query")
+    found = {**renamed, **rest}
+    for key in _MESSAGES:
+        found[key] = _list_of_messages(found.get(key)) or found.get(key)
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def attributes(value: object) -> Json | None:
+    """Return the attributes of a span, which OTLP writes as a list of keys and values, or None."""
+    if not isinstance(value, list) or not value:
+        return None
+    found = {}
+    for each in value:
+        if not isinstance(each, Mapping) or each.keys() != {"key", "value"}:
+            return None
+        inner = each["value"]
+        found[str(each["key"])] = (
+            next(iter(inner.values()), None) if isinstance(inner, Mapping) else inner
+        )
+    return found
+
+
+def parse_json(text: str) -> object:
+    """Parse a text that is JSON. Return any other text itself."""
+    try:
+        return _decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return text
+
+
+def _list_of_messages(value: object) -> list[Any] | None:
+    """Return the messages that a text holds as JSON, or None if it holds none."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return None
+    parsed = parse_json(value)
+    is_list = isinstance(parsed, list) and bool(parsed) and role_of(parsed[0]) is not None
+    return parsed if is_list else None  # type: ignore[return-value]
+
+
+def _with_messages(found: Json) -> Json:
+    """Return the object with lists of messages in place of their single attributes."""
+    rest: dict[str, Any] = {}
+    lists: dict[str, dict[Any, Any]] = {}
+    for key, value in found.items():
+        parts = _OF_MESSAGE.fullmatch(key) if key[:4] in ("gen_", "llm.") else None
+        if parts is None:
+            rest[key] = value
+        else:
+            message = lists.setdefault(parts[1], {}).setdefault(int(parts[2]), {})
+            _put(message, [each for each in parts[3].split(".") if each not in _WRAPPERS], value)
+    return {**rest, **{name: _ordered(messages) for name, messages in lists.items()}}
+
+
+def _put(place: dict[Any, Any], path: list[str], value: object) -> None:
+    for key in path[:-1]:
+        inner = place.setdefault(key, {})
+        if not isinstance(inner, dict):
+            return
+        place = inner
+    if path:
+        place[path[-1]] = value
+
+
+def _ordered(value: Any) -> Any:
+    """Return lists in place of dicts whose keys are numbers."""
+    if not isinstance(value, dict):
+        return value
+    if value and all(str(key).isdecimal() for key in value):
+        return [_ordered(value[key]) for key in sorted(value, key=int)]
+    return {("content" if k == "contents" else k): _ordered(each) for k, each in value.items()}
+
+
+def _of_evaluation(found: Json) -> Json:
+    """Return the request of a sample of EleutherAI's lm-evaluation-harness, and its answers."""
+    asked, answers = found["arguments"], found["resps"]
+    calls = [*asked.values()] if isinstance(asked, Mapping) else as_list(asked)
+    first = calls[0] if calls else None
+    values = [*first.values()] if isinstance(first, Mapping) else as_list(first)
+    if len(values) < 2:
+        return found
+    prompt, options = values[:2]
+    prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
+    key = "prompt" if _list_of_messages(prompt) is None else "messages"
+    request = {key: _list_of_messages(prompt) or prompt}
+    if not isinstance(options, Mapping):  # the likelihood of a text
+        return {**request, "path": "loglikelihood"}
+    texts = answers[0] if answers and isinstance(answers[0], list) else answers
+    return {**request, **options, "n": len(texts), "outputs": texts}
