@@ -330,14 +330,10 @@ class PackAttention:
             planned=self._plan is not None, same_batch=same_batch, lengths_served=served
         )
         kind: PlanningClass = "unchanged"
-        stats = self.stats
         if cause is None:
             self._executor.reuse_plan(step, gather=paths is not None)
-            stats.plans_reused += 1
         else:
             kind = self._build(batch, paths, key, step)
-            stats.plans_built += 1
-            stats.causes[cause] += 1
         assert self._plan is not None
         self._step = step
         tokens = self._plan.kv_tokens
@@ -346,9 +342,8 @@ class PackAttention:
             tokens = KvTokens(total, tokens.planned + growth, tokens.lower_bound + growth)
         self.step_tokens = tokens
         self.seq_lens = batch.seq_lens
-        stats.add_tokens(self.step_tokens)
         self.step_time = PlanningTime(kind, time.perf_counter_ns() - begun_ns)
-        stats.planning_ns.record(*self.step_time)
+        self.stats.count_step(tokens, self.step_time, cause)
         return self._plan
 
     def advance(self, seq_lens: torch.Tensor, tokens: int) -> None:

@@ -15,6 +15,7 @@ from operator import add
 from typing import Any, Literal, NamedTuple
 
 from sglang_pat.plan import KvTokens
+from sglang_pat.reasons import StepReason
 
 PlanningClass = Literal["unchanged", "changed", "cold"]
 
@@ -99,11 +100,23 @@ class PlanStats:
     kv_tokens_lower_bound: int = 0
     planning_ns: PlanningTimes = field(default_factory=PlanningTimes)
 
-    def add_tokens(self, tokens: KvTokens) -> None:
-        """Count the KV tokens of one step."""
+    def count_step(
+        self, tokens: KvTokens, time: PlanningTime, cause: StepReason | None = None
+    ) -> None:
+        """Count a step. cause: why it built a plan, or None if it reused the last one.
+
+        Every step is counted here once: by `PackAttention.plan`, or, if a replay repeats the last
+        step without a call of plan(), by `SkippedPlanning` (`sglang/step/plan_reuse.py`).
+        """
+        if cause is None:
+            self.plans_reused += 1
+        else:
+            self.plans_built += 1
+            self.causes[cause] += 1
         self.kv_tokens_query_centric += tokens.query_centric
         self.kv_tokens_planned += tokens.planned
         self.kv_tokens_lower_bound += tokens.lower_bound
+        self.planning_ns.record(*time)
 
 
 # Values are numbers, or dicts: {"plans_built": 3, "causes": {"first": 1, "tail_growth": 2}, ...}

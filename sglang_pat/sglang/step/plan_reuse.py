@@ -193,8 +193,7 @@ class SkippedPlanning:
                 growth = self._growths[self._num_counted]
             else:
                 growth = self._num_growing * (self._num_counted + 1)
-            self._stats.plans_reused += 1
-            self._stats.add_tokens(KvTokens(*(n + growth for n in self._tokens)))
-            self._stats.planning_ns.record("unchanged", nanoseconds)
-            self._on_count(PlanningTime("unchanged", nanoseconds))
+            planning = PlanningTime("unchanged", nanoseconds)
+            self._stats.count_step(KvTokens(*(n + growth for n in self._tokens)), planning)
+            self._on_count(planning)
             self._num_counted += 1
