@@ -178,9 +178,9 @@ class StepMetrics:
 
 def _by_label(name: str, counters: Counters) -> dict[str, int]:
     """Return a counter's numbers by label value, or under "" if the counter has no label."""
-    if not counters:  # before the first publication
+    value = counters.get(_ENTRIES.get(name, name))
+    if value is None:  # before the first publication, or a counter that this server lacks
         return {}
-    value = counters.get(_ENTRIES.get(name, name), {})  # some servers lack some counters
     return value if _LABELS[name] else {"": value}
 
 
