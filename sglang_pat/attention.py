@@ -7,11 +7,9 @@ calls it, and so can any code that has radix paths and a paged KV pool.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Hashable, Sequence
 from functools import partial
-from numbers import Real
 from typing import Literal, NoReturn, Protocol, overload
 
 import numpy as np
@@ -22,6 +20,19 @@ from sglang_pat._scheduler import (
     CostModel,
     PackScheduler,
     PrefixForest,
+)
+from sglang_pat.argument_checks import (
+    canonical_device,
+    check_dtypes,
+    check_ids,
+    check_latent_values,
+    check_number,
+    check_per_request,
+    check_positive,
+    check_scale,
+    check_seq_lens,
+    check_shape,
+    check_tensor,
 )
 from sglang_pat.batch import DecodeBatch, IntArray, PrefixPaths, Step, check_integers
 from sglang_pat.executors.calibration import costs_of
@@ -47,7 +58,6 @@ logger = logging.getLogger(__name__)
 
 # Number of workers per KV head in plain torch, large enough for plans to cut long ranges in tests.
 _TORCH_WORKERS = 32
-INTS = (torch.int64, torch.int32)
 # The error message of torch.compile(fullgraph=True). Without fullgraph, torch breaks its graph and
 # calls run().
 _NO_FULL_GRAPH = (
@@ -93,7 +103,7 @@ class PackAttention:
     pickled.
     """
 
-    _window: Window | None = None
+    _window: Window | None = None  # WindowAttention sets it before it calls __init__
 
     def __init__(
         self,
@@ -181,16 +191,18 @@ class PackAttention:
         self.shape = shape = HeadConfig(num_qo_heads, num_kv_heads, head_dim, v_head_dim)
         self.dtype = dtype
         self.kv_dtype = dtype if kv_dtype is None else kv_dtype
-        _check_shape(shape)
-        _check_dtypes(dtype, self.kv_dtype)
+        check_shape(shape)
+        check_dtypes(dtype, self.kv_dtype)
         if policy not in support.POLICIES:
             raise support.unsupported("packing policy", policy)
-        self.device = _canonical_device(device)
+        self.device = canonical_device(device)
         self._batch_invariant = batch_invariant
         self.is_reserved = max_requests is not None
         kernels = self._load_kernels(executor)
         if num_workers is None:
             num_workers = default_workers(kernels, num_kv_heads)
+        self._num_workers = num_workers
+        layers = {"latent": shape.is_latent, "one_byte": self.kv_dtype.itemsize == 1}
         self._new_scheduler = partial(
             new_scheduler,
             group_size=shape.group_size,
@@ -200,36 +212,17 @@ class PackAttention:
             batch_invariant=batch_invariant,
             one_tile=batch_invariant and kernels is not None and not kernels.config.tiles_agree,
             by_time=kernels is not None,
-            latent=shape.is_latent,
-            one_byte=self.kv_dtype.itemsize == 1,
-            cost=CostModel()
-            if kernels is None
-            else costs_of(
-                self.device, latent=shape.is_latent, one_byte=self.kv_dtype.itemsize == 1
-            ),
+            cost=CostModel() if kernels is None else costs_of(self.device, **layers),
+            **layers,
             **({} if self._window is None else self._window.rule()),
         )
-        sizes = None
         if max_shared_slots < 0:
             raise ValueError(f"max_shared_slots must not be negative, got {max_shared_slots}")
         if max_seq_len is not None and max_seq_len < 1:
             raise ValueError(f"max_seq_len must be at least 1, got {max_seq_len}")
+        sizes = None
         if max_requests is not None:
-            if not batch_invariant:
-                sizes = BufferSizes.for_requests(
-                    max_requests,
-                    max_shared_slots,
-                    num_workers,
-                    shape.group_size,
-                    latent=shape.is_latent,
-                    one_byte=self.kv_dtype.itemsize == 1,
-                )
-                if self._window is not None:
-                    sizes = sizes._replace(num_cuts=int(max_requests))
-            elif max_seq_len is None:
-                raise ValueError("batch_invariant with max_requests needs max_seq_len")
-            else:
-                sizes = BufferSizes.for_invariant(max_requests, max_shared_slots, max_seq_len)
+            sizes = self._reservation(max_requests, max_shared_slots, max_seq_len)
         self._executor: Executor
         if kernels is None:
             execution = InvariantExecution if batch_invariant else PlanExecution
@@ -237,6 +230,24 @@ class PackAttention:
         else:
             self._executor = CudaExecutor(kernels, num_qo_heads, self.device, sizes, self._window)
         self._begin()
+
+    def _reservation(
+        self, max_requests: int, max_shared_slots: int, max_seq_len: int | None
+    ) -> BufferSizes:
+        """Return the sizes of buffers for batches of up to `max_requests` requests."""
+        if self._batch_invariant:
+            if max_seq_len is None:
+                raise ValueError("batch_invariant with max_requests needs max_seq_len")
+            return BufferSizes.for_invariant(max_requests, max_shared_slots, max_seq_len)
+        sizes = BufferSizes.for_requests(
+            max_requests,
+            max_shared_slots,
+            self._num_workers,
+            self.shape.group_size,
+            latent=self.shape.is_latent,
+            one_byte=self.kv_dtype.itemsize == 1,
+        )
+        return sizes if self._window is None else sizes._replace(num_cuts=int(max_requests))
 
     def _begin(self) -> None:
         """Set the state before the first step: no plan, and all counters 0."""
@@ -299,14 +310,20 @@ class PackAttention:
         begun_ns = batch.begun_ns or time.perf_counter_ns()
         if type(begun_ns) is not int:
             raise TypeError(f"batch.begun_ns must be an integer, got {begun_ns!r}")
-        self._check_step(batch, req_to_token, req_pool_indices, seq_lens)
-        lengths = self._scheduler.check_lengths(batch.seq_lens)
+        lens = batch.seq_lens
+        check_seq_lens(lens)
+        if req_to_token is not self._checked_table:
+            check_ids("req_to_token", req_to_token, 2, (torch.int32,), self.device)
+            self._checked_table = req_to_token
+        check_per_request("req_pool_indices", req_pool_indices, lens, self.device)
+        check_per_request("seq_lens", seq_lens, lens, self.device)
+        lengths = self._scheduler.check_lengths(lens)
         _, _, longest = lengths
         if longest > (width := req_to_token.shape[1]):
             raise ValueError(
                 f"seq_lens must be at most req_to_token's width {width}, got {longest}"
             )
-        step = Step(req_to_token, req_pool_indices, seq_lens, batch.seq_lens)
+        step = Step(req_to_token, req_pool_indices, seq_lens, lens)
         return self._prepare(batch, step, begun_ns, lengths)
 
     def _prepare(
@@ -375,7 +392,7 @@ class PackAttention:
         if tokens < 0:
             raise ValueError(f"tokens must not be negative, got {tokens}")
         planned = self.seq_lens
-        self._check_per_request("seq_lens", seq_lens, planned)
+        check_per_request("seq_lens", seq_lens, planned, self.device)
         longest = int(planned.max(initial=0)) + tokens
         width = self._step.req_to_token.shape[1]
         if longest > width:
@@ -496,59 +513,57 @@ class PackAttention:
             raise RuntimeError("run() needs a plan: call plan() first")
         if type(return_lse) is not bool:
             raise TypeError(f"return_lse must be True or False, got {return_lse!r}")
-        num_requests, dtype, kv_dtype = self._num_requests, self.dtype, self.kv_dtype
-        num_heads, num_kv_heads, head_dim, v_head_dim = self.shape
+        num_heads, _, head_dim, v_head_dim = self.shape
+        out_shape = (self._num_requests, num_heads, v_head_dim)
+        self._check_queries(q, q_rope)
+        self._check_caches(k_cache, v_cache)
+        if out is not None:
+            check_tensor("out", out, out_shape, (self.dtype,), self.device)
+            if 0 in [s for s, n in zip(out.stride(), out_shape, strict=True) if n > 1]:
+                raise ValueError(f"out must not overlap itself, got strides {out.stride()}")
+        check_number("logit_cap", logit_cap)
+        if logit_cap != 0:
+            check_positive("logit_cap", logit_cap, "0 (off) or positive")
+        for name, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
+            check_scale(name, factor, self.dtype, self.kv_dtype, self.device)
+        if sinks is not None:
+            check_tensor("sinks", sinks, (num_heads,), _SINK_DTYPES, self.device)
+        scale = head_dim**-0.5 if sm_scale is None else sm_scale
+        check_positive("sm_scale", scale)
+        out = q.new_empty(out_shape) if out is None else out
+        lse = None
+        if return_lse:
+            lse = q.new_empty(out_shape[:2], dtype=torch.float32)
+        self._executor.run(
+            LayerInputs(
+                q, k_cache, v_cache, out, lse, scale, logit_cap, sinks, k_scale, v_scale, q_rope
+            )
+        )
+        return out if lse is None else (out, lse)
+
+    def _check_queries(self, q: torch.Tensor, q_rope: torch.Tensor | None) -> None:
+        num_heads, _, head_dim, v_head_dim = self.shape
         q_dim = head_dim
         if q_rope is not None:
             if not self.shape.is_latent:
                 raise ValueError("q_rope belongs to latent attention; pass whole queries as q")
             q_dim = v_head_dim
-            rope_shape = (num_requests, num_heads, head_dim - v_head_dim)
-            self._check_tensor("q_rope", q_rope, rope_shape, dtype)
-        self._check_tensor("q", q, (num_requests, num_heads, q_dim), dtype)
-        self._check_tensor("k_cache", k_cache, (None, num_kv_heads, head_dim), kv_dtype)
-        self._check_tensor("v_cache", v_cache, (None, num_kv_heads, v_head_dim), kv_dtype)
+            rope_shape = (self._num_requests, num_heads, head_dim - v_head_dim)
+            check_tensor("q_rope", q_rope, rope_shape, (self.dtype,), self.device)
+        check_tensor("q", q, (self._num_requests, num_heads, q_dim), (self.dtype,), self.device)
+
+    def _check_caches(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+        _, num_kv_heads, head_dim, v_head_dim = self.shape
+        dtypes = (self.kv_dtype,)
+        check_tensor("k_cache", k_cache, (None, num_kv_heads, head_dim), dtypes, self.device)
+        check_tensor("v_cache", v_cache, (None, num_kv_heads, v_head_dim), dtypes, self.device)
         if k_cache.shape[0] != v_cache.shape[0]:
             raise ValueError(
                 f"k_cache and v_cache must have as many slots, got {list(k_cache.shape)} and "
                 f"{list(v_cache.shape)}"
             )
         if self.shape.is_latent:
-            _check_latent_values(k_cache, v_cache)
-        out_shape = (num_requests, num_heads, v_head_dim)
-        if out is not None:
-            self._check_tensor("out", out, out_shape, dtype)
-            if 0 in [s for s, n in zip(out.stride(), out_shape, strict=True) if n > 1]:
-                raise ValueError(f"out must not overlap itself, got strides {out.stride()}")
-        _check_number("logit_cap", logit_cap)
-        if logit_cap != 0:
-            _check_positive("logit_cap", logit_cap, "0 (off) or positive")
-        self._check_scale("k_scale", k_scale)
-        self._check_scale("v_scale", v_scale)
-        if sinks is not None:
-            self._check_tensor("sinks", sinks, (num_heads,), *_SINK_DTYPES)
-        scale = head_dim**-0.5 if sm_scale is None else sm_scale
-        _check_positive("sm_scale", scale)
-        out = q.new_empty(out_shape) if out is None else out
-        lse = None
-        if return_lse:
-            lse = q.new_empty((num_requests, num_heads), dtype=torch.float32)
-        self._executor.run(
-            LayerInputs(
-                q,
-                k_cache,
-                v_cache,
-                out,
-                lse,
-                scale,
-                logit_cap,
-                sinks,
-                k_scale,
-                v_scale,
-                q_rope,
-            )
-        )
-        return out if lse is None else (out, lse)
+            check_latent_values(k_cache, v_cache)
 
     def sharing_buffers(self) -> PackAttention:
         """Return a PackAttention for other batches that uses the buffers of this object.
@@ -623,150 +638,6 @@ class PackAttention:
         self._key = key
         return kind
 
-    def _check_step(
-        self,
-        batch: DecodeBatch,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-    ) -> None:
-        # This code runs in every step, so it must be fast.
-        lens = batch.seq_lens
-        if not isinstance(lens, np.ndarray) or lens.dtype != np.int32 or lens.ndim != 1:
-            raise TypeError(f"batch.seq_lens must be a 1-D int32 NumPy array, got {_kind(lens)}")
-        if not lens.flags.c_contiguous:
-            raise ValueError(f"batch.seq_lens must be contiguous, got strides {lens.strides}")
-        if req_to_token is not self._checked_table:
-            self._check_ids("req_to_token", req_to_token, 2, (torch.int32,))
-            self._checked_table = req_to_token
-        self._check_per_request("req_pool_indices", req_pool_indices, lens)
-        self._check_per_request("seq_lens", seq_lens, lens)
-
-    def _check_per_request(self, name: str, tensor: torch.Tensor, lens: IntArray) -> None:
-        try:
-            is_right = (
-                tensor.shape == lens.shape and tensor.dtype in INTS and tensor.device == self.device
-            )
-        except AttributeError:
-            is_right = False
-        if is_right:
-            return
-        self._check_ids(name, tensor, 1, INTS)
-        raise ValueError(f"{name} must have one entry per request, {len(lens)}, got {len(tensor)}")
-
-    def _check_ids(
-        self, name: str, tensor: torch.Tensor, ndim: int, dtypes: tuple[torch.dtype, ...]
-    ) -> None:
-        _check_is_tensor(name, tensor)
-        if tensor.dtype not in dtypes or tensor.ndim != ndim:
-            allowed = " or ".join(str(dtype) for dtype in dtypes)
-            raise ValueError(f"{name} must be {ndim}-D {allowed}, got {_kind(tensor)}")
-        if tensor.device != self.device:
-            raise ValueError(f"{name} must be on {self.device}, got {tensor.device}")
-
-    def _check_scale(self, name: str, scale: Scale) -> None:
-        if not isinstance(scale, torch.Tensor):
-            _check_positive(name, scale)
-            return
-        if self.kv_dtype == self.dtype:
-            raise ValueError(f"{name} must be a number over a KV cache of {self.dtype}")
-        if scale.dtype != torch.float32 or scale.numel() != 1:
-            raise ValueError(
-                f"{name} must be a number or one float32, got {_kind(scale)} {list(scale.shape)}"
-            )
-        if scale.device != self.device:
-            raise ValueError(f"{name} must be on {self.device}, got {scale.device}")
-
-    def _check_tensor(
-        self, name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], *dtypes: torch.dtype
-    ) -> None:
-        """Check a tensor. None as the first number of `shape` allows any number of slots."""
-        if type(tensor) is not torch.Tensor:  # faster than isinstance()
-            _check_is_tensor(name, tensor)
-        have = tensor.shape
-        is_cache = shape[0] is None
-        if have != shape and not (is_cache and len(have) == len(shape) and have[1:] == shape[1:]):
-            expected = ", ".join("num_slots" if want is None else str(want) for want in shape)
-            raise ValueError(f"{name} must have shape [{expected}], got {list(have)}")
-        if tensor.layout is not torch.strided:
-            raise ValueError(f"{name} must be a dense tensor, got {tensor.layout}")
-        if tensor.dtype not in dtypes:
-            allowed = "one of " * (len(dtypes) > 1) + ", ".join(map(str, dtypes))
-            raise ValueError(f"{name} must be {allowed}, got {tensor.dtype}")
-        if tensor.device != self.device:
-            raise ValueError(f"{name} must be on {self.device}, got {tensor.device}")
-
-
-def _check_latent_values(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-    if k_cache.data_ptr() != v_cache.data_ptr() or k_cache.stride() != v_cache.stride():
-        columns = v_cache.shape[-1]
-        raise ValueError(
-            f"v_cache must be the view k_cache[..., :{columns}], got "
-            f"address {v_cache.data_ptr()} and strides {v_cache.stride()} beside "
-            f"{k_cache.data_ptr()} and {k_cache.stride()}"
-        )
-
-
-def _check_is_tensor(name: str, value: object) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
-
-
-def _check_positive(name: str, value: float, allowed: str = "positive") -> None:
-    """Raise TypeError unless `value` is a number, and ValueError unless 0 < value < inf."""
-    _check_number(name, value)
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be {allowed}, got {value}")
-
-
-def _check_number(name: str, value: float) -> None:
-    # Checks for float first, because nearly all values are floats. Real includes NumPy's numbers
-    # and bools, but not tensors.
-    if type(value) is not float and (not isinstance(value, Real) or isinstance(value, bool)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-
-
-def _check_shape(shape: HeadConfig) -> None:
-    num_qo_heads, num_kv_heads, *head_dims = shape
-    if num_qo_heads < 1 or num_kv_heads < 1 or num_qo_heads % num_kv_heads:
-        raise ValueError(
-            "num_qo_heads must be a positive multiple of num_kv_heads, "
-            f"got {num_qo_heads} and {num_kv_heads}"
-        )
-    if shape.group_size > support.max_group_size(*head_dims):
-        raise support.unsupported("query heads per KV head", shape.group_size)
-    if tuple(head_dims) not in support.HEAD_DIMS:
-        raise support.unsupported("head_dim", support.head_dim_name(*head_dims))
-    if shape.is_latent and num_kv_heads != 1:
-        raise ValueError(f"latent attention has 1 KV head, got {num_kv_heads}")
-
-
-def _check_dtypes(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-    for each in (dtype, kv_dtype):
-        if not isinstance(each, torch.dtype):
-            raise TypeError(f"a dtype must be a torch.dtype, got {each!r}")
-    name, kv_name = (str(each).removeprefix("torch.") for each in (dtype, kv_dtype))
-    if name not in support.DTYPES:
-        raise support.unsupported("dtype of queries and KV cache", dtype)
-    if kv_dtype != dtype and kv_name not in support.CONVERTED_KV_DTYPES:
-        raise support.unsupported("dtype of queries and KV cache", f"{dtype} and {kv_dtype}")
-
-
-def _canonical_device(device: torch.device | str) -> torch.device:
-    """Return the device, with `cuda` as the `cuda:N` that tensors report."""
-    given = device
-    try:
-        device = torch.device(given)
-    except (RuntimeError, TypeError):  # torch's message lists devices that pat lacks
-        raise ValueError(f"device must be cpu or cuda, got {given!r}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be cpu or cuda, got {device}")
-    if device.type == "cuda" and (device.index or 0) >= (found := torch.cuda.device_count()):
-        raise ValueError(f"device {device}: torch finds {found} CUDA devices here")
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
 
 def plan_together(
     attentions: Sequence[PackAttention], batch: DecodeBatch, **tensors: torch.Tensor
@@ -799,9 +670,3 @@ def paths_key(paths: PrefixPaths) -> Hashable:
     return tuple(
         array.tobytes() for array in (paths.path_begin, paths.node_id, paths.kv_begin, paths.kv_end)
     )
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        return f"{value.ndim}-D {value.dtype}"
-    return type(value).__name__

@@ -23,7 +23,8 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from sglang_pat.attention import INTS, PackAttention
+from sglang_pat.argument_checks import INTS, check_ids
+from sglang_pat.attention import PackAttention
 from sglang_pat.batch import check_integers, is_integer
 from sglang_pat.executors.window_rows import Window
 
@@ -103,7 +104,7 @@ class WindowAttention(PackAttention):
         self._window = Window(int(window), slack, int(ahead), bool(chunked), slot_map)
         super().__init__(num_qo_heads, num_kv_heads, head_dim, **options)
         if slot_map is not None:
-            self._check_ids("slot_map", slot_map, 1, INTS)
+            check_ids("slot_map", slot_map, 1, INTS, self.device)
             if not slot_map.is_contiguous():
                 raise ValueError(f"slot_map must be dense, got strides {slot_map.stride()}")
         self.window = int(window)
