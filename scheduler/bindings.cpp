@@ -344,10 +344,10 @@ PYBIND11_MODULE(_scheduler, m) {
   m.attr("READ_ONCE") = pat::KvSegment::kReadOnce;
   m.attr("DIRECT_STORE") = pat::kDirectStore;
   m.attr("MAX_PACKS_PER_REQUEST") = pat::kMaxPacksPerRequest;
-  m.attr("MAX_GROUP_SIZE") = pat::kTiles.max_group_size;
-  m.attr("MAX_LATENT_GROUP_SIZE") = pat::kLatentTiles.max_group_size;
-  const py::tuple tiles = tile_tuple(pat::kTiles);
-  const py::tuple latent_tiles = tile_tuple(pat::kLatentTiles);
+  m.attr("MAX_GROUP_SIZE") = pat::kTileTable.max_group_size;
+  m.attr("MAX_LATENT_GROUP_SIZE") = pat::kLatentTileTable.max_group_size;
+  const py::tuple tiles = tile_tuple(pat::kTileTable);
+  const py::tuple latent_tiles = tile_tuple(pat::kLatentTileTable);
   m.attr("TILE_TABLE") = tiles;
   m.attr("LATENT_TILE_TABLE") = latent_tiles;
 
@@ -488,7 +488,7 @@ PYBIND11_MODULE(_scheduler, m) {
           [](const pat::PackScheduler& self) { return self.last_plan().header().num_shared_slots; })
       .def_property_readonly("tile_table",
                              [tiles, latent_tiles](const pat::PackScheduler& self) {
-                               return &self.tile_table() == &pat::kTiles ? tiles : latent_tiles;
+                               return &self.tile_table() == &pat::kTileTable ? tiles : latent_tiles;
                              })
       .def_property_readonly("kv_tokens",
                              [](const pat::PackScheduler& self) {

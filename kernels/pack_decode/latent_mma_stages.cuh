@@ -19,7 +19,7 @@ static_assert(kPassRows == LatentPart::kRows &&
 static_assert(kLatentTileTable[0].block_q == kPassRows &&
               kLatentTileTable[0].block_kv == LatentPart::kRows &&
               kLatentTileTable[0].num_warps == kLatentConsumerWarps &&
-              kLatentTiles.largest_block_q() <= kMaxTileRows);
+              kLatentTileTable.largest_block_q() <= kMaxTileRows);
 // Number of pass records in shared memory. The ring holds the first stages of at most (kMaxPassStages + 1) / 2 passes,
 // because a pass has at least two stages. One more record is needed: a consumer may still be at the end of the pass
 // before those in the ring.

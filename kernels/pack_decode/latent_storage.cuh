@@ -14,7 +14,7 @@ namespace pat {
 
 inline constexpr int kLatentGroups = 2;  // consumer warpgroups; each has half of the output columns
 static_assert(kLatentConsumerWarps == 4 * kLatentGroups);
-static_assert(kLatentTiles.largest_block_q() == kMaxTileRows &&
+static_assert(kLatentTileTable.largest_block_q() == kMaxTileRows &&
               kLatentTileTable[kNumLatentTiles - 1].block_kv == LatentOperand::kRows &&
               kLatentTileTable[kNumLatentTiles - 1].num_warps == kLatentConsumerWarps);
 inline constexpr int kLatentStages = 2;

@@ -7,7 +7,7 @@ namespace pat {
 
 namespace {
 
-static_assert(std::max(kTiles.largest_block_q(), kLatentTiles.largest_block_q()) <= 64,
+static_assert(std::max(kTileTable.largest_block_q(), kLatentTileTable.largest_block_q()) <= 64,
               "a bit of uint64_t for each request of a tile");
 
 // count: 0 to 64.

@@ -159,7 +159,7 @@ Batch extreme_batch(Random& random) {
 SchedulerConfig config(int32_t group_size, int32_t num_workers, Policy policy) {
   return {.group_size = group_size,
           .num_workers = num_workers,
-          .max_block_q = kTiles.largest_block_q(),
+          .max_block_q = kTileTable.largest_block_q(),
           .policy = policy,
           .min_item_tokens = 128,
           .growth_tokens = 256,

@@ -19,7 +19,7 @@ Packed pack(const Batch& batch, Policy policy, int32_t group_size = 4, int32_t m
   const PathArrays arrays = batch.arrays();
   result.forest.build(arrays.view());
   result.forest.arrange(batch.seq_lens);
-  Packer packer(policy, {}, {kTiles, group_size, max_block_q});
+  Packer packer(policy, {}, {kTileTable, group_size, max_block_q});
   packer.pack(result.forest, batch.seq_lens, result.packing);
   return result;
 }

@@ -114,7 +114,7 @@ TEST(latent_layers_pack_as_many_requests_as_a_tile_has_room_for) {
 }
 
 TEST(plan_bounds_grow_with_the_requests) {
-  const TileSelection tiles(kTiles, 4, 64);
+  const TileSelection tiles(kTileTable, 4, 64);
   for (int32_t n = 1; n < 300; ++n) {
     const PlanBounds less = plan_bounds(n, 33, tiles), more = plan_bounds(n + 1, 33, tiles);
     CHECK(less.num_partials < more.num_partials);
@@ -206,7 +206,7 @@ TEST(latent_requests_that_fill_a_tile_are_never_packed) {
   for (int round = 0; round < 1'000; ++round) {
     SchedulerConfig made = random_config(random, true);
     made.group_size = static_cast<int32_t>(draw(random, 33, 64));
-    made.max_block_q = kLatentTiles.largest_block_q();
+    made.max_block_q = kLatentTileTable.largest_block_q();
     made.policy = Policy::kMemory;
     made.batch_invariant = one_in(random, 2);
     made.cost = kShippedLatentCosts[0].cost;
