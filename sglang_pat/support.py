@@ -234,8 +234,9 @@ _MATRIX = (
         "server options",
         "any except --enable-two-batch-overlap, --enable-pdmux, "
         "--enable-hisparse, --enable-kv-cache-sharding, --enable-page-major-kv-layout, "
-        "--enable-unified-memory, --enable-torch-compile, --enable-mis, --dllm-algorithm, "
-        "--dcp-size, SGLANG_ENABLE_METADATA_GLUE_GRAPH",
+        "--enable-unified-memory, --enable-torch-compile, --enable-mis, "
+        "--enable-nvidia-megakernel, --dllm-algorithm, --dcp-size, "
+        "SGLANG_ENABLE_METADATA_GLUE_GRAPH",
         MODEL,
     ),
     SupportRow(

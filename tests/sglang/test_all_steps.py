@@ -190,23 +190,17 @@ def test_a_request_that_stopped_takes_no_one_with_it(kind: Kind | None, is_repea
     reader.assert_exact(view, lens, reads, requests=[left], table=table, steps=backwards)
 
 
+OF_NO_STEPS = SimpleNamespace(attn_backends=[])
+OF_WINDOWS = SimpleNamespace(attn_backends=[object()], draft_window_size=64)  # over Triton
+
 # The kind of steps, server options, changes of the runner or default backend, and the reason.
 LEFT: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("rounds", {}, {"device": "npu"}, "device npu"),
     ("rounds", {NAMED: "triton"}, {}, f"{NAMED_FLAG} triton"),
     ("rounds", {}, {"draft_attention_backend": "fa3"}, f"{NAMED_FLAG} fa3"),
-    (
-        "rounds",
-        {},
-        {"steps": SimpleNamespace(attn_backends=[])},
-        "SimpleNamespace, which is closed",
-    ),
-    (
-        "rounds",
-        {},
-        {"steps": SimpleNamespace(attn_backends=[object()])},
-        "object, which is closed",
-    ),
+    ("rounds", {}, {"steps": OF_NO_STEPS}, "SimpleNamespace, which is closed"),
+    ("rounds", {}, {"steps": SimpleNamespace(attn_backends=[object()])}, "object, which is closed"),
+    ("rounds", {}, {"steps": OF_WINDOWS}, "--speculative-draft-window-size 64"),
     ("extends", {}, {"device": "npu"}, "device npu"),
     ("extends", {}, {"draft_attention_backend": "fa3"}, f"{NAMED_FLAG} fa3"),
     (

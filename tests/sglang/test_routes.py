@@ -153,9 +153,12 @@ OF_THE_MODEL: dict[tuple[str, str], Callable[[], Any]] = {
             speculative_algorithm="EAGLE", prefill_attention_backend="flashinfer"
         )
     ),
-    ("server options", "--enable-two-batch-overlap"): lambda: runner(
-        server_args=server_arguments(enable_two_batch_overlap=True)
-    ),
+    **{
+        ("server options", flag): lambda name=name: runner(
+            server_args=server_arguments(**{name: True})
+        )
+        for name, flag in DELEGATED_ARGUMENTS.items()
+    },
     ("dtype of queries and KV cache", "torch.float32 and torch.bfloat16"): lambda: runner(
         kv_cache_dtype=torch.bfloat16
     ),
@@ -483,7 +486,10 @@ def test_layers_of_one_id_have_one_window() -> None:
 def test_arguments_that_delegate_exist_in_this_sglang() -> None:
     known = getattr(ServerArgs, "__dataclass_fields__", None) or ServerArgs.__struct_fields__
     missing = {*DELEGATED_ARGUMENTS, "dcp_size"} - {*known}
-    assert missing <= {"enable_kv_cache_sharding"}  # not in 0.5.17
+    assert missing <= {"enable_kv_cache_sharding", "enable_nvidia_megakernel"}  # not in 0.5.17
+    flags = {*DELEGATED_ARGUMENTS.values(), "--dcp-size", GLUE_GRAPH}
+    _, named = support.row_of("server options").supported.split("any except ")
+    assert flags == {*named.split(", ")}
 
 
 @pytest.mark.skipif(not hasattr(envs, GLUE_GRAPH), reason="this SGLang has no glue graphs")

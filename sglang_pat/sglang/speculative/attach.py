@@ -281,10 +281,21 @@ def with_pat_drafts(steps: Any, model_runner: Any, served: VerifyPlanner) -> Non
         (backend, PatDraftStep, partial(DraftStepState, steps, step))
         for step, backend in enumerate(backends)
     ]
-    closed = Unsupported("default backend", f"{type(steps).__name__}, which is closed")
-    reason = None if backends else closed
-    attach([*of_steps, (steps, PatDraftSteps, new_state)], layer_support, reason=reason)
+    attach([*of_steps, (steps, PatDraftSteps, new_state)], layer_support, reason=_reason(steps))
     report_draft_support(layer_support)
+
+
+def _reason(steps: Any) -> Unsupported | None:
+    """Return why the decode steps of a draft model fall back, or None."""
+    if not getattr(steps, "attn_backends", ()):
+        return Unsupported("default backend", f"{type(steps).__name__}, which is closed")
+    # Some containers let the draft model read only its last tokens; in 0.5.17 none does.
+    window = getattr(steps, "draft_window_size", 0)
+    return _window_reason(window) if window else None
+
+
+def _window_reason(size: int) -> Unsupported:
+    return Unsupported("speculative decoding", f"--speculative-draft-window-size {size}")
 
 
 def with_pat_blocks(worker: Any, model_runner: Any, served: VerifyPlanner) -> None:
@@ -318,8 +329,7 @@ def _block_reason(worker: Any, arguments: Any) -> Unsupported | None:
     if named is not None:
         return _names(named)
     if getattr(worker, "use_compact_draft_cache", False):  # this cache has its own table of slots
-        size = resolved(arguments, "speculative_draft_window_size")
-        return Unsupported("speculative decoding", f"--speculative-draft-window-size {size}")
+        return _window_reason(resolved(arguments, "speculative_draft_window_size"))
     return None
 
 

@@ -19,6 +19,7 @@ DELEGATED_ARGUMENTS = {
     "enable_unified_memory": "--enable-unified-memory",
     "enable_torch_compile": "--enable-torch-compile",
     "enable_mis": "--enable-mis",
+    "enable_nvidia_megakernel": "--enable-nvidia-megakernel",
     "dllm_algorithm": "--dllm-algorithm",
 }
 # Speculative algorithms by the form of their drafts. CHAINS: a draft model drafts one token after
