@@ -168,7 +168,7 @@ class PackAttention:
 
         Raises
         ------
-        ValueError
+        ValueError, TypeError
             Something is unsupported. The message names the value and what is supported.
         """
         check_integers(
@@ -274,7 +274,8 @@ class PackAttention:
         """Prepare the next calls of run(): reuse the last plan, or build a new one.
 
         The tensors are on `device`. They and `batch.seq_lens` are borrowed until the next plan(),
-        and must not change before the last run() of the step.
+        and must not change before the last run() of the step. A CUDA graph reads the tensors of the
+        plan() before its capture: write the values of later steps into these tensors.
 
         Parameters
         ----------
@@ -403,7 +404,7 @@ class PackAttention:
         fixed[self._plan.live_requests()] = False
         if tokens and fixed.any():
             raise ValueError(
-                f"request {fixed.argmax()} has no KV behind its path, so the plan "
+                f"request {fixed.argmax()} has no KV after its path, so the plan "
                 f"reads {tokens} too few of its tokens; call plan()"
             )
         lens = np.where(planned > 0, planned + np.int32(tokens), 0)
@@ -464,6 +465,10 @@ class PackAttention:
         The output has no gradient, autocast has no effect, and torch.compile() breaks its graph
         here, or raises with fullgraph=True.
 
+        Plain torch reads any strides. The kernels need dense columns and addresses and strides in
+        multiples of 16 bytes; in the caches and in `out` the heads of a row lie side by side, and
+        `out` and `sinks` are contiguous. Rows of the caches may have gaps between them.
+
         Parameters
         ----------
         q : torch.Tensor
@@ -471,17 +476,20 @@ class PackAttention:
             v_head_dim]`.
         k_cache, v_cache : torch.Tensor
             `[num_slots, num_kv_heads, head_dim]` and `[num_slots, num_kv_heads, v_head_dim]`,
-            SGLang's pool layout. They include this step's token. In latent attention `v_cache` is
-            the view `k_cache[..., :v_head_dim]`.
+            SGLang's pool layout. They include this step's token. Pages of the layout NHD are passed
+            as `pages.flatten(0, 1)`. In latent attention `v_cache` is the view
+            `k_cache[..., :v_head_dim]`.
         q_rope : torch.Tensor, optional
             Only for latent attention: `[num_requests, num_qo_heads, head_dim - v_head_dim]`, the
             last columns of the queries, if they are in a separate tensor.
         out : torch.Tensor, optional
-            `[num_requests, num_qo_heads, v_head_dim]`; written. Allocated by default.
+            `[num_requests, num_qo_heads, v_head_dim]`; written. It must not overlap another
+            tensor. Allocated by default.
         sm_scale : float, optional
             Scale of the logits. Default: `head_dim ** -0.5`.
         logit_cap : float
-            If positive, logits become `logit_cap * tanh(logit / logit_cap)`.
+            If positive, logits become `logit_cap * tanh(logit / logit_cap)`. Latent attention has
+            none.
         sinks : torch.Tensor, optional
             Attention sinks, float32, bfloat16 or float16 `[num_qo_heads]`: one more logit per head,
             without a value. This logit is neither scaled nor capped. The kernels read the tensor in
@@ -502,7 +510,7 @@ class PackAttention:
 
         Raises
         ------
-        ValueError
+        ValueError, TypeError
             Bad input. Nothing is written.
         RuntimeError
             There is no plan. Nothing is written.
@@ -524,6 +532,8 @@ class PackAttention:
         check_number("logit_cap", logit_cap)
         if logit_cap != 0:
             check_positive("logit_cap", logit_cap, "0 (off) or positive")
+            if self.shape.is_latent:
+                raise ValueError(f"latent attention has no logit_cap, got {logit_cap}")
         for name, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
             check_scale(name, factor, self.dtype, self.kv_dtype, self.device)
         if sinks is not None:
@@ -569,9 +579,11 @@ class PackAttention:
         """Return a PackAttention for other batches that uses the buffers of this object.
 
         The same captured CUDA graph can then run the plans of both objects. Each object sends its
-        plan to the device again if the plan of the other object has replaced it. This object must
-        have been made with `max_requests`.
+        plan to the device again if the plan of the other object has replaced it. ValueError if this
+        object was made without `max_requests`.
         """
+        if not self.is_reserved:
+            raise ValueError("only buffers that never move can be shared: pass max_requests")
         sibling = object.__new__(type(self))
         sibling.__dict__.update(self.__dict__)
         sibling._executor = self._executor.sharing_buffers()

@@ -82,7 +82,7 @@ class WindowAttention(PackAttention):
 
         Raises
         ------
-        ValueError
+        ValueError, TypeError
             Something is unsupported. The message names the value and what is supported.
         """
         if ahead is None:
@@ -93,6 +93,8 @@ class WindowAttention(PackAttention):
                 f"window must be 1 to {MAX_WINDOW}, because each request has a row of that many "
                 f"slots, got {window}; for layers without a window use PackAttention"
             )
+        if not isinstance(chunked, bool):
+            raise TypeError(f"chunked must be True or False, got {chunked!r}")
         if options.get("batch_invariant"):
             raise ValueError("batch_invariant must be False with a window: cuts depend on others")
         if is_integer(max_requests := options.get("max_requests")):
@@ -101,7 +103,7 @@ class WindowAttention(PackAttention):
             most = max(int(max_requests), 0) * int(window)
             options["max_shared_slots"] = min(most, _MAX_INT32)
         slack = min(SLACK, int(window) // SLACK_PART)
-        self._window = Window(int(window), slack, int(ahead), bool(chunked), slot_map)
+        self._window = Window(int(window), slack, int(ahead), chunked, slot_map)
         super().__init__(num_qo_heads, num_kv_heads, head_dim, **options)
         if slot_map is not None:
             check_ids("slot_map", slot_map, 1, INTS, self.device)

@@ -299,9 +299,7 @@ class CudaExecutor:
             self.kernels.fill_rows(self.buffers.fill.address, stream.cuda_stream, grid)
 
     def sharing_buffers(self) -> CudaExecutor:
-        """Return an executor whose plans use the same buffers. ValueError without a reservation."""
-        if not self._reserved:
-            raise ValueError("only buffers that never move can be shared: pass max_requests")
+        """Return an executor whose plans use the same buffers, which must be reserved."""
         sibling = copy.copy(self)
         sibling.step = sibling._sent = None
         sibling._ring = self._new_ring()
@@ -397,8 +395,6 @@ class CudaExecutor:
             _row_bytes(q, "q")
             self.buffers.decode.set_queries(q.data_ptr(), *_query_chunks(q, "q"), 0, 0, 0)
             return
-        if layer.logit_cap > 0:
-            raise ValueError(f"latent attention has no logit_cap, got {layer.logit_cap}")
         strides = _query_chunks(q, "q")
         if rope is None:
             address = q.data_ptr() + config.v_head_dim * q.element_size()

@@ -321,7 +321,7 @@ def _check_lengths(step: Step, plan: DecodePlan) -> None:
     if len(wrong):
         index = wrong[0]
         raise ValueError(
-            f"seq_lens must be batch.seq_lens or, with KV behind the path, a few tokens more, at "
+            f"seq_lens must be batch.seq_lens or, with KV after the path, a few tokens more, at "
             f"most {width}: request {index} has {lens[index]}, and {step.host_seq_lens[index]} on "
             "the host"
         )

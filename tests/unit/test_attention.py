@@ -102,7 +102,7 @@ def test_a_request_without_a_tail_has_the_length_of_the_host() -> None:
             attention.run(q, *caches)
     attention.plan(**step, seq_lens=torch.tensor([20, 32]))
     attention.run(q, *caches)
-    with pytest.raises(ValueError, match="request 0 has no KV behind its path, so the plan reads"):
+    with pytest.raises(ValueError, match="request 0 has no KV after its path, so the plan reads"):
         attention.advance(torch.tensor([22, 34]), 2)
     attention.advance(torch.tensor([20, 30]), 0)
     attention.run(q, *caches)
@@ -289,6 +289,11 @@ def test_torch_compile_breaks_its_graph_or_says_why_it_cannot() -> None:
     assert torch.equal(parts(q), layer(q))
 
 
+def test_buffers_that_may_move_are_not_shared() -> None:
+    with pytest.raises(ValueError, match="pass max_requests"):
+        make_attention().sharing_buffers()
+
+
 def test_run_writes_into_out() -> None:
     problem = Problem(three_level_case(3), HEADS, torch.float32)
     attention = make_attention()
@@ -450,21 +455,13 @@ def test_bad_steps(name: str, value: object, message: str) -> None:
     ("name", "value", "message"),
     [
         ("q", torch.zeros(3, 8, 64), r"q must have shape \[2, 8, 64\], got \[3, 8, 64\]"),
-        (
-            "q",
-            torch.zeros(2, 8, 64, dtype=torch.float16),
-            "q must be torch.float32, got torch.float16",
-        ),
+        ("q", torch.zeros(2, 8, 64).half(), "q must be torch.float32, got torch.float16"),
         ("q", torch.zeros(2, 8, 64, device="meta"), "q must be on cpu, got meta"),
         ("k_cache", torch.zeros(9, 4, 64), r"k_cache must have shape \[num_slots, 2, 64\]"),
         ("v_cache", torch.zeros(8, 2, 64), "k_cache and v_cache must have as many slots"),
         ("v_cache", torch.zeros(9, 2, 32), r"v_cache must have shape \[num_slots, 2, 64\]"),
         ("sinks", torch.zeros(2), r"sinks must have shape \[8\], got \[2\]"),
-        (
-            "sinks",
-            torch.zeros(8, dtype=torch.float64),
-            "sinks must be one of torch.float32, torch.bfloat16, torch.float16, got torch.float64",
-        ),
+        ("sinks", torch.zeros(8).double(), "torch.bfloat16, torch.float16, got torch.float64"),
         ("sinks", torch.zeros(8, device="meta"), "sinks must be on cpu, got meta"),
         ("out", torch.zeros(2, 8, 32), r"out must have shape \[2, 8, 64\]"),
         ("k_cache", None, "k_cache must be a torch.Tensor, got NoneType"),
@@ -483,8 +480,8 @@ def test_bad_steps(name: str, value: object, message: str) -> None:
         ("k_scale", torch.ones(()), "k_scale must be a number over a KV cache of torch.float32"),
         (
             "v_cache",
-            torch.zeros(9, 2, 64, dtype=torch.float8_e5m2),
-            "v_cache must be torch.float32, got torch.float8_e5m2",
+            torch.zeros(9, 2, 64).half(),
+            "v_cache must be torch.float32, got torch.float1",
         ),
     ],
 )

@@ -520,11 +520,6 @@ def test_siblings_send_their_plan_again_when_the_other_was_there(by: str, device
     assert device.sent[-1] is of_second
 
 
-def test_buffers_that_may_move_are_not_shared(device: Device) -> None:
-    with pytest.raises(ValueError, match="pass max_requests"):
-        device.without_plan(None).sharing_buffers()
-
-
 def test_memory_is_pinned_in_the_context_of_the_executors_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

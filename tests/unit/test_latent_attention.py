@@ -105,6 +105,8 @@ def test_parts_of_another_shape_are_refused() -> None:
         attention.run(nope, *caches)
     with pytest.raises(ValueError, match=r"q_rope must be torch\.float32, got torch\.float16"):
         attention.run(nope, *caches, q_rope=rope.half())
+    with pytest.raises(ValueError, match=r"latent attention has no logit_cap, got 5\.0"):
+        attention.run(problem.q, *caches, logit_cap=5.0)
 
 
 def test_other_attention_has_whole_queries() -> None:

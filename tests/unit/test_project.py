@@ -75,23 +75,31 @@ def test_readme_names_the_supported_sglang_versions() -> None:
 
 def test_examples_of_the_guide_run_and_are_right(capsys: pytest.CaptureFixture[str]) -> None:
     section = GUIDE.partition("## Without SGLang")[2]
-    first, second = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    first, second, paged = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     names: dict[str, Any] = {}
     exec(first + second, names)
     assert capsys.readouterr().out.strip() == first.rpartition("# ")[2].strip()
     q = torch.cat((names["q_nope"], names["q_rope"]), dim=-1).double()
+
+    def check(found: torch.Tensor, request: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        # 8 query heads, 2 KV heads: query head h reads KV head h // 4.
+        k, v = (each.double().repeat_interleave(4, dim=1) for each in (k, v))
+        logits = torch.einsum("hd,thd->ht", names["q"][request].double(), k) / 8
+        expected = torch.einsum("ht,thd->hd", logits.softmax(-1), v)
+        torch.testing.assert_close(found[request].double(), expected, rtol=0, atol=1e-5)
+
     for request, length in enumerate(names["seq_lens"].tolist()):
         slots = names["req_to_token"][request, :length].long()
-        # 8 query heads, 2 KV heads: query head h reads KV head h // 4.
-        keys = names["k_cache"][slots].double().repeat_interleave(4, dim=1)
-        values = names["v_cache"][slots].double().repeat_interleave(4, dim=1)
-        logits = torch.einsum("hd,thd->ht", names["q"][request].double(), keys) / 8
-        expected = torch.einsum("ht,thd->hd", logits.softmax(-1), values)
-        torch.testing.assert_close(names["out"][request].double(), expected, rtol=0, atol=1e-5)
+        check(names["out"], request, names["k_cache"][slots], names["v_cache"][slots])
         latent = names["cache"][slots, 0].double()
         expected = (q[request] @ latent.T * 192**-0.5).softmax(-1) @ latent[:, :512]
         found = names["latent_out"][request].double()
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    exec(paged, names)
+    for request, (pages, length) in enumerate((([7, 2, 9], 37), ([7, 4], 28))):
+        k, v = (names[each][pages].flatten(0, 1)[:length] for each in ("k_pages", "v_pages"))
+        check(names["page_out"], request, k, v)
+    assert names["attention"].step_tokens == (65, 49, 49)
 
 
 def test_the_plan_of_six_requests_is_the_one_that_the_page_shows(

@@ -222,6 +222,8 @@ def test_bad_options_and_steps() -> None:
     batch, tensors = scene.step(0)
     with pytest.raises(ValueError, match="req_to_token's width 10, got 22"):
         attention.plan(batch, **tensors | {"req_to_token": scene.table[:, :10].contiguous()})
+    with pytest.raises(TypeError, match="chunked must be True or False, got 'yes'"):
+        WindowAttention(HEADS, KV_HEADS, DIM, window=4, chunked="yes", **OPTIONS)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="ahead must be 0 with chunks, got 4"):
         WindowAttention(HEADS, KV_HEADS, DIM, window=8, chunked=True, ahead=4, **OPTIONS)
     with pytest.raises(ValueError, match="call plan"):
