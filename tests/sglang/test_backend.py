@@ -79,6 +79,13 @@ def mixed_runner() -> Any:
     return runner(model=layers(sliding_window_size=16))
 
 
+def begun(model_runner: Any) -> tuple[Any, Any]:
+    """Return a backend, and the eager step of one request of two tokens that it has prepared."""
+    backend, batch = pat_backend(model_runner), decode_batch([1], [2], [9])
+    backend.init_forward_metadata(batch)
+    return backend, batch
+
+
 def forward(backend: Any, model_runner: Any, layer_id: int, batch: Any, **kwargs: Any) -> Any:
     rows = batch.batch_size
     q, kv = torch.randn(rows, QO_HEADS, HEAD_DIM), torch.randn(rows, KV_HEADS, HEAD_DIM)
@@ -86,8 +93,7 @@ def forward(backend: Any, model_runner: Any, layer_id: int, batch: Any, **kwargs
 
 
 def test_layers_go_where_they_are_routed(mixed_runner: Any) -> None:
-    backend, batch = pat_backend(mixed_runner), decode_batch([1], [2], [9])
-    backend.init_forward_metadata(batch)
+    backend, batch = begun(mixed_runner)
     assert backend.calls == ["out_graph", "in_graph"]  # by the default of init_forward_metadata
     assert forward(backend, mixed_runner, 0, batch).isfinite().all()
     assert backend.calls == ["out_graph", "in_graph"]
@@ -98,8 +104,7 @@ def test_layers_go_where_they_are_routed(mixed_runner: Any) -> None:
 
 def test_a_default_backend_without_layers_is_not_prepared() -> None:
     model_runner = runner()
-    backend, batch = pat_backend(model_runner), decode_batch([1], [2], [9])
-    backend.init_forward_metadata(batch)
+    backend, batch = begun(model_runner)
     forward(backend, model_runner, 1, batch)
     backend.init_forward_metadata_in_graph(batch)
     assert backend.calls == []
@@ -162,8 +167,7 @@ def test_layers_of_two_shapes_have_two_plans() -> None:
     wide = layers(tp_q_head_num=8)
     model_runner = runner(model=wide)
     model_runner.req_to_token_pool.req_to_token[1, :2] = torch.tensor([3, 9])
-    backend, batch = pat_backend(model_runner), decode_batch([1], [2], [9])
-    backend.init_forward_metadata(batch)
+    backend, batch = begun(model_runner)
     for layer_id, heads in ((0, QO_HEADS), (1, 8)):
         q = torch.randn(1, heads, HEAD_DIM)
         out = backend.forward(q, None, None, wide[layer_id], batch).view(heads, HEAD_DIM)
@@ -177,8 +181,7 @@ def test_arguments_that_pat_does_not_know_delegate_the_layer(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model_runner = runner()
-    backend, batch = pat_backend(model_runner), decode_batch([1], [2], [9])
-    backend.init_forward_metadata(batch)
+    backend, batch = begun(model_runner)
     forward(backend, model_runner, 0, batch, q_rope=None)
     assert backend.calls == []
     with caplog.at_level("INFO"):
@@ -270,8 +273,7 @@ def test_each_graph_is_prepared_for_the_layers_that_it_was_captured_with() -> No
 def test_such_arguments_are_refused_in_strict_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_PAT_STRICT", "1")
     model_runner = runner()
-    backend, batch = pat_backend(model_runner), decode_batch([1], [2], [9])
-    backend.init_forward_metadata(batch)
+    backend, batch = begun(model_runner)
     with pytest.raises(ValueError, match=r"attention = the argument a, b \(layer 0\); supported"):
         forward(backend, model_runner, 0, batch, b=1, sinks=torch.ones(4), a=2, c=None)
 

@@ -266,53 +266,38 @@ def test_backends_that_attend_in_ways_of_their_own_stay_whole(name: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "reason"),
+    ("capability", "dtype", "head_dim", "reason"),
     [
-        ((7, 5), torch.float16, "device compute capability 7.5"),
-        ((8, 0), torch.float32, "dtype of queries and KV cache torch.float32 on a GPU"),
-        ((8, 0), torch.bfloat16, None),
+        ((7, 5), torch.float16, 64, "device compute capability 7.5"),
+        ((8, 0), torch.float32, 64, "dtype of queries and KV cache torch.float32 on a GPU"),
+        ((8, 0), torch.bfloat16, 64, None),
+        ((9, 0), torch.bfloat16, 512, None),
+        ((8, 0), torch.bfloat16, 512, "head_dim 512 on compute capability 8.0"),
     ],
 )
 def test_gpus_without_kernels(
     capability: tuple[int, int],
     dtype: torch.dtype,
+    head_dim: int,
     reason: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Layer 1 has the head_dim, layer 0 has 64. Only Hopper has kernels for 512."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    model_runner = runner(
-        device="cuda", dtype=dtype, kv_cache_dtype=dtype, token_to_kv_pool=KVPool(dtype)
-    )
-    layer_support = layers_of_runner(model_runner, "triton")
-    assert {str(each) for each in layer_support.fallback.values()} == (
-        {reason} if reason else set()
-    )
-
-
-@pytest.mark.parametrize(
-    ("capability", "reason"),
-    [((9, 0), None), ((8, 0), "head_dim 512 on compute capability 8.0")],
-)
-def test_head_dim_512_is_pats_on_hopper(
-    capability: tuple[int, int], reason: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    dtype = torch.bfloat16
     pool = KVPool(dtype)
-    pool.keys[1], pool.values[1] = (torch.zeros(SLOTS, KV_HEADS, 512, dtype=dtype) for _ in "kv")
-    layer_support = layers_of_runner(
-        runner(
-            device="cuda",
-            dtype=dtype,
-            kv_cache_dtype=dtype,
-            token_to_kv_pool=pool,
-            model=layers(qk_head_dim=512, v_head_dim=512),
-        ),
-        "triton",
+    pool.keys[1], pool.values[1] = (
+        torch.zeros(SLOTS, KV_HEADS, head_dim, dtype=dtype) for _ in "kv"
     )
-    assert {layer: str(why) for layer, why in layer_support.fallback.items()} == (
-        {} if reason is None else {1: reason}
+    model_runner = runner(
+        device="cuda",
+        dtype=dtype,
+        kv_cache_dtype=dtype,
+        token_to_kv_pool=pool,
+        model=layers(qk_head_dim=head_dim, v_head_dim=head_dim),
     )
+    fallback = layers_of_runner(model_runner, "triton").fallback
+    fallen = {} if reason is None else {1: reason} if head_dim == 512 else {0: reason, 1: reason}
+    assert {layer: str(why) for layer, why in fallback.items()} == fallen
 
 
 @pytest.mark.parametrize("container", [list, tuple, lambda found: dict(enumerate(found))])
@@ -438,9 +423,12 @@ def test_windows_are_as_long_as_those_of_the_default_backend(
         ({"speculative_algorithm": "EAGLE"}, "triton", "with drafts on triton"),
         ({"speculative_algorithm": "NGRAM"}, "fa3", "with drafts in trees or blocks"),
         ({"speculative_algorithm": "DFLASH"}, "fa3", "with drafts in trees or blocks"),
+        ({"enable_deterministic_inference": True}, "fa3", "in batch-invariant mode"),
     ],
 )
-def test_windows_with_drafts(changes: dict[str, Any], default: str, reason: str | None) -> None:
+def test_windows_with_drafts_and_in_batch_invariant_mode(
+    changes: dict[str, Any], default: str, reason: str | None
+) -> None:
     arguments = server_arguments(speculative_num_draft_tokens=4, **changes)
     model_runner = runner(
         model=layers(sliding_window_size=16), server_args=arguments, sliding_window_size=16
@@ -449,16 +437,11 @@ def test_windows_with_drafts(changes: dict[str, Any], default: str, reason: str 
     found = layer_support.fallback.get(1)
     assert found == (reason and support.Unsupported("sliding window", f"16 {reason}"))
     assert layer_support.drafts_ahead == (0 if reason else 8)
-    model_runner.is_draft_worker = True
-    of_draft_model = layers_of_runner(model_runner, default).fallback[1]
-    assert str(of_draft_model) == "sliding window 16 of a draft model"
-
-
-def test_windows_are_not_batch_invariant() -> None:
-    arguments = server_arguments(enable_deterministic_inference=True)
-    model_runner = runner(model=layers(sliding_window_size=16), server_args=arguments)
-    layer_support = layers_of_runner(model_runner, "fa3")
-    assert str(layer_support.fallback[1]) == "sliding window 16 in batch-invariant mode"
+    model_runner.is_draft_worker = "speculative_algorithm" in changes
+    of_draft_model = layers_of_runner(model_runner, default).fallback.get(1)
+    assert not model_runner.is_draft_worker or str(of_draft_model) == (
+        "sliding window 16 of a draft model"
+    )
 
 
 def test_windows_as_long_as_requests_and_beyond_the_limit() -> None:
