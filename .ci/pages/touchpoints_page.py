@@ -19,6 +19,7 @@ KINDS = {
     "class": "class of an object changed",
     "attribute": "note on an object",
     "value": "value set",
+    "field": "field read",
 }
 _BLOCK = re.compile(r"(<!-- touchpoints -->\n\n)(.*?)(\n\n<!-- end of touchpoints -->)", re.DOTALL)
 

@@ -17,7 +17,7 @@ from sglang_pat.support import BACKEND
 
 
 class Touchpoint(NamedTuple):
-    """A place where pat changes what SGLang does.
+    """A place where pat changes what SGLang does, or a field that pat reads.
 
     Attributes
     ----------
@@ -26,14 +26,14 @@ class Touchpoint(NamedTuple):
     target
         `module:path` in SGLang. The path ends in `a|b` if its last name depends on the version.
     name
-        The attribute, field or variable that pat sets, unless the target itself names it.
+        The attribute, field or variable that pat sets or reads, unless the target itself names it.
     not_in
         The supported version of SGLang that lacks the target. There, pat does not need the target.
         None: no supported version lacks it.
     module
-        The module of pat that makes the change.
+        The module of pat that makes the change, or reads the field.
     why
-        Why pat needs the change.
+        What pat does there.
     """
 
     kind: str
@@ -109,7 +109,7 @@ def _is_there(place: Touchpoint) -> bool:
         body = next((each.body for each in body or () if _is_class(each, owner)), None)
     if body is None:
         return False
-    if place.kind == "value" and place.name is not None:  # a field of the target
+    if place.kind in ("value", "field") and place.name is not None:  # a field of the target
         body, names = next((e.body for e in body if _is_class(e, names)), []), place.name
     return names == "__class__" or not set(names.split("|")).isdisjoint(_names_in(body))
 

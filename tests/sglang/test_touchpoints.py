@@ -53,7 +53,7 @@ def test_each_row_of_the_table_is_read() -> None:
         == len(re.findall(r"^ {11}\S+: ", installed_sglang._TEXT, re.M))
         == len(set(TOUCHPOINTS))
     )
-    kinds = {"name", "hook", "wrapper", "override", "class", "attribute", "value"}
+    kinds = {"name", "hook", "wrapper", "override", "class", "attribute", "value", "field"}
     assert {each.kind for each in TOUCHPOINTS} == kinds
 
 
@@ -134,6 +134,16 @@ NOT_OF_VERSIONS = {
     ("tree.radix_paths", "hasattr(last_node, 'parent')"),
     ("tree.self_test", "(ImportError, AttributeError)"),
 }
+
+
+def test_fields_of_a_batch_that_are_read_are_those_of_the_list() -> None:
+    read = {
+        node.attr
+        for _, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "forward_batch"
+    }
+    assert read == {name for _, name in listed("field")}
 
 
 def test_only_one_file_asks_what_a_version_of_sglang_has() -> None:
