@@ -19,6 +19,12 @@ from sglang_pat.messages import one_line, quoted
 
 FLAGS = "--server-args"  # the option whose value is a text with flags of SGLang's server
 LARGEST_SEED = (1 << 32) - 1
+_OF_SGLANG = {  # other names of SGLang's options -> ours
+    "--model-path": "--model",
+    "--tp-size": "--tp",
+    "--tensor-parallel-size": "--tp",
+    "--max-total-tokens": "--kv-tokens",
+}
 _words: list[str] = []  # words of the last parsed command line
 
 
@@ -37,6 +43,7 @@ class Parser(argparse.ArgumentParser):
         if FLAGS in words[:-1]:  # else argparse would take a value like `--flag` for an option
             place = words.index(FLAGS)
             words[place : place + 2] = [f"{FLAGS}={words[place + 1]}"]
+        words = [*map(self._in_our_words, words)]
         given = Counter(word.partition("=")[0] for word in words)
         for action in self._actions:  # without this, the last value would win silently
             names = action.option_strings
@@ -51,6 +58,13 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             self._refuse(unknown[0])
         return namespace, unknown
+
+    def _in_our_words(self, word: str) -> str:
+        """Return the word with our name of an option in place of another of SGLang's names."""
+        name, equals, value = word.partition("=")
+        ours = _OF_SGLANG.get(name)
+        known = self._option_string_actions
+        return f"{ours}{equals}{value}" if ours in known and name not in known else word
 
     def _refuse(self, word: str) -> NoReturn:
         options = [action.option_strings for action in self._actions if action.option_strings]

@@ -113,6 +113,12 @@ def test_no_second_value_wins_silently(name: str, capsys: pytest.CaptureFixture[
             assert f"{option}: given twice" in refusal(parser, words, capsys).replace("/", ": ")
 
 
+def test_options_of_the_server_have_all_of_sglangs_names() -> None:
+    words = ["--trace", "x", "--model-path", "m", "--tp-size=2", "--max-total-tokens", "9"]
+    found = commands()["advise"].parse_args(words)
+    assert (found.model, found.tp, found.kv_tokens) == ("m", 2, 9)
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_number_of_a_script_has_bounds(
     script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -323,9 +323,7 @@ def test_images_beside_a_text_stand_where_it_marks_them(tmp_path: Path) -> None:
 
 
 def test_n_and_prompts_are_as_many_requests(tmp_path: Path) -> None:
-    choices = [
-        {"index": i, "message": {"content": "a" * size}} for i, size in enumerate((100, 300))
-    ]
+    choices = [{"index": i, "message": {"content": "a" * n}} for i, n in enumerate((100, 300))]
     one = {"time": 0, **chat(0, n=2), "choices": choices, "usage": {"completion_tokens": 80}}
     requests, _ = read(written(tmp_path / "log", [one]))
     assert [each.output_length for each in requests] == [20, 60]
@@ -510,12 +508,8 @@ def test_lines_of_text_between_requests_are_left_out(tmp_path: Path) -> None:
         "2026-05-01 12:00:00,123 - WARNING - slow",
     )
     path = tmp_path / "log"
-    path.write_text(
-        "".join(
-            f"{lines[i % len(lines)]}\n{json.dumps(shape_of('plain', i))}\n"
-            for i in range(REQUESTS)
-        )
-    )
+    both = (f"{lines[i % 3]}\n{json.dumps(shape_of('plain', i))}\n" for i in range(REQUESTS))
+    path.write_text("".join(both))
     requests, trace = read(path)
     assert len(requests) == REQUESTS
     assert trace.errors.count == 0
