@@ -141,9 +141,9 @@ class SGLangTree(ABC):
                 tree_components=(ComponentType.FULL,),
             )
         )
-        source = path_reader(self.tree)
-        assert source is not None, f"no PathReader reads {type(self.tree).__name__}"
-        self.source = source
+        reader = path_reader(self.tree)
+        assert reader is not None, f"no PathReader reads {type(self.tree).__name__}"
+        self.reader = reader
 
     @property
     def name(self) -> str:
@@ -200,7 +200,10 @@ class SGLangTree(ABC):
         self.unlock(request)
 
     def paths(self, requests: Sequence[Any]) -> PrefixPaths:
-        return self.source.paths([request.handle for request in requests], len(requests))
+        paths = self.reader.read([request.handle for request in requests])
+        return PrefixPaths.from_lists(
+            [[(node_id, begin, end) for node_id, _, begin, end, *_ in path] for path in paths]
+        )
 
     def by_weight(self, requests: Sequence[Any]) -> list[int]:
         return list(self.tree.dfs_weight_order([each.handle for each in requests]))

@@ -96,7 +96,7 @@ def step_of(event: Decode, tree: SGLangTree) -> dict[str, Any]:
     served = [request.handle for request in event.batch.requests]
     tokens: list[array[int]] = [each.tokens for each in served]
     return {
-        "requests": described(served, event.batch.lengths.tolist(), tokens, tree.source),
+        "requests": described(served, event.batch.lengths.tolist(), tokens, tree.reader),
         "free_tokens": tree.available,
         "evictable_tokens": tree.evictable,
     }

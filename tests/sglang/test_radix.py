@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +10,9 @@ from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang_trees import TREE_KINDS, Tree, place, request
 
 from sglang_pat._scheduler import PrefixForest
-from sglang_pat.batch import PrefixPaths
 from sglang_pat.sglang.tree.radix_paths import (
     NodeIdPaths,
+    Path,
     PathMismatchError,
     PathReader,
     path_reader,
@@ -35,17 +34,13 @@ def reader_of(tree: Tree) -> PathReader:
     return reader
 
 
-def spans(paths: PrefixPaths) -> list[list[tuple[int, int]]]:
+def spans(paths: list[Path]) -> list[list[tuple[int, int]]]:
     """Return (kv_begin, kv_end) of the nodes of each request."""
-    begins = paths.path_begin.tolist()
-    nodes = list(zip(paths.kv_begin.tolist(), paths.kv_end.tolist(), strict=True))
-    return [nodes[first:last] for first, last in pairwise(begins)]
+    return [[(node[2], node[3]) for node in path] for path in paths]
 
 
-def ids(paths: PrefixPaths) -> list[list[int]]:
-    begins = paths.path_begin.tolist()
-    nodes = paths.node_id.tolist()
-    return [nodes[first:last] for first, last in pairwise(begins)]
+def ids(paths: list[Path]) -> list[list[int]]:
+    return [[node[0] for node in path] for path in paths]
 
 
 def three_levels(tree: Tree) -> list[Any]:
@@ -57,7 +52,7 @@ def three_levels(tree: Tree) -> list[Any]:
 
 
 def test_three_level_paths(tree: Tree) -> None:
-    paths = reader_of(tree).paths(three_levels(tree), 3)
+    paths = reader_of(tree).read(three_levels(tree))
     assert spans(paths) == [
         [(0, 8), (8, 12), (12, 15)],
         [(0, 8), (8, 12), (12, 14)],
@@ -74,24 +69,18 @@ def test_two_roots_and_a_request_without_cached_prefix(tree: Tree) -> None:
     tree.insert(SYSTEM, range(8))
     tree.insert(TOOL_A, range(10, 14))
     reqs = [tree.request("a", SYSTEM, 8), tree.request("b", TOOL_A, 4), tree.request("c", [9], 0)]
-    paths = reader_of(tree).paths(reqs, 3)
+    paths = reader_of(tree).read(reqs)
     assert spans(paths) == [[(0, 8)], [(0, 4)], []]
     assert ids(paths)[0] != ids(paths)[1]
-
-
-def test_padding_rows_have_empty_paths(tree: Tree) -> None:
-    paths = reader_of(tree).paths(three_levels(tree), 6)
-    assert len(paths) == 6
-    assert spans(paths)[3:] == [[], [], []]
 
 
 def test_a_split_refines_the_path_and_keeps_its_slots(tree: Tree) -> None:
     reader, long_prompt = reader_of(tree), SYSTEM + TOOL_A
     tree.insert(long_prompt, range(50, 62))
     reqs = [tree.request("long", long_prompt, 12)]
-    before = reader.paths(reqs, 1)
+    before = reader.read(reqs)
     tree.insert(SYSTEM + TOOL_B, range(70, 84))  # splits the node between the two prompts
-    after = reader.paths(reqs, 1)
+    after = reader.read(reqs)
     assert spans(before) == [[(0, 12)]]
     assert spans(after) == [[(0, 8), (8, 12)]]
     assert reader.shared_slots(reqs[0]).tolist() == list(range(50, 62))
@@ -128,8 +117,8 @@ def older_reader(tree: Tree, reqs: list[Any], *, collects: bool) -> NodeIdPaths:
 def test_older_cores_in_rust_show_the_same_paths(collects: bool) -> None:
     tree = Tree("unified")
     reqs = three_levels(tree)
-    paths = older_reader(tree, reqs, collects=collects).paths(reqs, 3)
-    expected = reader_of(tree).paths(reqs, 3)
+    paths = older_reader(tree, reqs, collects=collects).read(reqs)
+    expected = reader_of(tree).read(reqs)
     assert (spans(paths), ids(paths)) == (spans(expected), ids(expected))
 
 
@@ -175,7 +164,7 @@ def test_nodes_made_after_a_reset_have_new_ids(tree: Tree) -> None:
     for _ in range(3):
         tree.cache.reset()
         tree.insert(SYSTEM, range(8))
-        (path,) = ids(reader.paths([tree.request("same", SYSTEM, 8)], 1))
+        (path,) = ids(reader.read([tree.request("same", SYSTEM, 8)]))
         assert not seen & set(path)
         seen.update(path)
 
@@ -189,7 +178,7 @@ def test_a_path_of_another_length_than_sglang_counts_is_an_error(
     place(bad).cache_protected_len = counted
     message = f"request bad: .* holds {protected} tokens, but its cache_protected_len is {counted}"
     with pytest.raises(RuntimeError, match=message):
-        reader_of(tree).paths([good, bad], 2)
+        reader_of(tree).read([good, bad])
 
 
 def test_a_request_of_a_streaming_session_is_private(tree: Tree) -> None:
@@ -199,7 +188,7 @@ def test_a_request_of_a_streaming_session_is_private(tree: Tree) -> None:
     shared = three_levels(tree)
     session = request("session", _VirtualNode(), protected=5, row=7)
     reqs = [shared[0], session, shared[1]]
-    paths = reader.paths(reqs, 3)
+    paths = reader.read(reqs)
     assert spans(paths)[1] == []
     assert reader.shared_slots(session).tolist() == []
     assert ids(paths)[0][:2] == ids(paths)[2][:2]
@@ -220,7 +209,7 @@ def test_pages_of_16(kind: str) -> None:
     tree.insert(first[:32], range(32))
     tree.insert(second[:32], range(100, 132))
     reqs = [tree.request("a", first, 32), tree.request("b", second, 32)]
-    paths = reader_of(tree).paths(reqs, 2)
+    paths = reader_of(tree).read(reqs)
     assert spans(paths) == [[(0, 16), (16, 32)], [(0, 16), (16, 32)]]
     assert ids(paths)[0][0] == ids(paths)[1][0]
 
@@ -264,4 +253,4 @@ def test_a_cache_wrapped_for_sessions_is_unwrapped() -> None:
     reader = path_reader(wrapped)
     assert reader is not None
     reqs = three_levels(tree)
-    assert spans(reader.paths(reqs, 3))[2] == [(0, 8), (8, 17)]
+    assert spans(reader.read(reqs))[2] == [(0, 8), (8, 17)]

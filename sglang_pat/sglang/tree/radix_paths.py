@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from sglang_pat import support
-from sglang_pat.batch import PrefixPaths
 from sglang_pat.sglang.compat import (
     FULL_COMPONENTS,
     RequestFields,
@@ -45,7 +44,7 @@ _COMPONENTS = frozenset({"FULL", "SWA", "MAMBA"})
 # A node as the Rust core returns it: its id, its parent's id, the start and the end of its span,
 # the length of its KV, and the number of its children.
 _Node = tuple[int, int, int, int, int, int]
-_ID, _BEGIN, _END, _NODE_FIELDS = 0, 2, 3, 6
+_ID, _END, _NODE_FIELDS = 0, 3, 6
 # Stands for the number of children if a core does not return that number. The forest then reads
 # more paths than needed (docs/design/decisions.md#kept-paths).
 _ANY_CHILDREN = 2
@@ -77,13 +76,6 @@ class PathReader(ABC):
     @abstractmethod
     def shared_slots(self, req: Request) -> torch.Tensor:
         """Return the KV slots that the tree has for the path of a request. For checks."""
-
-    def paths(self, reqs: Sequence[Request], num_rows: int) -> PrefixPaths:
-        """Return the paths of read() as arrays, followed by empty paths up to `num_rows` paths."""
-        spans = [
-            [(node[_ID], node[_BEGIN], node[_END]) for node in path] for path in self.read(reqs)
-        ]
-        return PrefixPaths.from_lists([*spans, *[()] * (num_rows - len(spans))])
 
 
 def path_reader(tree: Any, on_mismatch: OnMismatch = raise_mismatch) -> PathReader | None:

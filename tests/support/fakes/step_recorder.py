@@ -44,12 +44,9 @@ def described(
     A node is given by its KV positions and by a digest of all tokens from the root to its end, so
     equal nodes of two trees compare equal.
     """
-    paths = reader.paths(reqs, len(reqs))
     step = []
-    for i, (req, seq_len) in enumerate(zip(reqs, seq_lens, strict=True)):
-        span = slice(int(paths.path_begin[i]), int(paths.path_begin[i + 1]))
-        nodes = zip(paths.kv_begin[span].tolist(), paths.kv_end[span].tolist(), strict=True)
-        path = [[begin, end, _digest(tokens[i][:end])] for begin, end in nodes]
+    for req, seq_len, known, nodes in zip(reqs, seq_lens, tokens, reader.read(reqs), strict=True):
+        path = [[begin, end, _digest(known[:end])] for _, _, begin, end, *_ in nodes]
         prompt = _digest(array("q", req.origin_input_ids))
         step.append({"prompt": prompt, "seq_len": int(seq_len), "path": path})
     return step
