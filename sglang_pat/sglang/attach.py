@@ -1,4 +1,4 @@
-"""Makes the default SGLang backend of a served model decode with pat.
+"""Makes the default SGLang backend of the target model decode with pat.
 
 After SGLang has built the backend, this module decides which layers pat decodes, makes the planner
 of decode steps, and reports the decision. If pat decodes no layer, the backend stays as it is.

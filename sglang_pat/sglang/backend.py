@@ -36,7 +36,7 @@ class BackendState:
         is_strict: bool = False,
     ) -> None:
         self.planner = planner
-        self.layers = LayerAttention(model_runner, layer_support)
+        self.attention = LayerAttention(model_runner, layer_support)
         self.layer_support = layer_support
         self.step_types = {each.mode: each for each in step_types}  # the steps that pat plans
         self.report = report  # called when a layer falls back after start-up
@@ -122,7 +122,7 @@ class PatMixin(DecodeMixin):
             self._prepare_default(forward_batch)
         if pat.layer_support.shapes:
             pat.plans = pat.planner.plan_eager(step_type, forward_batch)
-            pat.layers.begin_step()
+            pat.attention.begin_step()
 
     def _prepare_default(self, forward_batch: Any) -> None:
         self._pat.in_default = True
@@ -166,7 +166,7 @@ class PatMixin(DecodeMixin):
             super().init_forward_metadata_in_graph(forward_batch)
         if is_pats and pat.layer_support.shapes and pat.plans is not None:
             pat.plans.record_in_graph()
-            pat.layers.begin_step()
+            pat.attention.begin_step()
 
     def shared_read_ends(self, mode: ForwardMode) -> Any:
         """Return the point of a step after which the scheduler may overwrite the step's inputs.
@@ -207,7 +207,7 @@ class PatMixin(DecodeMixin):
     def _attend(
         self, q: torch.Tensor, k: Any, v: Any, layer: RadixAttention, *rest: Any, **kwargs: Any
     ) -> torch.Tensor:
-        return self._pat.layers.attend(self._pat.plans, q, k, v, layer, *rest, **kwargs)
+        return self._pat.attention.attend(self._pat.plans, q, k, v, layer, *rest, **kwargs)
 
     def _takes_layer(
         self, layer: RadixAttention, forward_batch: Any, arguments: dict[str, Any]

@@ -67,7 +67,7 @@ def _with_pat(name: str, factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _decodes(model_runner: Any, name: str) -> bool:
-    """Return True if the user chose pat and the backend of this name decodes the served model."""
+    """Return True if the user chose pat and the backend of this name decodes the target model."""
     from sglang_pat.sglang.start.argument_rewrite import is_asked_for
 
     if not is_asked_for(model_runner.server_args) or model_runner.is_draft_worker:

@@ -32,7 +32,7 @@ from sglang_pat import PackAttention
 from sglang_pat.sglang import attach
 from sglang_pat.sglang.attach import with_pat
 from sglang_pat.sglang.speculative import attach as speculative_attach
-from sglang_pat.sglang.speculative.attach import with_pat_drafts, with_pat_extend
+from sglang_pat.sglang.speculative.attach import attach_draft_extend, attach_draft_steps
 from sglang_pat.sglang.speculative.planners import VerifyPlanner
 from sglang_pat.sglang.start.environment import Environment
 from sglang_pat.sglang.start.layer_rules import layers_of_runner
@@ -104,7 +104,7 @@ def drafting_by_pat(*, head_dim: int, eager: bool) -> Iterator[Decoded]:
             runner = factory.draft_model_runner
             runner.model_config.is_local_attention_model = False
             model, runner.model = runner.model, torch.nn.ModuleList([_layer_of(runner, head_dim)])
-            with_pat_drafts(steps, runner, SimpleNamespace(report=lambda drafting: None))
+            attach_draft_steps(steps, runner, SimpleNamespace(report=lambda drafting: None))
             runner.model = model
         return steps
 
@@ -158,7 +158,7 @@ def extending_by_pat(
                 runner, Environment.read(), layer_support, speculative_attach.verify_steps(runner)
             )
             planner.reserve(requests)
-            with_pat_extend(backend, runner, planner)
+            attach_draft_extend(backend, runner, planner)
             runner.model = model
         return backend
 

@@ -35,7 +35,7 @@ class _LastReport:
 
 
 def report_layer_support(layer_support: LayerSupport, model_runner: Any = None) -> None:
-    """Report which layers of the served model pat decodes, at start-up and when that changes.
+    """Report which layers of the target model pat decodes, at start-up and when that changes.
 
     model_runner: None if SGLang has already started.
     """

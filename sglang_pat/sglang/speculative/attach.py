@@ -2,7 +2,7 @@
 
 A draft model has an attention backend for each step of a draft round, a container that prepares
 these backends together, and a backend for draft extend and prompts. SGLang builds all of them after
-the backend of the served model. Hooks attach pat when SGLang has built them.
+the backend of the target model. Hooks attach pat when SGLang has built them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from sglang_pat.support import Unsupported
 
 
 class _TargetModel:
-    """The served model of this process and its planner, if pat decodes its verify steps."""
+    """The target model of this process and its planner, if pat decodes its verify steps."""
 
     planner: VerifyPlanner | None = None
     model_runner: Any = None
@@ -76,7 +76,7 @@ class _TargetModel:
 def attach_verification(
     default: Any, model_runner: Any, environment: Environment, layer_support: LayerSupport
 ) -> None:
-    """Make a served model verify drafts with pat, if pat can.
+    """Make a target model verify drafts with pat, if pat can.
 
     Changes the class of `default`, the model's backend. SGLang builds the draft model later, so
     this function also prepares to attach pat to it.
@@ -135,7 +135,7 @@ def verify_steps(model_runner: Any) -> dict[int, TargetVerifyStep]:
 def await_draft_model(planner: VerifyPlanner | None, model_runner: Any) -> None:
     """Make the draft model that SGLang builds next decode with pat, if pat can.
 
-    planner, model_runner: of the served model. Without a planner, pat decodes no draft model.
+    planner, model_runner: of the target model. Without a planner, pat decodes no draft model.
     """
     _TargetModel.planner, _TargetModel.model_runner = planner, model_runner
     algorithm = resolved(model_runner.server_args, "speculative_algorithm")
@@ -153,30 +153,30 @@ def await_draft_model(planner: VerifyPlanner | None, model_runner: Any) -> None:
         install_hooks((_LAYERS_HOOK,))
 
 
-def _give(built: Any, draft_runner: Any, with_pat: Callable[..., None]) -> Any:
+def _attach_to_draft(built: Any, draft_runner: Any, attach_part: Callable[..., None]) -> Any:
     """Attach pat to what SGLang built for a draft model, if pat decodes the verify steps.
 
     Returns `built`.
     """
     planner = _TargetModel.planner
     if None not in (built, draft_runner, planner) and is_asked_for(draft_runner.server_args):
-        with_pat(built, draft_runner, planner)
+        attach_part(built, draft_runner, planner)
     return built
 
 
 def _after_create_decode_backend(steps: Any, factory: Any) -> Any:
     """Hook AFTER DraftBackendFactory.create_decode_backend."""
-    return _give(steps, factory.draft_model_runner, with_pat_drafts)
+    return _attach_to_draft(steps, factory.draft_model_runner, attach_draft_steps)
 
 
 def _after_create_extend_backend(backend: Any, factory: Any) -> Any:
     """Hook AFTER DraftBackendFactory.create_draft_extend_backend."""
-    return _give(backend, factory.draft_model_runner, with_pat_extend)
+    return _attach_to_draft(backend, factory.draft_model_runner, attach_draft_extend)
 
 
 def _after_block_backend(result: Any, worker: Any) -> None:
     """Hook AFTER init_attention_backends of a worker whose draft model drafts blocks."""
-    _give(worker, getattr(worker, "draft_model_runner", None), with_pat_blocks)
+    _attach_to_draft(worker, getattr(worker, "draft_model_runner", None), attach_block_drafts)
 
 
 def _after_graphs(result: Any, worker: Any) -> None:
@@ -255,11 +255,11 @@ _LAYERS_HOOK = Hook(
 )
 
 
-def with_pat_drafts(steps: Any, model_runner: Any, served: VerifyPlanner) -> None:
+def attach_draft_steps(steps: Any, model_runner: Any, target: VerifyPlanner) -> None:
     """Make the decode steps of a draft model attend with pat, if pat can.
 
-    Changes the class of `steps` (SGLang's container) and the classes of its backends. `served`, the
-    planner of the served model, also reports the counters of these steps.
+    Changes the class of `steps` (SGLang's container) and the classes of its backends. `target`, the
+    planner of the target model, also reports the counters of these steps.
     """
     layer_support = _draft_layer_support(model_runner)
     backends = list(getattr(steps, "attn_backends", ()))
@@ -273,7 +273,7 @@ def with_pat_drafts(steps: Any, model_runner: Any, served: VerifyPlanner) -> Non
             else DraftTreeSteps(len(backends), topk, device)
         )
         planner = SpeculativePlanner(model_runner, Environment.read(), layer_support, (drafting,))
-        served.report(planner)
+        target.report(planner)
         layers = LayerAttention(model_runner, layer_support)
         return DraftStepsState(planner, drafting, layers, layer_support)
 
@@ -298,10 +298,10 @@ def _window_reason(size: int) -> Unsupported:
     return Unsupported("speculative decoding", f"--speculative-draft-window-size {size}")
 
 
-def with_pat_blocks(worker: Any, model_runner: Any, served: VerifyPlanner) -> None:
+def attach_block_drafts(worker: Any, model_runner: Any, target: VerifyPlanner) -> None:
     """Let pat do the attention of a draft model, one that drafts whole blocks, if pat can.
 
-    Changes the class of the draft model's backend. `served`, the planner of the served model, also
+    Changes the class of the draft model's backend. `target`, the planner of the target model, also
     reports the counters of the draft model's steps.
     """
     backend, arguments = model_runner.attn_backend, model_runner.server_args
@@ -313,7 +313,7 @@ def with_pat_blocks(worker: Any, model_runner: Any, served: VerifyPlanner) -> No
         device = model_runner.req_to_token_pool.req_to_token.device
         drafting = BlockDraftStep(worker._draft_block_spec_info.draft_token_num, device)
         planner = SpeculativePlanner(model_runner, Environment.read(), layer_support, (drafting,))
-        served.report(planner)
+        target.report(planner)
         return BackendState(
             planner, model_runner, layer_support, [drafting], report=report_draft_support
         )
@@ -333,32 +333,32 @@ def _block_reason(worker: Any, arguments: Any) -> Unsupported | None:
     return None
 
 
-def with_pat_extend(backend: Any, model_runner: Any, served: VerifyPlanner) -> None:
+def attach_draft_extend(backend: Any, model_runner: Any, target: VerifyPlanner) -> None:
     """Make a draft model attend with pat in draft extend, if pat can.
 
-    Its layers use the plans of the served model. Changes the class of `backend`, which is also the
+    Its layers use the plans of the target model. Changes the class of `backend`, which is also the
     draft model's backend for prompts.
     """
     layer_support = _draft_layer_support(model_runner)
     report = partial(report_draft_support, key="draft_extend")
 
     def new_state() -> BackendState:
-        extend = served.new_extend(layer_support, drafts_now(model_runner.server_args))
-        return BackendState(served, model_runner, layer_support, [extend], report=report)
+        extend = target.new_extend(layer_support, drafts_now(model_runner.server_args))
+        return BackendState(target, model_runner, layer_support, [extend], report=report)
 
     parts = [(backend, PatSpeculativeMixin, new_state)]
-    attach(parts, layer_support, reason=_extend_reason(model_runner, served))
+    attach(parts, layer_support, reason=_extend_reason(model_runner, target))
     report(layer_support)
 
 
-def _extend_reason(model_runner: Any, served: VerifyPlanner) -> Unsupported | None:
-    """Return why a draft model cannot use the plans of the served model, or None."""
+def _extend_reason(model_runner: Any, target: VerifyPlanner) -> Unsupported | None:
+    """Return why a draft model cannot use the plans of the target model, or None."""
     has_layers = resolved(model_runner.server_args, "enable_multi_layer_eagle")
     if has_layers and isinstance(model_runner.req_to_token_pool, HybridReqToTokenPool):
         # With such a pool, draft models may read more tokens than were verified.
         return Unsupported("speculative decoding", "--enable-multi-layer-eagle with states")
     types = (model_runner.dtype, model_runner.kv_cache_dtype)
-    if types != served.dtypes:
+    if types != target.dtypes:
         return Unsupported("dtype of queries and KV cache", f"{types[0]} and {types[1]}")
     return None
 

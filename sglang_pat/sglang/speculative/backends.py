@@ -1,6 +1,6 @@
 """Mixins for SGLang's backends in speculative decoding.
 
-`PatSpeculativeMixin` is for the backend of a served model that verifies drafts, and for a draft
+`PatSpeculativeMixin` is for the backend of a target model that verifies drafts, and for a draft
 model's backends for draft extend and for blocks. `PatDraftSteps` is for the container of a draft
 model's decode steps, and `PatDraftStep` for the backend of each of these steps.
 """
@@ -158,7 +158,7 @@ class DraftStepsState:
 
     planner: SpeculativePlanner
     round: DraftSteps
-    layers: LayerAttention
+    attention: LayerAttention
     layer_support: LayerSupport
     plans: StepPlans | None = None  # plans of the last round
     seen: set[int] = field(default_factory=set)  # ids of the layers that have run
@@ -267,4 +267,4 @@ class PatDraftStep(DecodeMixin):
         if pat.plans is not None:
             pat.round.go_to(self._pat.step, pat.plans)
         extra_kv = pat.round.extra_kv
-        return pat.layers.attend(pat.plans, q, k, v, layer, *rest, extra_kv=extra_kv, **kwargs)
+        return pat.attention.attend(pat.plans, q, k, v, layer, *rest, extra_kv=extra_kv, **kwargs)

@@ -1,4 +1,4 @@
-"""The planners of a served model that verifies drafts, and of its draft model."""
+"""The planners of a target model that verifies drafts, and of its draft model."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class SpeculativePlanner(StepPlanner):
 
 
 class VerifyPlanner(SpeculativePlanner, TargetPlanner):
-    """The planner of a served model that verifies drafts. Also reports the draft model's counters.
+    """The planner of a target model that verifies drafts. Also reports the draft model's counters.
 
     `verifies` maps the number of draft tokens per request to the type of verify step.
     """

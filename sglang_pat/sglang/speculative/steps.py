@@ -134,7 +134,7 @@ class SpeculativeStep(StepType):
 
 
 class TargetVerifyStep(SpeculativeStep):
-    """A step in which the served model verifies draft tokens."""
+    """A step in which the target model verifies draft tokens."""
 
     mode = ForwardMode.TARGET_VERIFY
     counted_as = "verify"

@@ -89,7 +89,7 @@ class Microbatches:
         All microbatches share the buffers, because SGLang captures the graphs once. A microbatch
         sends its plan again if another microbatch has used the buffers in between. An equal
         reservation keeps the buffers: a draft model's graphs may hold their addresses, and SGLang
-        does not recapture those graphs together with the served model's.
+        does not recapture those graphs together with the target model's.
         """
         if reservation == self._reservation:
             return

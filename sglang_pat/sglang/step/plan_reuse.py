@@ -38,7 +38,7 @@ class LastPlan:
 class PlanReuse:
     """Decides whether a captured step repeats the last one.
 
-    A served model and its draft model have separate buffers, and so separate PlanReuse objects.
+    A target model and its draft model have separate buffers, and so separate PlanReuse objects.
     """
 
     def __init__(self, tracker: RequestTracker = REQUEST_TRACKER) -> None:

@@ -253,7 +253,7 @@ class StepPlanner:
 
 
 class TargetPlanner(StepPlanner):
-    """The planner of the served model. It also reports the counters."""
+    """The planner of the target model. It also reports the counters."""
 
     def __init__(
         self, model_runner: Any, environment: Environment, layer_support: LayerSupport
