@@ -129,9 +129,9 @@ void DecodePlan::turn_items_around(int32_t num_workers) {
     for (int32_t i = sections_.ticket_begin[t].work_item; i < end; ++i) {
       const WorkItem& item = sections_.work_items[i];
       const auto first = sections_.kv_segments.begin() + item.segment_begin;
-      const auto behind = first + item.num_segments;
-      const bool has_both = first->kv_request == kSharedKv && behind[-1].kv_request != kSharedKv;
-      if (has_both) std::reverse(first, behind);
+      const auto last = first + item.num_segments;
+      const bool has_both = first->kv_request == kSharedKv && last[-1].kv_request != kSharedKv;
+      if (has_both) std::reverse(first, last);
     }
   }
 }

@@ -569,8 +569,8 @@ class PackAttention:
         check_tensor("v_cache", v_cache, (None, num_kv_heads, v_head_dim), dtypes, self.device)
         if k_cache.shape[0] != v_cache.shape[0]:
             raise ValueError(
-                f"k_cache and v_cache must have as many slots, got {list(k_cache.shape)} and "
-                f"{list(v_cache.shape)}"
+                "k_cache and v_cache must have the same number of slots, got "
+                f"{list(k_cache.shape)} and {list(v_cache.shape)}"
             )
         if self.shape.is_latent:
             check_latent_values(k_cache, v_cache)

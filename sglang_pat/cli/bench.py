@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=tokens,
         default=256,
         metavar="N",
-        help="tokens of each request behind the prefix (default: 256)",
+        help="tokens of each request after the prefix (default: 256)",
     )
     parser.add_argument(
         "--unshared",

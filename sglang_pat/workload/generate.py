@@ -201,7 +201,7 @@ def no_sharing(draws: Draws, system: int = 2517) -> Iterator[_Burst]:
 
 
 WORKLOADS: dict[str, Workload] = {
-    "conversation": Workload(conversation, 5.0, "chat behind a three-level system prompt"),
+    "conversation": Workload(conversation, 5.0, "chat after a three-level system prompt"),
     "toolagent": Workload(toolagent, 8.0, "task-specific system prompts, 59% found in the cache"),
     "few-shot": Workload(few_shot, 16.0, "a system prompt and one of 8 sets of 20 examples"),
     "multi-chain": Workload(multi_chain, 16.0, "4 chains of reasoning for each question"),

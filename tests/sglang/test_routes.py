@@ -135,7 +135,7 @@ OF_THE_MODEL: dict[tuple[str, str], Callable[[], Any]] = {
     ("attention", "sparse attention (LlamaForCausalLM)"): lambda: runner(
         model_config=config(hf_text_config=wrapping_config())
     ),
-    ("sliding window", "behind the prompt"): lambda: runner(model=windowed_model()),
+    ("sliding window", "only after the prompt"): lambda: runner(model=windowed_model()),
     ("server options", "--dcp-size 2"): lambda: runner(server_args=server_arguments(dcp_size=2)),
     ("speculative decoding", "--speculative-algorithm UNO"): lambda: runner(
         server_args=server_arguments(speculative_algorithm="UNO")

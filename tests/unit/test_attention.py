@@ -458,7 +458,11 @@ def test_bad_steps(name: str, value: object, message: str) -> None:
         ("q", torch.zeros(2, 8, 64).half(), "q must be torch.float32, got torch.float16"),
         ("q", torch.zeros(2, 8, 64, device="meta"), "q must be on cpu, got meta"),
         ("k_cache", torch.zeros(9, 4, 64), r"k_cache must have shape \[num_slots, 2, 64\]"),
-        ("v_cache", torch.zeros(8, 2, 64), "k_cache and v_cache must have as many slots"),
+        (
+            "v_cache",
+            torch.zeros(8, 2, 64),
+            "k_cache and v_cache must have the same number of slots",
+        ),
         ("v_cache", torch.zeros(9, 2, 32), r"v_cache must have shape \[num_slots, 2, 64\]"),
         ("sinks", torch.zeros(2), r"sinks must have shape \[8\], got \[2\]"),
         ("sinks", torch.zeros(8).double(), "torch.bfloat16, torch.float16, got torch.float64"),

@@ -77,11 +77,11 @@ def _after_get_init_info(result: dict[str, Any], *_: object) -> dict[str, Any]:
 
     Adds the last report, and names pat as the decode backend if pat decodes any layer.
     """
-    told = _LastReport.layer_support
-    decodes = told is not None and told["pat_layers"] > 0
-    told = told and told | _LastReport.drafts
+    report = _LastReport.layer_support
+    decodes = report is not None and report["pat_layers"] > 0
+    report = report and report | _LastReport.drafts
     decode_backend = {"decode_attention_backend": BACKEND} if decodes else {}
-    return result | decode_backend | {SERVER_INFO_KEY: told}
+    return result | decode_backend | {SERVER_INFO_KEY: report}
 
 
 _SERVER_INFO_HOOK = Hook(f"{_SCHEDULER}:Scheduler.get_init_info", _after_get_init_info, AFTER)

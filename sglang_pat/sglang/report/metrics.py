@@ -24,7 +24,7 @@ PUBLISH_SECONDS = 1.0
 PREFIX = "sglang:pat_"
 # 1 us to 33 ms
 _TIME_BUCKETS = tuple(1e-6 * 2**i for i in range(16))
-# At most so many planning times wait for the thread. The limit matters only if the thread has died.
+# This many planning times may wait for the thread. The limit matters only if the thread has died.
 _MAX_WAITING = 100_000
 
 

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 # Pause between two writes. SIGKILL loses at most what was counted in one pause and one write.
 WRITE_SECONDS = 0.05
-_QUIET_WRITES = 10  # after so many writes without a change, the thread sleeps until mark()
+_QUIET_WRITES = 10  # after this many writes without a change, the thread sleeps until mark()
 _SETTLED_SECONDS = 0.25
 _READ_SECONDS = 0.02
 

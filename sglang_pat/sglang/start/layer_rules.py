@@ -216,7 +216,7 @@ def window_reason(model: torch.nn.Module) -> Unsupported | None:
     In such a model, fa3 reads the whole prompt, but only the last of the tokens after the prompt.
     """
     asks = getattr(model, "is_prefill_aware_swa", bool)
-    return Unsupported("sliding window", "behind the prompt") if asks() else None
+    return Unsupported("sliding window", "only after the prompt") if asks() else None
 
 
 def _reason_for_all(model_runner: Any, default: str) -> Unsupported | None:

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _CHANGES = ("join", "leave", "last_node_changed", "split")
 MISMATCH = "mismatch"  # also a key of `changes`
 
-# If the paths of more than so many requests must be read again, the builder reads all paths again.
+# If the paths of more requests than this must be read again, the builder reads all paths again.
 _MOST_MOVED = 10_000
 
 
