@@ -151,11 +151,5 @@ class WriteArgument:
         /,
     ) -> None: ...
     def set_slots(
-        self,
-        slots: int,
-        slots_are_int64: bool,
-        num_kv_heads: int,
-        num_slots: int,
-        overflow: int,
-        /,
+        self, slots: int, slots_are_int64: bool, num_kv_heads: int, num_slots: int, overflow: int, /
     ) -> None: ...

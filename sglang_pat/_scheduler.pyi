@@ -49,12 +49,7 @@ class PlanCapacity:
         """Offset of `header` and of every section, and `size` of the buffer, in int32 units."""
 
 def plan_bounds(
-    max_requests: int,
-    num_workers: int,
-    group_size: int,
-    max_block_q: int,
-    *,
-    latent: bool = False,
+    max_requests: int, num_workers: int, group_size: int, max_block_q: int, *, latent: bool = False
 ) -> tuple[PlanCapacity, int]:
     """Return upper bounds on the plan of any batch of up to `max_requests` requests.
 

@@ -16,11 +16,7 @@ import numpy as np
 import torch
 
 from sglang_pat import support
-from sglang_pat._scheduler import (
-    CostModel,
-    PackScheduler,
-    PrefixForest,
-)
+from sglang_pat._scheduler import CostModel, PackScheduler, PrefixForest
 from sglang_pat.argument_checks import (
     canonical_device,
     check_dtypes,

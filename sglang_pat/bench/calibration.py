@@ -26,13 +26,7 @@ from sglang_pat.attention import PackAttention
 from sglang_pat.batch import DecodeBatch, IntArray, PathNode, PrefixPaths
 from sglang_pat.bench import timing
 from sglang_pat.bench.token_table import token_table
-from sglang_pat.executors.calibration import (
-    LATENT,
-    ONE_BYTE_LATENT,
-    PLAIN,
-    Calibration,
-    Machine,
-)
+from sglang_pat.executors.calibration import LATENT, ONE_BYTE_LATENT, PLAIN, Calibration, Machine
 from sglang_pat.plan import DecodePlan, HeadConfig, largest_tile
 from sglang_pat.support import LATENT_HEAD_DIMS
 

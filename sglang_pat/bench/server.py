@@ -58,12 +58,7 @@ def contender(name: str) -> Contender:
 
 def sampling_of(num_tokens: int, temperature: float = 0.0, **more: Any) -> dict[str, Any]:
     """Return SGLang's sampling parameters for an answer of exactly this many tokens."""
-    return {
-        "temperature": temperature,
-        "max_new_tokens": num_tokens,
-        "ignore_eos": True,
-        **more,
-    }
+    return {"temperature": temperature, "max_new_tokens": num_tokens, "ignore_eos": True, **more}
 
 
 class Server:
@@ -231,12 +226,7 @@ def running_server(
     seconds = START_SECONDS if wait else None
     off = [f"--off={switch}" for switch, value in arguments.items() if value is False]
     with running_process(
-        [*LAUNCH, *off],
-        arguments,
-        log,
-        flags=flags,
-        start_seconds=seconds,
-        environment=variables,
+        [*LAUNCH, *off], arguments, log, flags=flags, start_seconds=seconds, environment=variables
     ) as process:
         yield Server(process, stats_file)
 

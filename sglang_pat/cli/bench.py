@@ -47,12 +47,7 @@ TOKENS = 136  # tokens of an answer
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to `parser`, and register `run` as the function to call."""
     tokens = whole_number(1, 1 << 20)
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="CONFIG",
-        help=MODELS,
-    )
+    parser.add_argument("--model", required=True, metavar="CONFIG", help=MODELS)
     parser.add_argument(
         "--weights", action="store_true", help="load the model's weights (default: random ones)"
     )

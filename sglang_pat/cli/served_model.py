@@ -33,11 +33,7 @@ _FLAG = "--attention-backend"
 
 def add_model_options(parser: argparse.ArgumentParser, does: str) -> None:
     """Add --model, --tp and --server-args to `parser`. does: what the command does with a model."""
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help=f"{does}: {MODELS}",
-    )
+    parser.add_argument("--model", metavar="MODEL", help=f"{does}: {MODELS}")
     add_tp(parser, "with --model: GPUs that share it (default: 1)")
     parser.add_argument(
         FLAGS,

@@ -27,15 +27,9 @@ from sglang_pat.executors import kernel_cache
 from sglang_pat.executors.kernel_cache import IMAGE, default_cache
 
 # dtype of queries -> CUDA type, short name
-_ELEMENTS = {
-    torch.float16: ("__half", "fp16"),
-    torch.bfloat16: ("__nv_bfloat16", "bf16"),
-}
+_ELEMENTS = {torch.float16: ("__half", "fp16"), torch.bfloat16: ("__nv_bfloat16", "bf16")}
 # dtype of a KV cache whose values the kernels convert -> KvType of kernels/kv_type.h, short name
-_CONVERTED = {
-    torch.float8_e4m3fn: ("kE4m3", "e4m3"),
-    torch.float8_e5m2: ("kE5m2", "e5m2"),
-}
+_CONVERTED = {torch.float8_e4m3fn: ("kE4m3", "e4m3"), torch.float8_e5m2: ("kE5m2", "e5m2")}
 _DIGITS = 16  # hexadecimal digits of a hash
 # Architectures whose target needs the suffix "a", for instructions such as wgmma and setmaxnreg.
 _SPECIFIC_ARCHS = ((9, 0), (10, 0), (10, 3))

@@ -167,11 +167,7 @@ class KvWriter:
         return True
 
     def write_latent(
-        self,
-        k: torch.Tensor,
-        k_rope: torch.Tensor | None,
-        slots: torch.Tensor,
-        cache: torch.Tensor,
+        self, k: torch.Tensor, k_rope: torch.Tensor | None, slots: torch.Tensor, cache: torch.Tensor
     ) -> bool:
         """Write the rows of latent attention. Returns what write() returns.
 

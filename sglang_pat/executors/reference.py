@@ -80,12 +80,7 @@ class PlanExecution:
     It copies slots from `req_to_token` when it is made, so it is valid for one step only.
     """
 
-    def __init__(
-        self,
-        plan: DecodePlan,
-        shared_slots: torch.Tensor,
-        step: Step,
-    ) -> None:
+    def __init__(self, plan: DecodePlan, shared_slots: torch.Tensor, step: Step) -> None:
         self._plan = plan
         device = step.req_to_token.device
         merges = torch.from_numpy(plan.merges.astype(np.int64)).to(device)

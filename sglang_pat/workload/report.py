@@ -177,11 +177,7 @@ def server_rows(answer: WorkloadAnswer) -> list[tuple[str, str, str]]:
         row("prompt tokens computed", "new_tokens", ","),
         row("requests retracted", "retracted", ","),
         row("seconds for all", "seconds", ",.0f"),
-        (
-            "requests per second at most",
-            f"{answer.most[DEFAULT]:.3g}",
-            f"{answer.most[PAT]:.3g}",
-        ),
+        ("requests per second at most", f"{answer.most[DEFAULT]:.3g}", f"{answer.most[PAT]:.3g}"),
     ]
 
 

@@ -99,12 +99,7 @@ def read_record(
     is_own = event is not None or "request_parameters" in record
     arrival = untimed if untimed is not None else _arrival(objects)
     return requests_of(
-        asked,
-        objects,
-        arrival,
-        errors,
-        is_flat=asked is objects[0][1],
-        expands=not is_own,
+        asked, objects, arrival, errors, is_flat=asked is objects[0][1], expands=not is_own
     )
 
 

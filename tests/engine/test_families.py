@@ -244,10 +244,7 @@ def drafts_of_a_head(family: Family, folder: Path) -> dict[str, Any]:
     config = json.loads((draft / "config.json").read_text())
     config |= {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
     (draft / "config.json").write_text(json.dumps(config))
-    return CHAINS | {
-        "speculative_algorithm": "EAGLE",
-        "speculative_draft_model_path": str(draft),
-    }
+    return CHAINS | {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(draft)}
 
 
 @pytest.mark.nightly

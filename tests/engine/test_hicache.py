@@ -12,15 +12,7 @@ from typing import Any
 
 import pytest
 from fakes.driver import HICACHE_ARGUMENTS, go_without_driver
-from sglang_engines import (
-    Expected,
-    Request,
-    Workload,
-    flush,
-    generate,
-    running_pat_engine,
-    tokens,
-)
+from sglang_engines import Expected, Request, Workload, flush, generate, running_pat_engine, tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 

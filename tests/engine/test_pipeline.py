@@ -5,14 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sglang_engines import (
-    Request,
-    Workload,
-    generate,
-    running_engine,
-    running_pat_engine,
-    tokens,
-)
+from sglang_engines import Request, Workload, generate, running_engine, running_pat_engine, tokens
 
 from check.cpu_ranks import environment_of_ranks
 from common.tiny_model import TinyModel

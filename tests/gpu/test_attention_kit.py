@@ -141,17 +141,11 @@ def test_rounds_of_a_draft_model(
     """SGLang's runner captures all steps of a round in one graph, and replays it padded."""
     if case.backend == "fa3" and page_size > 1 and not eager:
         pytest.skip("the kit puts drafts outside of their prefixes' pages; fa3 reads pages")
-    from sglang.test.kits.attention_unittest.runner_modes import (
-        speculative_draft_runner as runner,
-    )
+    from sglang.test.kits.attention_unittest.runner_modes import speculative_draft_runner as runner
 
     # The eager and the replayed round of pat must have the same tokens.
     compared = contextlib.nullcontext() if eager else comparing_scores()
-    with (
-        kernels_of_default(),
-        compared,
-        drafting_by_pat(head_dim=64, eager=eager) as decoded,
-    ):
+    with kernels_of_default(), compared, drafting_by_pat(head_dim=64, eager=eager) as decoded:
         runner.run_dense_eagle_draft_cuda_graph_runner_case(
             KitTestCase(),
             draft_case(case.backend, page_size),

@@ -95,7 +95,4 @@ def _environment(family: Family, variables: dict[str, str]) -> dict[str, str]:
     others: list[Any] = [
         each.name for each in pkgutil.iter_modules([str(models)]) if each.name not in family.modules
     ]
-    return variables | {
-        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(others),
-        "SGLANG_PAT_DEBUG": "1",
-    }
+    return variables | {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(others), "SGLANG_PAT_DEBUG": "1"}

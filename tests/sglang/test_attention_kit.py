@@ -44,9 +44,7 @@ def without_kernels(server_context: SimpleNamespace, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("kind", "topk"), VERIFIED)
 @pytest.mark.parametrize(
-    ("page_size", "in_graph"),
-    [(1, False), (16, True)],
-    ids=["eager", "around a graph"],
+    ("page_size", "in_graph"), [(1, False), (16, True)], ids=["eager", "around a graph"]
 )
 def test_verification(
     kind: str,

@@ -189,7 +189,7 @@ def test_arguments_that_pat_does_not_know_delegate_the_layer(
     # The default backend was not prepared for this step, so pat prepares it late.
     assert backend.calls == ["out_graph", "in_graph", "decode layer 1 score_mod"]
     assert caplog.messages == [
-        "pat decodes 1 of 2 layers; 1 on triton: the argument score_mod; prefill on triton",
+        "pat decodes 1 of 2 layers; 1 on triton: the argument score_mod; prefill on triton"
     ]
     backend.calls.clear()
     backend.init_forward_metadata(batch)
@@ -211,7 +211,7 @@ def test_a_layer_that_was_not_found_in_the_model_is_the_default_backends(
     assert backend.calls == ["out_graph", "in_graph", "decode layer 2", "decode layer 2"]
     assert caplog.messages == [
         "pat decodes 2 of 3 layers; 1 on triton: a layer that was not found in the model; "
-        "prefill on triton",
+        "prefill on triton"
     ]
 
 

@@ -28,12 +28,7 @@ def test_values(tmp_path: Path) -> None:
     }
     stats_file = tmp_path / f"stats-{os.getpid()}.json"
     assert Environment.read(given) == Environment(
-        "query-centric",
-        "ranks",
-        True,
-        stats_file,
-        1,
-        Path("/kernels"),
+        "query-centric", "ranks", True, stats_file, 1, Path("/kernels")
     )
 
 

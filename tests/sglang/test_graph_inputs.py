@@ -155,9 +155,7 @@ def resumed_pool(served: Served) -> None:
 
 @pytest.fixture
 def served(
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    server_context: SimpleNamespace,
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, server_context: SimpleNamespace
 ) -> Served:
     server_context.observability.decode_log_interval = 1
     return Served(request.param, monkeypatch)

@@ -45,10 +45,7 @@ class Pool(MLATokenToKVPool):
 
 
 def make_pool(
-    dtype: torch.dtype = torch.float32,
-    rank: int = VALUES,
-    page_size: int = 1,
-    slots: int = SLOTS,
+    dtype: torch.dtype = torch.float32, rank: int = VALUES, page_size: int = 1, slots: int = SLOTS
 ) -> MLATokenToKVPool:
     size = slots - page_size
     pool = Pool(size, page_size, dtype, rank, KEYS - VALUES, 2, "cpu", enable_memory_saver=False)

@@ -94,10 +94,7 @@ def backends(server_args: ServerArgs) -> tuple[str, str]:
     [
         ({"attention_backend": "pat"}, ("torch_native", "torch_native")),
         ({"decode_attention_backend": "pat"}, ("torch_native", "torch_native")),
-        (
-            {"attention_backend": "triton", "decode_attention_backend": "pat"},
-            ("triton", "triton"),
-        ),
+        ({"attention_backend": "triton", "decode_attention_backend": "pat"}, ("triton", "triton")),
         (
             {"attention_backend": "pat", "prefill_attention_backend": "triton"},
             ("triton", "torch_native"),

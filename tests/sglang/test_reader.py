@@ -20,10 +20,7 @@ from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.speculative.rows import DraftBatchBuilder, RowShape, SpeculativeInputs
 from sglang_pat.sglang.step.plan_reuse import PlanReuse
 from sglang_pat.sglang.tree import batch_builder, request_tracker
-from sglang_pat.sglang.tree.batch_builder import (
-    DecodeBatchBuilder,
-    StepInputs,
-)
+from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder, StepInputs
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, StepRequests
 
 RUNNER = SimpleNamespace(is_draft_worker=False)

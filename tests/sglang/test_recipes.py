@@ -192,10 +192,7 @@ def test_options_in_sentences_exist(page: str) -> None:
     ],
 )
 def test_an_example_that_cannot_run_says_why(
-    words: str,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script, *arguments = words.split()
     path = str(ROOT / f"examples/{script}.py")

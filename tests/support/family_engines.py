@@ -147,12 +147,7 @@ class FamilyEngines:
             options["attention_backend"] = backend
         names = {each.name for each in fields(Asked)} & options.keys()
         asked = {name: options.pop(name) for name in names}
-        order = {
-            "family": family.name,
-            "folder": str(folder),
-            "arguments": options,
-            "asked": asked,
-        }
+        order = {"family": family.name, "folder": str(folder), "arguments": options, "asked": asked}
         assert self._process.stdin is not None
         print(json.dumps(order), file=self._process.stdin, flush=True)
         status = self._answer(RUN_SECONDS + 30)

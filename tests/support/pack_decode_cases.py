@@ -120,10 +120,7 @@ class Tensors:
         return {name: getattr(self, name) for name in names}
 
     def reference(
-        self,
-        dtype: torch.dtype,
-        logit_cap: float = 0.0,
-        sinks: torch.Tensor | None = None,
+        self, dtype: torch.dtype, logit_cap: float = 0.0, sinks: torch.Tensor | None = None
     ):
         return dense_attention(
             self.q,

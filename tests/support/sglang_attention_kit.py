@@ -243,15 +243,7 @@ def verify_by_pat(
         run = runner.run_dense_spec_verify_cuda_graph_case
     drafts = (case.extend_lens[0], topk == 1 and kind != "ngram")
     with pat_over(case.backend, head_dim=64, drafts=drafts) as decoded:
-        run(
-            KitTestCase(),
-            case,
-            topk=topk,
-            spec_kind=kind,
-            head_dim=64,
-            dtype=dtype,
-            device=device,
-        )
+        run(KitTestCase(), case, topk=topk, spec_kind=kind, head_dim=64, dtype=dtype, device=device)
     assert decoded.layers == (3 if in_graph else 1)
 
 

@@ -159,9 +159,7 @@ def ask_until_answered(server: Server) -> None:
 
 
 @pytest.fixture(scope="module")
-def start_server(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Callable[[str], KitServer]]:
+def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], KitServer]]:
     """Yield a function that returns a named server, which runs until another is requested."""
     model = write_model(tmp_path_factory.mktemp("kit-model"))
     running: dict[str, KitServer] = {}

@@ -368,7 +368,7 @@ def test_the_status_says_whether_pat_is_as_close(
     )
     assert result["tokens"]["pat"] > 1000
     assert [each["name"] for each in result["measures"]] == [
-        *("mean distance", "p99 distance", "mean KL", "worst answer", "worst token"),
+        *("mean distance", "p99 distance", "mean KL", "worst answer", "worst token")
     ]
 
     servers["pat"].noise = 0.04

@@ -102,10 +102,7 @@ class Device:
         return lambda argument, stream, grid: self.launches.append((name, grid))
 
     def without_plan(
-        self,
-        reservation: BufferSizes | None,
-        config: KernelConfig = CONFIG,
-        heads: int = HEADS,
+        self, reservation: BufferSizes | None, config: KernelConfig = CONFIG, heads: int = HEADS
     ) -> CudaExecutor:
         return CudaExecutor(self.kernels(config), heads, torch.device("cpu"), reservation)
 

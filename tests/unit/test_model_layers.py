@@ -25,13 +25,7 @@ from sglang_pat.model_layers import (
 )
 
 # Part of the config of a compressed-tensors checkpoint with an fp8 KV cache.
-SCHEME = {
-    "type": "float",
-    "num_bits": 8,
-    "strategy": "tensor",
-    "symmetric": True,
-    "dynamic": False,
-}
+SCHEME = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False}
 PLAIN: dict[str, Any] = {
     "num_hidden_layers": 6,
     "num_attention_heads": 16,

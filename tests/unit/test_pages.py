@@ -124,11 +124,7 @@ def test_the_page_lists_the_files_of_a_step(title: str, files: set[str]) -> None
     assert int(row[2].replace(",", "")) == pytest.approx(lines, rel=0.1)
 
 
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "kernels/README.md",
-    *sorted((ROOT / "docs").rglob("*.md")),
-]
+PAGES = [ROOT / "README.md", ROOT / "kernels/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -103,10 +103,7 @@ UPPER, LOWER = PathNode(7, 100, 180), PathNode(2, 180, 300)
         ([[(5, -1, 0, 2**32 + 4, 4, 0)], []], "positions must fit into int32, got 4294967300"),
         (7, "Object of type 'int' is not an instance of 'sequence'"),
         ([[(True, -1, 0, 4, 4, 0)], []], r"a tuple of 6 integers, got \(True, -1, 0, 4"),
-        (
-            [[(5, -1, 0, 2.0, 4, 0)], []],
-            r"a tuple of 6 integers, got \(5, -1, 0, 2.0",
-        ),
+        ([[(5, -1, 0, 2.0, 4, 0)], []], r"a tuple of 6 integers, got \(5, -1, 0, 2.0"),
         ([[(1 << 63, -1, 0, 2, 4, 0)], []], "int too big to convert"),
     ],
 )

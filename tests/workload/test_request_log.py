@@ -194,8 +194,7 @@ def test_a_unit_in_the_name_of_a_time_decides(tmp_path: Path, key: str, scale: f
 
 
 @pytest.mark.parametrize(
-    "time",
-    [1e23, 5e10, -1, float("1e400"), True, "noon", "9999-01-01T00:00:00Z", "x" * 5000],
+    "time", [1e23, 5e10, -1, float("1e400"), True, "noon", "9999-01-01T00:00:00Z", "x" * 5000]
 )
 def test_a_time_that_cannot_be_is_refused(tmp_path: Path, time: object) -> None:
     records = [{"timestamp": time, **chat(i), **ANSWER} for i in range(REQUESTS)]

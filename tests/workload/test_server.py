@@ -40,11 +40,7 @@ def test_prompts_of_one_pass_do_not_see_each_other() -> None:
 
 def test_a_pass_is_cut_exactly_and_the_part_is_in_the_tree_between() -> None:
     prompts = [TraceRequest(0.0, (Segment(9, 250),), 2), TraceRequest(0.0, (Segment(9, 100),), 2)]
-    assert passes(prompts, chunked_prefill_size=100) == [
-        [(0, 100)],
-        [(0, 100)],
-        [(0, 50), (1, 1)],
-    ]
+    assert passes(prompts, chunked_prefill_size=100) == [[(0, 100)], [(0, 100)], [(0, 50), (1, 1)]]
     # No decode step runs between the chunks of a prompt.
     events, _ = served(prompts, chunked_prefill_size=100)
     kinds = [type(event) for event in events]

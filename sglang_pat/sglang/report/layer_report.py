@@ -18,10 +18,7 @@ SERVER_INFO_KEY = "pat"
 _SCHEDULER = "managers.scheduler"
 
 # Types of a draft model's steps: the key in `/server_info` -> the name in the log.
-_DRAFTS = {
-    "draft_model": "draft model",
-    "draft_extend": "draft model, reading what was accepted",
-}
+_DRAFTS = {"draft_model": "draft model", "draft_extend": "draft model, reading what was accepted"}
 
 
 class _LastReport:

@@ -36,10 +36,7 @@ class StepReports:
     """Reports decode steps to the log, the metrics and the stats file."""
 
     def __init__(
-        self,
-        environment: Environment,
-        model_runner: Any,
-        read_counters: Callable[[], Counters],
+        self, environment: Environment, model_runner: Any, read_counters: Callable[[], Counters]
     ) -> None:
         self._log: StepLog | None = None
         if rank_speaks():

@@ -221,11 +221,7 @@ def _without_hidden_states(execute: Callable[..., Any], *arguments: Any, **keywo
 def _captures_extends() -> bool:
     """Return True if SGLang's options allow it to capture draft extend and decode steps."""
     from sglang.srt.environ import envs
-    from sglang.srt.model_executor.cuda_graph_config import (
-        Backend,
-        Phase,
-        check_cuda_graph_backend,
-    )
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 
     is_off = check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED)
     return not is_off and not envs.SGLANG_DISABLE_DRAFT_EXTEND_CUDA_GRAPH.get()

@@ -236,10 +236,7 @@ def _merge_in_torch(
 
 
 def square_masks(
-    mask: torch.Tensor,
-    seq_lens: torch.Tensor,
-    num_drafts: int,
-    buffer: torch.Tensor | None = None,
+    mask: torch.Tensor, seq_lens: torch.Tensor, num_drafts: int, buffer: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return which drafts each draft reads: bool `[requests, draft tokens, draft tokens]`.
 

@@ -34,9 +34,7 @@ _SINKS = ("sinks", "attention_sink_bias")
 
 
 def layers_of_runner(
-    model_runner: Any,
-    default: str,
-    types: Collection[AttentionType] = (AttentionType.DECODER,),
+    model_runner: Any, default: str, types: Collection[AttentionType] = (AttentionType.DECODER,)
 ) -> LayerSupport:
     """Decide which layers of a runner's model pat decodes.
 

@@ -18,13 +18,7 @@ from typing import Any
 import torch
 
 from sglang_pat.sglang.compat import RequestFields
-from sglang_pat.sglang.tree.radix_paths import (
-    NODE_IDS,
-    Path,
-    PathReader,
-    Request,
-    extended_path,
-)
+from sglang_pat.sglang.tree.radix_paths import NODE_IDS, Path, PathReader, Request, extended_path
 
 _GROUP = "_sglang_pat_rows"  # attribute of a BeamGroup
 

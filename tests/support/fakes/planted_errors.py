@@ -67,9 +67,7 @@ def _wrong_slot(slots: Any, plan: Any) -> None:
         slots[37] = slots[36]
 
 
-OF_SLOTS: dict[str, Callable[[Any, Any], None]] = {
-    "one wrong slot": _wrong_slot,
-}
+OF_SLOTS: dict[str, Callable[[Any, Any], None]] = {"one wrong slot": _wrong_slot}
 
 STALE = "stale path"  # slots of the previous plan
 SHORT = "newest token missing"  # missing in each private range

@@ -30,9 +30,7 @@ def register() -> None:
         HookType.AFTER,
     )
     HookRegistry.register(
-        "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw",
-        _wait,
-        HookType.AROUND,
+        "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw", _wait, HookType.AROUND
     )
 
 
