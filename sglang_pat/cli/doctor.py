@@ -468,7 +468,7 @@ def _check_cache(gpus: Sequence[Gpu], given: Path | None) -> tuple[Check, bool]:
         return Check(topic, "ok", f"{found}; compiled: {', '.join(compiled)}"), True
     problem = kernel_cache.problem_with_writing(cache)
     if problem is not None:
-        advice = f"make it writable, or set {kernel_cache.CACHE_VARIABLE} to a folder that is"
+        advice = f"correct this, or set {kernel_cache.CACHE_VARIABLE} to another folder"
         return Check(topic, "failed", f"{cache} cannot be written: {problem}", advice), False
     if not gpus:
         return Check(topic, "ok", found), False

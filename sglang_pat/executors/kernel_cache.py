@@ -27,6 +27,7 @@ ANOTHER_FOLDER = f"set {CACHE_VARIABLE} to another folder"  # the end of every e
 IMAGE = "kernels.cubin"
 
 LOCK_TIMEOUT_S = 900.0  # several times as long as a build takes on one slow core
+LEAST_FREE = 4_000_000  # bytes, several times as much as a variant of the kernels takes
 _SILENT_WAIT_S = 5.0
 _BUILD = ".build-"  # a folder KEY.build-PID@HOST-RANDOM is an entry that is being filled
 
@@ -144,12 +145,15 @@ def add(
         for abandoned in cache.glob(f"{key}{_BUILD}*"):
             shutil.rmtree(abandoned, ignore_errors=True)
         prefix = f"{key}{_BUILD}{os.getpid()}@{socket.gethostname()}-"
-        work = Path(tempfile.mkdtemp(prefix=prefix, dir=cache))
         try:
-            fill(work)
-            _publish(work, cache / key)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+            work = Path(tempfile.mkdtemp(prefix=prefix, dir=cache))
+            try:
+                fill(work)
+                _publish(work, cache / key)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+        except OSError as error:  # for example a full disk
+            raise _unwritable(cache, error) from error
     return cache / key / IMAGE
 
 
@@ -191,6 +195,9 @@ def problem_with_writing(cache: Path) -> str | None:
         return f"{folder} is not a folder"
     if not os.access(folder, os.W_OK | os.X_OK):
         return f"{folder} is not writable"
+    free = shutil.disk_usage(folder).free
+    if free < LEAST_FREE:
+        return f"its disk has {free / 1e6:.1f} MB left, and kernels need {LEAST_FREE / 1e6:.0f}"
     return None
 
 
@@ -264,8 +271,7 @@ def _publish(work: Path, entry: Path) -> None:
 
 
 _UNWRITABLE = (
-    "the kernel cache {path} cannot be written ({problem}): make it writable, or "
-    f"{ANOTHER_FOLDER}"
+    f"the kernel cache {{path}} cannot be written ({{problem}}): correct this, or {ANOTHER_FOLDER}"
 )
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
+import shutil
 import stat
 import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,6 +178,16 @@ def test_a_cache_that_cannot_be_written_is_named(
     for cache in (tmp_path / "file", tmp_path / "file" / "cache"):
         with pytest.raises(KernelCacheError, match=rf"{cache} cannot be written.*{CACHE_VARIABLE}"):
             add(cache, "key", fill)
+
+    def fill_a_disk(_: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(KernelCacheError, match=r"cannot be written \(No space left on device\): "):
+        add(tmp_path / "cache", "key", fill_a_disk)
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["key.lock"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3_999_999))
+    with pytest.raises(KernelCacheError, match=r"its disk has 4\.0 MB left, and kernels need 4"):
+        add(tmp_path / "cache", "key", fill)
 
 
 # --- whose files are loaded ---
