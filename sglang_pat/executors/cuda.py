@@ -12,24 +12,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from functools import partial
 from itertools import cycle
 
 import torch
 
-from sglang_pat._launch_params import DecodeArgument, FillArgument, GatherArgument, SinkType
+from sglang_pat._launch_params import SinkType
 from sglang_pat._scheduler import PackScheduler
-from sglang_pat.batch import IntArray, Step
-from sglang_pat.executors.jit import KernelConfig
+from sglang_pat.batch import Step
 from sglang_pat.executors.layer import LayerInputs, Scale
 from sglang_pat.executors.loaded_kernels import LoadedKernels, capture_id, kv_map
+from sglang_pat.executors.plan_buffers import (
+    COUNTERS,
+    NO_PLAN,
+    PlanBuffers,
+    StagingBuffer,
+    check_contiguous,
+)
 from sglang_pat.executors.window_rows import Window, WindowRows
-from sglang_pat.plan import BufferSizes, DecodePlan, PlanHeader, write_plan
-
-# Length of PlanBuffers.counters. The first two entries are reserved, and each graph gets one of the
-# others. Graphs that share a counter must not run at the same time, but a server captures only
-# about 50 graphs.
-_COUNTERS = 256
+from sglang_pat.plan import BufferSizes, DecodePlan, write_plan
 
 # How many plans may be on their way to the device at the same time. SGLang plans step N + 1 while
 # step N runs, so two would be enough. The third absorbs jitter.
@@ -45,177 +45,10 @@ _SINK_TYPES = {
 }
 _MAX_INT32 = 2**31 - 1
 _MAX_UINT32 = 2**32 - 1
-_NO_PLAN = PlanHeader(*[-1] * len(PlanHeader._fields))
 
 
 class PlanOverflowError(ValueError):
     """A plan does not fit into the buffers that were reserved. Nothing was launched."""
-
-
-class StagingBuffer:
-    """Pinned memory from which a plan is copied to the device.
-
-    tensor: int32 `[size]`. array: the same memory as a numpy array.
-    """
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        with torch.cuda.device(device):  # else another device's context would pin the memory
-            self.tensor = torch.zeros(size, dtype=torch.int32, pin_memory=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.array: IntArray = self.tensor.numpy()
-
-    def wait(self) -> None:
-        """Block until the last copy has read the memory. Normally it has already done so."""
-        # query() comes first, because synchronize() releases the GIL even if the copy has ended.
-        if not self._copied.query():  # type: ignore[no-untyped-call]
-            self._copied.synchronize()
-
-    def copy_to(self, plan: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        """Start to copy the memory to the device. Does not wait."""
-        # copy_() keeps torch from reusing the pinned memory before the copy has read it.
-        plan.copy_(self.tensor, non_blocking=True)
-        self._copied.record(stream)
-
-    @property
-    def header(self) -> PlanHeader:
-        """Return the header of the plan that is in the memory."""
-        return PlanHeader(*self.array[: len(PlanHeader._fields)].tolist())
-
-
-class PlanBuffers:
-    """Device memory for a plan and for partials, and the arguments of the kernels.
-
-    Executors that share buffers share this object.
-
-    Graphs capture the addresses of these tensors and of a step's tensors. All graphs write to the
-    same partials, so if two graphs run at the same time, they stop with an error.
-
-    Attributes
-    ----------
-    sizes : BufferSizes
-    plan : torch.Tensor
-        int32, the plan in the layout for `sizes.plan` (plan_format.h). If layers have a window, the
-        cuts follow the plan.
-    rows : WindowRows or None
-        The rows that layers with a window read in place of `req_to_token`.
-    shared_slots : torch.Tensor
-        int32, the KV slots of all shared ranges.
-    partial_out : torch.Tensor
-        `[num_partials, num_qo_heads, v_head_dim]`, in the dtype of the kernels.
-    partial_lse : torch.Tensor
-        float32 `[num_partials, num_qo_heads]`.
-    counters : torch.Tensor
-        int32 `[num_counters, 2]`. Row 0 identifies the launch that wrote the partials last. The
-        other rows count the tickets that CTAs have drawn: row 1 outside of graphs, and one of the
-        following rows in each graph. These counts are 0 between steps.
-    staging : StagingBuffer or None
-        The memory that was last copied to `plan`. It identifies the executor whose plan is there.
-    loaded : PlanHeader
-        The header of the plan in `plan`. All fields are -1 if there is no plan.
-    stream : torch.cuda.Stream or None
-        The last stream that used the tensors; at first the stream that fills them with zeros.
-    """
-
-    def __init__(
-        self,
-        sizes: BufferSizes,
-        num_qo_heads: int,
-        config: KernelConfig,
-        device: torch.device,
-        window: Window | None = None,
-    ) -> None:
-        integers = partial(torch.zeros, dtype=torch.int32, device=device)
-        empty = partial(torch.empty, device=device)
-        rows = (sizes.num_partials, num_qo_heads)
-        self.sizes = sizes
-        self.plan = integers(sizes.buffer_size)
-        self.shared_slots = integers(sizes.num_shared_slots)
-        self.partial_out = empty((*rows, config.v_head_dim), dtype=config.partial_dtype)
-        self.partial_lse = empty(rows, dtype=torch.float32)
-        self.counters = integers((_COUNTERS, 2))
-        self.staging: StagingBuffer | None = None
-        self.loaded = _NO_PLAN
-        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self.entries = [*sizes.plan.entries().values()]
-        self.rows = None if window is None else WindowRows(sizes.num_cuts, window, device)
-        self.fill, self.gather, self.decode = FillArgument(), GatherArgument(), DecodeArgument()
-        self.decode.set_buffers(
-            self.plan.data_ptr(),
-            self.entries,
-            self.shared_slots.data_ptr(),
-            self.partial_out.data_ptr(),
-            self.partial_lse.data_ptr(),
-        )
-        self._step: Step | None = None  # the step for which the arguments are set
-
-    def bind(self, step: Step) -> None:
-        """Set the kernels' arguments for a step. ValueError if kernels cannot read its tensors."""
-        if step is self._step:
-            return
-        table, rows, lens = step.req_to_token, step.req_pool_indices, step.seq_lens
-        if table.stride(1) != 1:
-            raise ValueError(f"req_to_token must have dense rows, got strides {table.stride()}")
-        _check_contiguous(rows, "req_pool_indices")
-        _check_contiguous(lens, "seq_lens")
-        if self.rows is not None:
-            self._bind_fill(self.rows, step)
-            table, rows, lens, _ = self.rows.step(step)
-        self.gather.set(
-            self.plan.data_ptr(),
-            self.entries,
-            self.shared_slots.data_ptr(),
-            table.data_ptr(),
-            table.stride(0),
-            rows.data_ptr(),
-            rows.dtype == torch.int64,
-        )
-        self.decode.set_step(
-            table.data_ptr(),
-            table.stride(0),
-            min(table.shape[1], _MAX_INT32),
-            rows.data_ptr(),
-            rows.dtype == torch.int64,
-            lens.data_ptr(),
-            lens.dtype == torch.int64,
-        )
-        self._step = step
-
-    def _bind_fill(self, rows: WindowRows, step: Step) -> None:
-        table, indices, lens, _ = step
-        slot_map = rows.window.slot_map
-        self.fill.set(
-            self.plan[len(self.plan) - self.sizes.num_cuts :].data_ptr(),
-            table.data_ptr(),
-            table.stride(0),
-            min(table.shape[1], _MAX_INT32),
-            indices.data_ptr(),
-            indices.dtype == torch.int64,
-            lens.data_ptr(),
-            lens.dtype == torch.int64,
-            0 if slot_map is None else slot_map.data_ptr(),
-            slot_map is not None and slot_map.dtype == torch.int64,
-            len(lens),
-            rows.window.tokens,
-            rows.window.chunked,
-            rows.slots.data_ptr(),
-            rows.seq_lens.data_ptr(),
-        )
-
-    def take_over(self, stream: torch.cuda.Stream) -> None:
-        """Make `stream` wait for the work on the buffers in the stream that used them last."""
-        if self.stream == stream:
-            return
-        if self.stream is not None:
-            stream.wait_stream(self.stream)
-            # If these tensors are freed, torch must reuse their memory only after this stream's
-            # work.
-            tensors = [self.plan, self.shared_slots, self.partial_out, self.partial_lse]
-            tensors.append(self.counters)
-            if self.rows is not None:
-                tensors += [self.rows.slots, self.rows.seq_lens, self.rows.indices]
-            for tensor in tensors:
-                tensor.record_stream(stream)
-        self.stream = stream
 
 
 class CudaExecutor:
@@ -333,7 +166,7 @@ class CudaExecutor:
             stream = torch.cuda.current_stream()
             if capturing:
                 # Each graph has its own counter, because graphs may run at the same time.
-                counter = 2 + capture_id(stream.cuda_stream) % (_COUNTERS - 2)
+                counter = 2 + capture_id(stream.cuda_stream) % (COUNTERS - 2)
                 # A replay may use another plan, but one with the same number of requests.
                 max_merges = min(buffers.sizes.plan.entries()["num_merges"], len(layer.q))
             else:
@@ -365,10 +198,10 @@ class CudaExecutor:
             )
         self._set_queries(layer)
         k_slot_bytes, v_slot_bytes = _row_bytes(k_cache, "k_cache"), _row_bytes(v_cache, "v_cache")
-        _check_contiguous(out, "out")
+        check_contiguous(out, "out")
         _row_bytes(out, "out")
         if sinks is not None:
-            _check_contiguous(sinks, "sinks")
+            check_contiguous(sinks, "sinks")
         self.buffers.decode.set_layer(
             num_requests,
             num_q_heads,
@@ -408,7 +241,7 @@ class CudaExecutor:
         buffers, kernels = self.buffers, self.kernels
         buffers.bind(step)
         header = staging.header
-        buffers.staging, buffers.loaded = None, _NO_PLAN  # set again when all is launched
+        buffers.staging, buffers.loaded = None, NO_PLAN  # set again when all is launched
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream()
             buffers.take_over(stream)
@@ -507,10 +340,3 @@ def _row_bytes(tensor: torch.Tensor, name: str) -> int:
             f"{[*tensor.shape]} and strides {tensor.stride()}"
         )
     return row_bytes
-
-
-def _check_contiguous(tensor: torch.Tensor, name: str) -> None:
-    if not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} must be contiguous, got shape {[*tensor.shape]} and strides {tensor.stride()}"
-        )

@@ -19,8 +19,8 @@ from sample_forests import ForestCase, make_case, make_scheduler, plan_case
 from sglang_pat._scheduler import PlanCapacity
 from sglang_pat.attention import default_workers
 from sglang_pat.batch import IntArray, Step
-from sglang_pat.executors import cuda
-from sglang_pat.executors.cuda import CudaExecutor, PlanBuffers, PlanOverflowError
+from sglang_pat.executors import cuda, plan_buffers
+from sglang_pat.executors.cuda import CudaExecutor, PlanOverflowError
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.layer import LayerInputs
 from sglang_pat.executors.window_rows import Window
@@ -69,7 +69,7 @@ class Device:
         self.launches: list[tuple[str, tuple[int, int]]] = []
         self.checks: list[str] = []
         self.sent: list[Staging] = []
-        check_contiguous = cuda._check_contiguous
+        check_contiguous = plan_buffers.check_contiguous
 
         def note(tensor: torch.Tensor, name: str) -> None:
             self.checks.append(name)
@@ -80,7 +80,8 @@ class Device:
             (torch.cuda, "device", lambda device: contextlib.nullcontext()),
             (torch.cuda, "current_stream", lambda: stream),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
-            (cuda, "_check_contiguous", note),
+            (cuda, "check_contiguous", note),
+            (plan_buffers, "check_contiguous", note),
             (cuda, "StagingBuffer", Staging),
         ):
             monkeypatch.setattr(owner, name, fake)
@@ -249,7 +250,7 @@ def test_each_tensor_and_number_is_passed_in_its_place(
 def test_what_the_rows_of_windows_are_written_from(slot_map: torch.Tensor | None) -> None:
     sizes = BufferSizes(num_cuts=6)
     window = Window(64, slack=8, ahead=0, chunked=True, slot_map=slot_map)
-    buffers = PlanBuffers(sizes, HEADS, CONFIG, torch.device("cpu"), window)
+    buffers = plan_buffers.PlanBuffers(sizes, HEADS, CONFIG, torch.device("cpu"), window)
     table = torch.zeros(9, 500, dtype=torch.int32)[:, :400]  # rows have a larger stride
     step = Step(table, torch.arange(4), torch.ones(4).int(), np.ones(4, dtype=np.int32))
     buffers.bind(step)
@@ -299,7 +300,7 @@ def test_buffers_wait_and_stay_for_the_stream_that_takes_them_over(
         torch.Tensor, "record_stream", lambda tensor, stream: kept.append((id(tensor), stream))
     )
     config = KernelConfig(torch.bfloat16, HEAD_DIM, (9, 0), HEAD_DIM)
-    buffers: Any = PlanBuffers(BufferSizes(), HEADS, config, torch.device("cpu"))
+    buffers: Any = plan_buffers.PlanBuffers(BufferSizes(), HEADS, config, torch.device("cpu"))
     waits: list[Any] = []
     first, second = SimpleNamespace(), SimpleNamespace(wait_stream=waits.append)
     for stream in (first, first, second, second):
@@ -539,7 +540,7 @@ def test_memory_is_pinned_in_the_context_of_the_executors_device(
     monkeypatch.setattr(torch.cuda, "Event", SimpleNamespace)
     monkeypatch.setattr(torch, "zeros", zeros)
     device = torch.device("cuda", 3)
-    cuda.StagingBuffer(16, device)
+    plan_buffers.StagingBuffer(16, device)
     assert pinned_on == [device]
 
 
