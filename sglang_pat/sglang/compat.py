@@ -178,9 +178,9 @@ def latent_write_location() -> Callable[[Any], Any]:
 class RequestFields(NamedTuple):
     """Readers of fields that a Req has itself in 0.5.17, and in its `kv` in later versions."""
 
-    row: attrgetter[int]
-    protected_len: attrgetter[int]
-    committed_len: attrgetter[int]
+    req_pool_idx: attrgetter[int]
+    cache_protected_len: attrgetter[int]
+    kv_committed_len: attrgetter[int]
 
     @classmethod
     def on(cls, req: Any) -> RequestFields:
@@ -190,8 +190,7 @@ class RequestFields(NamedTuple):
 
 @cache
 def _request_fields(prefix: str) -> RequestFields:
-    names = ("req_pool_idx", "cache_protected_len", "kv_committed_len")
-    return RequestFields(*(attrgetter(prefix + name) for name in names))
+    return RequestFields(*(attrgetter(prefix + name) for name in RequestFields._fields))
 
 
 _SESSION_WRAPPERS = ("sglang.srt.session.streaming_session.StreamingSession",)

@@ -275,5 +275,5 @@ def committed_lengths(reqs: list[Request]) -> npt.NDArray[np.int64]:
 
     On the device, a request may already be longer, by tokens that were accepted since then.
     """
-    lengths = map(RequestFields.on(reqs[0]).committed_len, reqs)
+    lengths = map(RequestFields.on(reqs[0]).kv_committed_len, reqs)
     return np.fromiter(lengths, dtype=np.int64, count=len(reqs))

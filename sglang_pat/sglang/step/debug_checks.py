@@ -102,7 +102,7 @@ class StepChecker:
         reqs: the requests of the step that was just planned, in row order.
         """
         fields = RequestFields.on(reqs[0])
-        rows = [fields.row(req) for req in reqs]
+        rows = [fields.req_pool_idx(req) for req in reqs]
         if req_pool_indices[: len(rows)].tolist() != rows:
             raise RuntimeError(
                 f"the batch has rows {req_pool_indices.tolist()}, its requests {rows}"

@@ -237,9 +237,9 @@ def _checked(
     """
     lengths = [path[-1][_END] if path else 0 for path in paths]
     checked = [path or () for path in paths]
-    if not reqs or lengths == [*map(RequestFields.on(reqs[0]).protected_len, reqs)]:
+    if not reqs or lengths == [*map(RequestFields.on(reqs[0]).cache_protected_len, reqs)]:
         return checked
-    protected_len = RequestFields.on(reqs[0]).protected_len
+    protected_len = RequestFields.on(reqs[0]).cache_protected_len
     for i, (req, path, length) in enumerate(zip(reqs, paths, lengths, strict=True)):
         if path is not None and length != protected_len(req):
             on_mismatch(

@@ -116,7 +116,7 @@ class RowPaths(PathReader):
         in_tree = self._tree_reader.shared_slots(owner)
         if group is None:
             return in_tree
-        row = self._pool.req_to_token[RequestFields.on(owner).row(owner)]
+        row = self._pool.req_to_token[RequestFields.on(owner).req_pool_idx(owner)]
         rest = row[len(in_tree) : max(group.end, len(in_tree))]
         return torch.cat([in_tree, rest.to(in_tree)])
 
