@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from sglang_pat.workload.formats import REORDER_WINDOW, open_trace
+from sglang_pat.cli import workload_options
+from sglang_pat.workload.formats import FORMATS, REORDER_WINDOW, open_trace
 from sglang_pat.workload.generate import WORKLOADS, generate
 from sglang_pat.workload.mooncake import write_mooncake
 from sglang_pat.workload.trace import (
@@ -30,6 +31,14 @@ from sglang_pat.workload.trace import (
 
 DATA = Path(__file__).parents[1] / "support" / "data"
 BURSTGPT_HEADER = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
+
+
+def test_each_format_is_named_wherever_users_look() -> None:
+    page = (DATA.parents[2] / "docs/advise.md").read_text()
+    help_text = Path(workload_options.__file__).read_text().partition('"--format"')[2]
+    for name in FORMATS:
+        assert f"\n| `{name}` | " in page
+        assert name in help_text.partition("(default")[0]
 
 
 def mooncake_line(timestamp: float = 0, **changes: object) -> str:
