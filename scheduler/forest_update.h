@@ -19,11 +19,12 @@ class PathReader {
   virtual TreePaths read(std::span<const int32_t> requests) = 0;
 };
 
+// Numbers of requests. The names in the comments are those of the metric `batch_changes`.
 struct UpdateCounts {
-  int32_t joined;
-  int32_t left;
-  int32_t moved;
-  int32_t read_again;
+  int32_t joined;      // join
+  int32_t left;        // leave
+  int32_t moved;       // last_node_changed: in both batches, but the path may have changed
+  int32_t read_again;  // split: the path was read again because the tree may have split a node
 };
 
 // Updates a forest that has the paths of batch `before`, so that it has the paths of batch `now`. Reads the paths of

@@ -15,10 +15,10 @@ namespace {
 constexpr double kPriceOfMerging = 1.5;
 // A cut between two segments may leave up to 1 / kEmptyPart of the ticket empty.
 constexpr int64_t kEmptyPart = 8;
-// To avoid partials, the item after a cut may reread KV: at most 1 / kAgainPart of a ticket, or kLittleAgain tokens if
+// To avoid partials, the item after a cut may reread KV: at most 1 / kRereadPart of a ticket, or kLittleReread tokens if
 // that is more.
-constexpr int64_t kAgainPart = 3;
-constexpr int64_t kLittleAgain = 160;
+constexpr int64_t kRereadPart = 3;
+constexpr int64_t kLittleReread = 160;
 
 }  // namespace
 
@@ -64,7 +64,7 @@ void CutFinder::cut_at(const Tile& tile, const Position& at, int32_t segment, in
 bool CutFinder::find(const Tile& tile, const Position& at, int64_t budget_left, int64_t budget,
                      bool is_forced, Cut& cut) const {
   const int64_t most_reread = context_.may_merge
-                                  ? std::max(budget / kCostUnit / kAgainPart, kLittleAgain)
+                                  ? std::max(budget / kCostUnit / kRereadPart, kLittleReread)
                                   : std::numeric_limits<int64_t>::max();
   const int64_t shortest = context_.min_item_tokens;
   const bool is_in_range = at.segment == tile.segment_begin && tile.is_read_again();
