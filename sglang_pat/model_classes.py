@@ -168,7 +168,7 @@ def is_draft_model(name: str) -> bool:
     return name.endswith(_OF_DRAFTS)
 
 
-def answers_with_tokens(config: Mapping[str, Any]) -> bool:
+def generates_tokens(config: Mapping[str, Any]) -> bool:
     """Return False if SGLang by default runs the model as an embedding, reward or encoder model."""
     is_embedding_gemma = (
         config.get("model_type") == "gemma3_text"

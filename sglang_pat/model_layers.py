@@ -163,9 +163,9 @@ def check_served(config: Mapping[str, Any]) -> None:
     """Raise ValueError if `config` is not a model's configuration, or the model does not decode."""
     check_architectures(config)
     name = class_name(config)
-    if not model_classes.answers_with_tokens(config):
+    if not model_classes.generates_tokens(config):
         raise ValueError(
-            f"{name} is an embedding, reward or encoder model: it answers with no tokens, so "
+            f"{name} is an embedding, reward or encoder model: it generates no tokens, so "
             "nothing is decoded"
         )
     if model_classes.is_draft_model(name):
@@ -217,8 +217,8 @@ def check_class(config: Mapping[str, Any]) -> None:
 def whole_refusal(config: Mapping[str, Any]) -> Unsupported | None:
     """Return why pat accelerates no layer of a model, or None."""
     name = class_name(config)
-    if not model_classes.answers_with_tokens(config):
-        return Unsupported("attention", f"a model that answers with no tokens ({name})")
+    if not model_classes.generates_tokens(config):
+        return Unsupported("attention", f"a model that generates no tokens ({name})")
     if name in model_classes.ENCODER_DECODER or config.get("is_encoder_decoder"):
         return Unsupported("attention", "an encoder-decoder model" + f" ({name})" * bool(name))
     if sparse := model_classes.sparse_name(config):

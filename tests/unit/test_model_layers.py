@@ -142,7 +142,7 @@ def test_the_window_of_some_classes_does_not_count_the_new_token(name: str, toke
          "sparse attention (DeepseekV32ForCausalLM)"),
         ({"architectures": ["MiniMaxM3SparseForCausalLM"]},
          "sparse attention (MiniMaxM3SparseForCausalLM)"),
-        ({"architectures": ["MistralModel"]}, "a model that answers with no tokens (MistralModel)"),
+        ({"architectures": ["MistralModel"]}, "a model that generates no tokens (MistralModel)"),
         ({"architectures": ["InklingForConditionalGeneration"]},
          "a bias by distance (InklingForConditionalGeneration)"),
         ({**MLA, "num_attention_heads": 64},

@@ -126,8 +126,8 @@ def test_a_model_that_is_known_by_name_needs_no_sglang(monkeypatch: pytest.Monke
     ("changes", "message"),
     [
         ({"architectures": ["BertModel"]}, "BertModel is an embedding, reward or encoder model"),
-        ({"architectures": ["Qwen3ForRewardModel"]}, "it answers with no tokens"),
-        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "with no tokens"),
+        ({"architectures": ["Qwen3ForRewardModel"]}, "it generates no tokens"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "generates no tokens"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "drafts tokens for another model"),
         ({"architectures": None}, "it names no architectures"),
     ],
@@ -151,7 +151,7 @@ def test_what_decodes_nothing_is_refused(
         ({"num_hidden_layers": "many"}, [], "num_hidden_layers='many'; allowed: a whole number"),
         ({"intermediate_size": 10**8}, [], "the weights take"),
         ({"architectures": ["Cheese" * 99]}, [], "that neither SGLang nor transformers here has"),
-        ({"architectures": ["BertModel"]}, [], "it answers with no tokens"),
+        ({"architectures": ["BertModel"]}, [], "it generates no tokens"),
     ],
 )
 def test_wrong_input_is_refused_before_sglang_is_asked(

@@ -185,7 +185,7 @@ def model_reason(config: Any) -> Unsupported | None:
     """Return why a ModelConfig makes all layers of the model fall back, or None."""
     name = ", ".join(config.hf_config.architectures or ["unknown"])
     if not getattr(config, "is_generation", True):
-        return Unsupported("attention", f"a model that answers with no tokens ({name})")
+        return Unsupported("attention", f"a model that generates no tokens ({name})")
     if config.is_encoder_decoder:
         return Unsupported("attention", f"an encoder-decoder model ({name})")
     if _is_sparse(config):
