@@ -65,6 +65,9 @@ def unchecked(time: StepTime) -> list[str]:
         "latent attention": LATENT in kinds,
         "layers with a state": STATE in kinds,
         "layers of several kinds": bool(kinds - {FULL, LATENT, STATE}),
+        "head_dim 512, which SGLang runs by Triton, slower than estimated": any(
+            layer.head_dim == 512 for layer in time.layers
+        ),
     }
     return [reason for reason, holds in reasons.items() if holds]
 
