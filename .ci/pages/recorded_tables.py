@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,15 @@ PEERS = {
     "flashmla": "FlashMLA",
     "triton": "Triton",
 }
-# Runs of kernel attention; each suite is taken from the first that has it.
+# Runs of kernel attention; each case is taken from the first that has it.
 FP8 = ["h100/fp8.json", "h100/fp8-pages.json"]
-KERNELS = ("kernels.json", "kernels-pages.json", "kernels-long.json", "kernels-ranks.json")
+KERNELS = (
+    "kernels.json",
+    "kernels-page-64.json",
+    "kernels-pages.json",
+    "kernels-long.json",
+    "kernels-ranks.json",
+)
 # suite of the kernel benchmark, whether something is shared -> what it is called
 SUITES = {
     ("pat-20", True): "PAT's trees, shared",
@@ -58,6 +65,7 @@ MODELS = {
     "llama-3-70b": "70B",
     "llama-3-70b-rank": "70B, a rank of 8",
     "gemma-3-12b": "Gemma 3 12B",
+    "gemma-4-26b": "Gemma 4 26B-A4B",
     "gpt-oss-20b": "gpt-oss-20b",
     "qwen3-next": "Qwen3-Next",
     "qwen3.6": "Qwen3.6's attention",
@@ -124,12 +132,14 @@ def three(value: float) -> str:
 # --- kernels ---
 
 
-def kernel_cases(names: Iterable[str]) -> list[Case]:
-    """Return the cases of runs; each suite is taken from the first run that has it."""
-    cases: list[Case] = []
+def kernel_cases(names: Iterable[str]) -> dict[str, list[Case]]:
+    """Return the cases of runs by file; each is taken from the first run that has it."""
+    known: set[tuple[str, str]] = set()
+    cases = {}
     for name in names:
-        known = {case["suite"] for case in cases}
-        cases += [case for case in read(name)["cases"] if case["suite"] not in known]
+        run = {(case["suite"], case["name"]): case for case in read(name)["cases"]}
+        cases[name] = [case for key, case in run.items() if key not in known]
+        known.update(run)
     return cases
 
 
@@ -152,7 +162,7 @@ def lost(case: Case) -> bool:
 
 def kernels(names: Sequence[str]) -> str:
     """Times over the floor by suite, and the gain over the best other kernel."""
-    timed = kernel_cases(names)
+    timed = list(chain.from_iterable(kernel_cases(names).values()))
     peers = [key for key in PEERS if any(key in case["us"] for case in timed)]
     columns = ["geometric mean of time / floor", "cases", "pat", *(PEERS[key] for key in peers)]
     columns += ["best other / pat: mean", "least", "most"]
@@ -181,10 +191,10 @@ def _mean_over_floor(cases: Sequence[Case], name: str) -> str:
 def kernel_losses() -> str:
     """Return all cases of an H100 and an H200 in which another kernel is faster."""
     rows = []
-    names = [*kernel_files("h100"), *FP8, "h100/mla.json", "h100/mla-fp8.json"]
-    names += [*kernel_files("h200"), "h200/fp8.json"]
-    for name in names:
-        for case in sorted(filter(lost, read(name)["cases"]), key=gain):
+    h100 = [*kernel_files("h100"), *FP8, "h100/mla.json", "h100/mla-fp8.json"]
+    h200 = [*kernel_files("h200"), "h200/fp8.json"]
+    for name, cases in (kernel_cases(h100) | kernel_cases(h200)).items():
+        for case in sorted(filter(lost, cases), key=gain):
             times = {peer: us for peer, us in case["us"].items() if is_peer(peer)}
             best = PEERS[min(times, key=lambda peer: times[peer])]
             rows.append([f"`{case['name']}`", f"{gain(case):.3f}", best, f"`{name}`"])
@@ -275,8 +285,12 @@ def _compared(result: dict[str, Any]) -> Iterator[list[str]]:
             continue
         scenario = result["scenarios"][case["scenario"]]
         ranks = scenario["arguments"].get("tp_size", 1)
-        model = f"{MODELS[case['model']]}, {scenario['config']['num_hidden_layers']} layers"
+        config = scenario["config"].get("text_config", scenario["config"])
+        model = f"{MODELS[case['model']]}, {config['num_hidden_layers']} layers"
         model += f", TP {ranks}" if ranks > 1 else ""
+        if "speculative_algorithm" in scenario["arguments"]:
+            drafted = scenario["arguments"]["speculative_num_draft_tokens"]
+            model += f", MTP with {drafted} draft tokens"
         model += ", fp8 KV" if "kv_cache_dtype" in scenario["arguments"] else ""
         page_size = scenario["servers"][case["pat"]]["page_size"]
         model += f", pages of {page_size}" if page_size > 1 else ""
