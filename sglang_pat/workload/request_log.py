@@ -308,7 +308,10 @@ def is_request(record: Json) -> bool:
 
 
 def records_of(found: Json) -> list[Json]:
-    """Return the requests of an object that has requests under their ids, else an empty list."""
+    """Return the requests in an object of many: under their ids, or as calls of a trace."""
+    calls = [*_calls(found)]
+    if calls:
+        return calls
     values = [*found.values()]
     names = set(map(fields.plain, found))
     if len(values) < 2 or not all(isinstance(each, Mapping) for each in values):
@@ -316,6 +319,16 @@ def records_of(found: Json) -> list[Json]:
     if names & (fields.ANSWERS | fields.OPAQUE | {"request", "requestbody", "input", "inputs"}):
         return []
     return values if all(map(is_request, values)) else []
+
+
+def _calls(found: Json, depth: int = 20) -> Iterator[Json]:
+    """Yield the calls of a model that a tracer lists in a trace, or in its steps to this depth."""
+    lists = (value for value in found.values() if isinstance(value, list))
+    for each in (each for value in lists for each in value if isinstance(each, Mapping)):
+        if each.get("type") == "GENERATION" or each.get("run_type") == "llm":
+            yield each
+        elif depth:
+            yield from _calls(each, depth - 1)
 
 
 def _event(objects: Iterable[_Placed]) -> str | None:
