@@ -87,7 +87,7 @@ def arguments_of(scenario: Scenario) -> dict[str, Any]:
     shape = SHAPES[scenario.shape]
     cases = [batch.case for batch in scenario.batches]
     pools = [case.pool_tokens + case.batch * (TAIL + ANSWER_TOKENS) for case in cases]
-    groups = scenario.arguments.get("dp_size", 1)  # groups of ranks that share the requests
+    groups = scenario.dp_groups
     batches = sorted({size for case in cases for size in (case.batch, -(-case.batch // groups))})
     if scenario.jobs:
         pools.append(jobs.POOL_TOKENS)
@@ -183,7 +183,8 @@ class Measured:
     def _time_batch(self, batch: Batch, members: Mapping[str, Member], rounds: int) -> None:
         """Fill the caches, time the passes, and compare greedy answers."""
         prompts, case = self.prompts(batch), batch.case
-        heads = heads_of(case, prompts)
+        # The groups get requests in turn, so that each gets every prefix.
+        heads = [head for head in heads_of(case, prompts) for _ in range(self.scenario.dp_groups)]
         begun = time.monotonic()
         fill_all([*members.values()], prompts, heads, [prompt[:-TAIL] for prompt in prompts])
         filled = time.monotonic() - begun

@@ -150,6 +150,12 @@ class Scenario:
         return [each for each in self.asked if isinstance(each, Job)]
 
     @property
+    def dp_groups(self) -> int:
+        """Return the number of groups of ranks that share the requests, each with its own cache."""
+        groups: int = self.arguments.get("dp_size", 1)
+        return groups
+
+    @property
     def gpus(self) -> int:
         count: int = self.arguments.get("tp_size", 1)
         return count
