@@ -23,13 +23,11 @@ PROMPTS = _words(
     "messages input_ids prompt_token_ids prompt input text conversations conversation instruction"
 )
 LIMITS = _words(
-    "max_completion_tokens max_output_tokens max_tokens max_new_tokens num_predict max_gen_toks "
-    "maxOutputTokens maxTokens"
+    "max_completion_tokens max_output_tokens max_tokens max_new_tokens num_predict max_gen_toks"
 )
 COPIES = _words("n best_of")
-NESTED = _words(
-    "sampling_params options extra_body generationConfig generation_config inferenceConfig"
-)  # objects that may have the keys above, too
+# Objects that may have the keys above, too.
+NESTED = _words("sampling_params options extra_body generation_config inference_config")
 MEDIA = _words("images image_data video_data audio_data")
 APART = _words("lora_path lora_id cache_salt extra_key")  # if one differs, two requests share no KV
 _PROMPT_PARTS = _words(
@@ -141,13 +139,14 @@ OUTPUT_TOKENS = frozenset(
     _words(
         "completiontokens outputtokens evalcount outputlength generatedtokens responsetokens "
         "numoutputtokens completiontokencount outputtokencount candidatestokencount outputlen "
-        "llmtokencountcompletion"
+        "llmtokencountcompletion tokensout tokenscompletion numberoutputtokens"
     )
 )
 INPUT_TOKENS = frozenset(
     _words(
         "prompttokens inputtokens promptevalcount inputlength numinputtokens numprompttokens "
-        "prompttokencount inputtokencount llmtokencountprompt"
+        "prompttokencount inputtokencount llmtokencountprompt tokensin tokensprompt "
+        "numberinputtokens"
     )
 )
 # Keys of counts that `inputtokens` does not include.

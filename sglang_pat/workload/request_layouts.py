@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 
+from sglang_pat.workload import request_fields as fields
 from sglang_pat.workload.request_prompts import Json, as_list, role_of
 
 _MESSAGES = ("messages", "input", "conversation", "conversations")  # lists, or JSON texts of lists
-# Keys of OpenTelemetry's conventions for generative AI, of its older conventions, of OpenInference
-# and of Gemini's API -> keys of the chat API.
+# Keys of OpenTelemetry's conventions for generative AI, of its older conventions and of
+# OpenInference -> keys of the chat API.
 _KEYS = {
     "gen_ai.request.model": "model",
     "gen_ai.request.max_tokens": "max_tokens",
@@ -26,9 +28,16 @@ _KEYS = {
     "gen_ai.completion": "output",
     "llm.input_messages": "messages",
     "llm.output_messages": "output",
+}
+# Plain names of keys -> keys of the chat API or the completions API, whose keys may be written in
+# other cases (maxTokens, Prompt).
+_NAMES = {fields.plain(key): key for key in (*fields.KNOWN, *fields.ANSWER_TEXTS)} | {
     "contents": "messages",
-    "systemInstruction": "system",
-    "system_instruction": "system",
+    "systeminstruction": "system",
+    "systemprompt": "system",
+    "systemmessage": "system",
+    "userprompt": "prompt",
+    "prompttext": "prompt",
 }
 # An attribute of a span that belongs to one message: its list, its place in the list, its key.
 _OF_MESSAGE = re.compile(
@@ -42,15 +51,22 @@ def in_known_keys(found: Json) -> Json:
     """Return the object with its messages under a known key, and as a list instead of as JSON."""
     if isinstance(found.get("resps"), list) and found.get("arguments"):
         return _of_evaluation(found)
-    found = _with_messages(found)
-    renamed = {_KEYS[key]: found[key] for key in found.keys() & _KEYS.keys()}
-    rest = {key: value for key, value in found.items() if key not in _KEYS}
+    given = _with_messages(found)
+    names = {key: _known_key(key) for key in given}
+    found = {name: given[key] for key, name in names.items() if name == key or name not in given}
     if role_of(next(iter(as_list(found.get("query"))), None)) is not None:  # SWE-agent
-        renamed["messages"] = rest.pop("query")
-    found = {**renamed, **rest}
+        found["messages"] = found.pop("query")
     for key in _MESSAGES:
-        found[key] = _list_of_messages(found.get(key)) or found.get(key)
+        value = found.get(key)
+        found[key] = [value] if role_of(value) else _list_of_messages(value) or value
     return {key: value for key, value in found.items() if value is not None}
+
+
+@lru_cache(maxsize=4096)
+def _known_key(key: str) -> str:
+    if key in _KEYS or key in fields.KNOWN or "." in key:
+        return _KEYS.get(key, key)
+    return _NAMES.get(fields.plain(key), key)
 
 
 def attributes(value: object) -> Json | None:

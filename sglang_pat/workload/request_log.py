@@ -127,7 +127,7 @@ def requests_of(
     asked = {**asked, **extra} if isinstance(extra, Mapping) else asked
     if not isinstance(found, Mapping):
         asked = {**_tools_beside(asked, found), **asked}
-    nested = [inner for key in fields.NESTED for inner in _mappings(asked.get(key))]
+    nested = [in_known_keys(one) for key in fields.NESTED for one in _mappings(asked.get(key))]
     for source in (asked, *nested):
         for key in fields.REFUSED.keys() & source.keys():
             value = source[key]
