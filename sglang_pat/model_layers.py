@@ -156,7 +156,7 @@ def check_architectures(config: Mapping[str, Any]) -> None:
     if names is None and class_name(config):
         return
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
-        raise ValueError("no config.json of a model: it names no architectures")
+        raise ValueError("not a model's config.json: it names no architectures")
 
 
 def check_served(config: Mapping[str, Any]) -> None:
@@ -187,7 +187,7 @@ def check_counts(config: Mapping[str, Any]) -> None:
 
 def _check_groups(qo_heads: int, kv_heads: int) -> None:
     if qo_heads % kv_heads:
-        raise ValueError(f"{qo_heads} query heads, no multiple of {kv_heads} KV heads")
+        raise ValueError(f"{qo_heads} query heads, not a multiple of {kv_heads} KV heads")
 
 
 def check_ranks(layers: Sequence[Layer], tp: int) -> None:

@@ -99,7 +99,7 @@ class WindowAttention(PackAttention):
             raise ValueError("batch_invariant must be False with a window: cuts depend on others")
         if is_integer(max_requests := options.get("max_requests")):
             # There are fewer shared ranges than rows, and each range is part of a row. The size of
-            # the KV pool is no bound, because several ranges may have the same slots.
+            # the KV pool is not a bound, because several ranges may have the same slots.
             most = max(int(max_requests), 0) * int(window)
             options["max_shared_slots"] = min(most, _MAX_INT32)
         slack = min(SLACK, int(window) // SLACK_PART)

@@ -180,7 +180,7 @@ def judge(
     if dtype not in ROUNDING:
         raise ValueError(f"dtype {dtype!r}; allowed: {', '.join(ROUNDING)}")
     if not all(np.isfinite(each.distance).all() for each in distances[1]):
-        raise RuntimeError("the other backend gives log-probabilities that are no numbers")
+        raise RuntimeError("the other backend gives log-probabilities that are not numbers")
     floor, shared = ROUNDING[dtype], SHARED_ROUNDING if own_prefill else 1.0
     pat, other = (_Tokens(asked, each) for each in distances)
     tie = TIE_RATIO * max(other.worst_token, floor)

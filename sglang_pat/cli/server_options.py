@@ -124,7 +124,9 @@ def check_flags(words: Sequence[str], backend: str = _BACKEND_OPTION) -> None:
     backend: the end of the error message if a flag chooses an attention backend.
     """
     if words and not words[0].startswith("-"):
-        raise ValueError(f"--server-args: {quoted(words[0])} is no flag; allowed: flags of SGLang")
+        raise ValueError(
+            f"--server-args: {quoted(words[0])} is not a flag; allowed: flags of SGLang"
+        )
     known = launch_flags()
     for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
         # SGLang accepts abbreviations, so `flag` may be only the beginning of a flag.
@@ -134,7 +136,7 @@ def check_flags(words: Sequence[str], backend: str = _BACKEND_OPTION) -> None:
             raise ValueError(f"--server-args must not hold {flag}; {instead}")
         name = flag.replace("--no-", "--", 1)
         if known and not any(each.startswith((flag, name)) for each in known):
-            raise ValueError(f"--server-args: {quoted(flag)} is no flag of the installed SGLang")
+            raise ValueError(f"--server-args: {quoted(flag)} is not a flag of the installed SGLang")
     for word, following in pairwise([*words, ""]):
         flag, _, value = word.partition("=")
         file = value or following

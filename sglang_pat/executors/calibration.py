@@ -171,6 +171,6 @@ def _read(data: Any, machine: Machine, kind: str) -> Calibration:
 
 def _unusable(path: Path, error: Exception) -> kernel_cache.KernelCacheError:
     return kernel_cache.KernelCacheError(
-        f"{path} is no calibration that can be used ({error}): remove it, or make it again: "
+        f"{path} is not a usable calibration ({error}): remove it, or make it again: "
         "sglang-pat calibrate"
     )

@@ -55,7 +55,7 @@ def read_rows(
     try:
         header = rows.fieldnames or ()
     except csv.Error as error:
-        raise ValueError(f"{file}: no CSV: {error}") from None
+        raise ValueError(f"{file}: not CSV: {error}") from None
     missing = [name for name in columns if name not in header]
     if missing:
         raise ValueError(f"{file}: no column {missing[0]!r}; there are: {listed(header)}")
@@ -82,7 +82,7 @@ def row_objects(path: Path) -> Iterator[bytes]:
     try:
         yield from map(_encode, rows)
     except csv.Error as error:
-        raise TraceError(path.name, rows.line_num, f"no CSV: {error}") from None
+        raise TraceError(path.name, rows.line_num, f"not CSV: {error}") from None
 
 
 def _rows(lines: Iterable[str]) -> csv.DictReader[str]:

@@ -16,7 +16,7 @@ from sglang_pat.workload.trace import TraceError
 _GZIP_MAGIC, _ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _CHUNK_BYTES = 1 << 20
 _MOST_BYTES = 2 << 30  # limit for JSON other than JSON lines, because all of it is in memory
-# Keys of a message or of a part of one. A list of such objects is no list of records.
+# Keys of a message or of a part of one. A list of such objects is not a list of records.
 _PART_KEYS = frozenset(("role", "content", "type", "text", "parts", "name", "cache_control"))
 _BETWEEN = re.compile(r"[\s,\[\]]*")
 _raw_decode = json.JSONDecoder().raw_decode

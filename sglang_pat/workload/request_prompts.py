@@ -239,7 +239,7 @@ class _Rendered:
         if isinstance(message, str):
             message = {"role": "user", "content": message}
         if not isinstance(message, Mapping):
-            raise ValueError(f"a message is no object: {quoted(message)}")
+            raise ValueError(f"a message is not an object: {quoted(message)}")
         for key in ("kwargs", "data"):  # LangChain has the message in one of these
             if isinstance(inner := message.get(key), Mapping) and "content" in inner:
                 message = {**message, **inner}

@@ -44,7 +44,7 @@ def seconds(value: object, unit: str | None = None, default: str = "s") -> float
     if number is None:
         return _moment(value)
     if not number >= 0 or not math.isfinite(number):
-        raise ValueError(f"{quoted(value)} is no time: a number from 0 or ISO 8601 is needed")
+        raise ValueError(f"{quoted(value)} is not a time: a number from 0 or ISO 8601 is needed")
     first = UNITS[unit or default]
     for scale in UNITS.values():
         found = number / scale
@@ -53,7 +53,7 @@ def seconds(value: object, unit: str | None = None, default: str = "s") -> float
         if unit is None and scale > first and _EPOCH[0] <= found <= _EPOCH[1]:
             return found
     raise ValueError(
-        f"{quoted(value)} is no time: it is after the year 2103"
+        f"{quoted(value)} is not a time: it is after the year 2103"
         + (f" in {unit}" if unit else " in s, ms, us and ns")
     )
 
@@ -98,4 +98,4 @@ def _moment(value: object) -> float:
             found = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
             if 0 <= found <= _EPOCH[1]:
                 return found
-    raise ValueError(f"{quoted(value)} is no time: a number or ISO 8601 is needed")
+    raise ValueError(f"{quoted(value)} is not a time: a number or ISO 8601 is needed")

@@ -47,7 +47,7 @@ def test_the_variables_of_the_process_are_read(monkeypatch: pytest.MonkeyPatch) 
         ("SGLANG_PAT_STATS_FILE", "/no/such/folder/f", "can be written .its folder /no/such/fold"),
         ("SGLANG_PAT_STATS_FILE", "/", "SGLANG_PAT_STATS_FILE='/'; allowed: the path of a file th"),
         ("SGLANG_PAT_STATS_FILE", "", "SGLANG_PAT_STATS_FILE=''; allowed: the path of a file that"),
-        ("SGLANG_PAT_STATS_FILE", "/dev/null", "='/dev/null'; allowed: .*it is no regular file"),
+        ("SGLANG_PAT_STATS_FILE", "/dev/null", "='/dev/null'; allowed: .*it is not a regular file"),
         ("SGLANG_PAT_STATS_FILE", f"/tmp/{'x' * 300}", "allowed: .*File name too long"),
         ("SGLANG_PAT_KERNEL_CACHE", "", "SGLANG_PAT_KERNEL_CACHE=''; allowed: an absolute path"),
         ("SGLANG_PAT_KERNEL_CACHE", "k", "SGLANG_PAT_KERNEL_CACHE='k'; allowed: an absolute path"),

@@ -90,7 +90,7 @@ def test_a_machine_that_cannot_run_the_servers(
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"architectures": 5}, "no config.json of a model: it names no architectures"),
+        ({"architectures": 5}, "not a model's config.json: it names no architectures"),
         ({"vocab_size": None}, "vocab_size"),
         ({"vocab_size": 512}, "vocab_size=512; allowed: more than 512"),
         ({"max_position_embeddings": 300}, "the context ends at 300"),

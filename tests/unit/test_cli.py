@@ -51,8 +51,8 @@ def answer(*words: str) -> subprocess.CompletedProcess[str]:
         ("build --cache=", "--cache: ''; allowed: the path of a folder"),
         (
             "build --arch 9.0 --cache /proc/x",
-            "the kernel cache /proc/x cannot be written (No such file or directory): make it "
-            "writable, or name another folder by --cache",
+            "the kernel cache /proc/x cannot be written (No such file or directory): correct "
+            "this, or name another folder by --cache",
         ),
         ("demo --requests 47", "--requests: '47'; allowed: a whole number from 48 to 10,000"),
         ("demo --json /proc/x", "--json: '/proc/x': No such file or directory"),
@@ -289,7 +289,12 @@ def test_build_compiles_what_a_server_needs(
         (["--head-dim", "64"], {}, 2, "--head-dim: allowed: without --model, which says it"),
         ([], {"head_dims": ()}, 1, "'qwen3-8b' needs no kernels: pat decodes nothing: sliding win"),
         ([], {"dtype": "float32"}, 1, "no kernels for float32; supported: float16, bfloat16"),
-        (["--server-args", "tp 8"], {}, 2, "--server-args: 'tp' is no flag; allowed: flags of SG"),
+        (
+            ["--server-args", "tp 8"],
+            {},
+            2,
+            "--server-args: 'tp' is not a flag; allowed: flags of SG",
+        ),
     ],
 )
 def test_build_says_in_one_line_what_it_cannot_compile(

@@ -464,7 +464,7 @@ QWEN = ["--model", "qwen3-8b"]
         (["--model", "{folder}"], "'{folder}': no config.json in this folder; allowed: llama-3.1-"),
         (["--model", "{folder}/broken.json"], "{folder}/broken.json: not a config.json: "),
         (["--model", "{folder}/nested.json"], "{folder}/nested.json: not a config.json: "),
-        (["--model", "{folder}/number.json"], "no config.json of a model: it names no arch"),
+        (["--model", "{folder}/number.json"], "not a model's config.json: it names no arch"),
         (["--model", "{folder}/weights"], "not a config.json: it has 100,000,000 bytes"),
         (["--tp", "8"], "--tp '8': allowed: with --model"),
         (["--server-args", "--tp 8"], "--server-args '--tp 8': allowed: with --model"),
@@ -476,7 +476,7 @@ QWEN = ["--model", "qwen3-8b"]
             [*QWEN, "--server-args", "--attention-backend fa3"],
             "--server-args must not hold --attention-backend; the command is about pat",
         ),
-        ([*QWEN, "--server-args", f"--{'x' * 5000}"], "is no flag of the installed SGLang"),
+        ([*QWEN, "--server-args", f"--{'x' * 5000}"], "is not a flag of the installed SGLang"),
         ([*QWEN, "--server-args", "--x '"], "No closing quotation; allowed: as in"),
     ],
 )

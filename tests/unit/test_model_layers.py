@@ -209,7 +209,7 @@ def test_the_decoder_of_a_multimodal_model() -> None:
     ("changes", "message"),
     [
         ({"num_hidden_layers": None}, "num_hidden_layers=None; allowed: a whole number from 1"),
-        ({"num_key_value_heads": 3}, "16 query heads, no multiple of 3 KV heads"),
+        ({"num_key_value_heads": 3}, "16 query heads, not a multiple of 3 KV heads"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 6 layers"),
         ({"full_attention_interval": "4"}, "full_attention_interval='4'; allowed: a whole number"),
         ({"full_attention_interval": 0.5}, "full_attention_interval=0.5; allowed: a whole number"),

@@ -72,7 +72,7 @@ def test_mooncake_blocks_become_segments_and_the_last_one_is_partial(tmp_path):
         (mooncake_line(input_length=512), "2 hash_ids, but input_length 512 is 1 blocks"),
         (mooncake_line(input_length=0, hash_ids=[]), "input_length"),
         (mooncake_line(output_length=-1), "output_length"),
-        (mooncake_line(timestamp=-1), "-1.0 is no time: a number from 0 or ISO 8601 is needed"),
+        (mooncake_line(timestamp=-1), "-1.0 is not a time: a number from 0 or ISO 8601 is needed"),
         (mooncake_line(hash_ids=["a", "b"]), "hash_ids"),
         (mooncake_line(segments=[[1, 699]]), "segments of 699 tokens, but input_length is 700"),
         (mooncake_line(segments=[[1, 700], [2, 0]]), "segments"),
@@ -119,8 +119,8 @@ def test_burstgpt_rows_are_private_and_failed_requests_are_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ("x,ChatGPT,472,18,490,log", "Timestamp: 'x' is no time: a number or ISO 8601"),
-        ("nan,ChatGPT,472,18,490,log", "Timestamp: 'nan' is no time: a number from 0"),
+        ("x,ChatGPT,472,18,490,log", "Timestamp: 'x' is not a time: a number or ISO 8601"),
+        ("nan,ChatGPT,472,18,490,log", "Timestamp: 'nan' is not a time: a number from 0"),
         ("5,ChatGPT,472.5,18,490,log", "Request tokens is '472.5'; a whole number from 0"),
         ("5,ChatGPT,0,18,18,log", "Request tokens is 0"),
         ("5,ChatGPT,472,-1,471,log", "Response tokens is '-1'"),
@@ -223,8 +223,8 @@ def test_reading_holds_only_the_reorder_window(tmp_path):
         ('{"question": 1, "answer": 2}\n', "auto", "has no prompt; its keys are question, answer"),
         ("[\n1]\n", "auto", r"its first line is '\[\\n'"),
         ("a\rb,c\n", "auto", r"its first line is 'a\\rb,c\\n'"),
-        ("a\rb,c\n", "burstgpt", "trace: no CSV: new-line character seen"),
-        ("prompt,b\n1,2\rx", "auto", "trace:1: no CSV: new-line"),
+        ("a\rb,c\n", "burstgpt", "trace: not CSV: new-line character seen"),
+        ("prompt,b\n1,2\rx", "auto", "trace:1: not CSV: new-line"),
         ("prompt,answer\n1,2\n", "burstgpt", "no column 'Timestamp'; there are: prompt, answer"),
         (mooncake_line(), "csv", "format 'csv'; allowed: auto, mooncake"),
         (mooncake_line(), "sglang-dump", "not a pickle"),
@@ -286,7 +286,7 @@ def test_azure_rows_have_iso_times(tmp_path):
         (pytest.approx(4.314579, abs=2e-6), 396, 109),
         (pytest.approx(60.0, abs=2e-6), 879, 55),
     ]
-    assert "TIMESTAMP: 'noon' is no time" in trace.errors.first[0].reason
+    assert "TIMESTAMP: 'noon' is not a time" in trace.errors.first[0].reason
 
 
 def test_a_time_without_a_zone_is_utc(tmp_path, monkeypatch):

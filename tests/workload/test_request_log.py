@@ -200,7 +200,7 @@ def test_a_time_that_cannot_be_is_refused(tmp_path: Path, time: object) -> None:
     records = [{"timestamp": time, **chat(i), **ANSWER} for i in range(REQUESTS)]
     lines = "".join(json.dumps(each).replace("Infinity", "1e400") + "\n" for each in records)
     (tmp_path / "log").write_text(lines)
-    with pytest.raises(ValueError, match=r"is no time|no known format: its first line") as found:
+    with pytest.raises(ValueError, match=r"is not a time|no known format: its first line") as found:
         read(tmp_path / "log")
     assert len(str(found.value)) < 500
 
@@ -417,7 +417,7 @@ def test_calls_and_results_of_tools_are_part_of_the_prompt(tmp_path: Path) -> No
         ({"extra_body": {"use_beam_search": True}}, "use_beam_search: beam search"),
         ({"messages": [{"role": "user", "content": [{"type": "hologram"}]}]}, "type 'hologram'"),
         ({"messages": [{"role": "user", "content": 7}]}, "content is 7"),
-        ({"messages": ["x" * 9000, 7]}, "a message is no object: 7"),
+        ({"messages": ["x" * 9000, 7]}, "a message is not an object: 7"),
         ({"messages": [{"role": "user", "body": "x"}]}, "without content; its keys are role, body"),
         ({"response": '{"choices": [{"message": {"con'}, "response was cut when it was logged"),
     ],
@@ -602,5 +602,5 @@ def test_at_a_rate_a_time_that_cannot_be_read_does_not_matter(tmp_path: Path) ->
     ]
     timed, _ = read(written(tmp_path / "timed", records), untimed=True)
     assert [each.arrival for each in timed] == [0, 5]
-    with pytest.raises(TraceError, match="is no time"):
+    with pytest.raises(TraceError, match="is not a time"):
         read_shape(tmp_path, record)

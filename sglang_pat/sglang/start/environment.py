@@ -102,7 +102,7 @@ def _stats_file(text: str) -> Path:
     problem = problem_with(path)
     # Writing replaces the file, so it would also replace a device or a pipe.
     if problem is None and path.exists() and not path.is_file():
-        problem = "it is no regular file"
+        problem = "it is not a regular file"
     if problem is not None:
         raise _bad_value("STATS_FILE", text, f"the path of a file that can be written ({problem})")
     return path
