@@ -23,6 +23,8 @@ from sglang_pat.sglang.start.argument_rewrite import around_resolution, is_asked
 from sglang_pat.sglang.start.environment import Environment
 from sglang_pat.sglang.start.server_options import batch_invariant
 
+NATIVE = ("torch_native", "torch_native")
+
 
 def test_registration_makes_pat_a_choice_and_imports_nothing_heavy() -> None:
     code = """
@@ -92,17 +94,14 @@ def backends(server_args: ServerArgs) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("chosen", "expected"),
     [
-        ({"attention_backend": "pat"}, ("torch_native", "torch_native")),
-        ({"decode_attention_backend": "pat"}, ("torch_native", "torch_native")),
+        ({"attention_backend": "pat"}, NATIVE),
+        ({"decode_attention_backend": "pat"}, NATIVE),
         ({"attention_backend": "triton", "decode_attention_backend": "pat"}, ("triton", "triton")),
         (
             {"attention_backend": "pat", "prefill_attention_backend": "triton"},
             ("triton", "torch_native"),
         ),
-        (
-            {"prefill_attention_backend": "pat", "decode_attention_backend": "pat"},
-            ("torch_native", "torch_native"),
-        ),
+        ({"prefill_attention_backend": "pat", "decode_attention_backend": "pat"}, NATIVE),
     ],
 )
 def test_the_default_backend_stands_for_pat(
@@ -115,6 +114,15 @@ def test_the_default_backend_stands_for_pat(
         if hasattr(each, "resolve_once"):
             each.resolve_once()  # as in the scheduler's process
         assert backends(each) == expected
+
+
+def test_an_actor_of_ray_has_the_plug_in(tiny_model: Path) -> None:
+    """It gets the arguments pickled, and SGLang loads no plug-ins there."""
+    arguments = pickle.dumps(start(tiny_model, attention_backend="pat", use_ray=True))
+    code = "import pickle, sys; pickle.load(sys.stdin.buffer); "
+    code += "from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES as a; print('pat' in a)"
+    child = subprocess.run([sys.executable, "-c", code], input=arguments, capture_output=True)
+    assert child.stdout.endswith(b"True\n"), child.stderr
 
 
 def test_others_are_not_touched(tiny_model: Path) -> None:
@@ -189,9 +197,6 @@ def test_deterministic_inference_is_served_with_a_prefix_cache(
     assert is_asked_for(arguments)
     assert batch_invariant(arguments, Environment())
     assert not resolved(arguments, "disable_radix_cache")
-
-
-def test_pat_is_among_the_backends_for_deterministic_inference() -> None:
     assert "pat" in server_args.DETERMINISTIC_ATTENTION_BACKEND_CHOICES
     assert "pat" in server_args.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND
 

@@ -277,17 +277,12 @@ def attach_draft_steps(steps: Any, model_runner: Any, target: VerifyPlanner) -> 
         (backend, PatDraftStep, partial(DraftStepState, steps, step))
         for step, backend in enumerate(backends)
     ]
-    attach([*of_steps, (steps, PatDraftSteps, new_state)], layer_support, reason=_reason(steps))
+    closed = Unsupported("default backend", f"{type(steps).__name__}, which is closed")
+    reason = None if backends else closed
+    if window := getattr(steps, "draft_window_size", 0):  # not in 0.5.17
+        reason = _window_reason(window)
+    attach([*of_steps, (steps, PatDraftSteps, new_state)], layer_support, reason=reason)
     report_draft_support(layer_support)
-
-
-def _reason(steps: Any) -> Unsupported | None:
-    """Return why the decode steps of a draft model fall back, or None."""
-    if not getattr(steps, "attn_backends", ()):
-        return Unsupported("default backend", f"{type(steps).__name__}, which is closed")
-    # Some containers let the draft model read only its last tokens; in 0.5.17 none does.
-    window = getattr(steps, "draft_window_size", 0)
-    return _window_reason(window) if window else None
 
 
 def _window_reason(size: int) -> Unsupported:

@@ -9,7 +9,7 @@ is stored on the arguments object, because SGLang pickles that object for its pr
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from sglang_pat import support
 from sglang_pat.sglang.compat import resolved, unset_arguments
@@ -18,8 +18,8 @@ from sglang_pat.sglang.start.server_options import early_reason
 from sglang_pat.support import BACKEND
 
 # Attributes that pat sets on ServerArgs. They are not fields, so dumps of the arguments leave them
-# out. _ASKED_FOR: whether the user chose pat. _NAMED_DRAFT: the backend that the user named for the
-# draft model, kept because SGLang overwrites this option for some algorithms.
+# out. _ASKED_FOR: True or a `_ChoiceForRay` if the user chose pat. _NAMED_DRAFT: the backend that
+# the user named for the draft model, because SGLang overwrites this option for some algorithms.
 _ASKED_FOR = "_sglang_pat_decodes"
 _NAMED_DRAFT = "_sglang_pat_draft_backend"
 _ALL_MODES, _PREFILL, _DECODE = (
@@ -52,7 +52,7 @@ def around_resolution(resolve: Callable[[Any], None], arguments: Any) -> None:
 
 def is_asked_for(arguments: Any) -> bool:
     """Return True if the user chose `pat` for decode."""
-    return getattr(arguments, _ASKED_FOR, False)
+    return bool(getattr(arguments, _ASKED_FOR, False))
 
 
 def named_draft_backend(arguments: Any) -> str | None:
@@ -76,9 +76,20 @@ def _substitute(arguments: Any) -> None:
             f"pat only decodes, but the backend for decode is {decode or 'not given'}, for prefill "
             f"{prefill}; use --attention-backend {BACKEND} or --decode-attention-backend {BACKEND}"
         )
-    setattr(arguments, _ASKED_FOR, True)
+    with_ray = getattr(arguments, "use_ray", False)
+    setattr(arguments, _ASKED_FOR, _ChoiceForRay() if with_ray else True)
     setattr(arguments, _NAMED_DRAFT, getattr(arguments, _DRAFT))
     unset_arguments(arguments, [each for each in chosen if chosen[each] == BACKEND], BACKEND)
+
+
+class _ChoiceForRay:
+    """The choice of pat. Unpickling it loads the plug-ins, which SGLang's Ray actors do not."""
+
+    def __new__(cls) -> Self:
+        from sglang.srt.plugins import load_plugins
+
+        load_plugins()
+        return super().__new__(cls)
 
 
 def _check(arguments: Any) -> None:
