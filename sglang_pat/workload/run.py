@@ -236,7 +236,8 @@ def serve(
     stats.step_ms = 1000 * decode_seconds / max(stats.steps, 1)
     stats.attention = attention / max(decode_seconds, 1e-12)
     stats.prefill = prefill_seconds / max(decode_seconds + prefill_seconds, 1e-12)
-    stats.repeats = 1 - totals["distinct"] / max(totals["query-centric"], 1)
+    read = totals["query-centric"]
+    stats.repeats = 1 - totals["distinct"] / read if read else 0.0
     stats.kv_tokens, stats.partials = totals, partials
     served = sum(time - each.arrival for each, time in server.finished) - waited
     stats.overloaded = waited > served

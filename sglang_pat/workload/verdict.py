@@ -86,16 +86,18 @@ def verdict(found: WorkloadAnswer, model: str, workload: str) -> Verdict:
     not_recorded = unchecked(time)
     error = dict(_UNCHECKED if not_recorded else ERRORS[time.gpu.name])
     accelerated = sum(layer.is_accelerated for layer in time.layers)
-    says = _says(tpot, rate, error) if accelerated else DOES_NOT_PAY
+    nothing = ""
+    if not accelerated:
+        nothing = f"it accelerates no layer of {model}, so the server runs as it does today"
+    elif not default.steps:
+        nothing = "no answer has a second token, so nothing is decoded"
+    says = DOES_NOT_PAY if nothing else _says(tpot, rate, error)
     return Verdict(
         tpot_ms={name: round(value, 4) for name, value in tpot.items()},
         requests_per_second={name: round(value, 5) for name, value in rate.items()},
         error=error,
         says=says,
-        sentence=_sentence(says, tpot, rate)
-        if accelerated
-        else f"pat does not pay: it accelerates no layer of {model}, so the server runs as it does "
-        "today.",
+        sentence=f"pat {says}: {nothing}." if nothing else _sentence(says, tpot, rate),
         basis=_basis(found, model, workload, error, not_recorded),
         why=_why(found, accelerated),
     )
@@ -155,9 +157,12 @@ def _basis(
 
 def _why(found: WorkloadAnswer, accelerated: int) -> str:
     default, time = found.default, found.setup.time
-    reasons = [
+    decoding = [
         f"{default.repeats:.0%} of the KV reads repeat what another request of the step has read",
         f"attention is {default.attention:.0%} of a step of {time.gpu.default_backend}",
+    ]
+    reasons = [
+        *(decoding if default.steps else ()),
         f"prefill takes {default.prefill:.0%} of the time",
         f"{accelerated} of {len(time.layers)} layers accelerated",
     ]

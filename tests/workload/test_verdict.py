@@ -81,6 +81,15 @@ def test_pays_needs_a_gain_above_the_error_and_no_loss(
     assert said.sentence.startswith(f"pat {says}: ")
 
 
+def test_answers_of_one_token_are_not_decoded(advise: Any, tmp_path: Path) -> None:
+    files = ("--csv", tmp_path / "a", "--html", tmp_path / "b", "--json", tmp_path / "c")
+    told = advise("--generate", "few-shot", "--limit", "9", "--max-new-tokens", "1", *files)
+    assert told.status == 0
+    out = " ".join(told.out.split())
+    assert out.startswith("pat does not pay: no answer has a second token, so nothing is decoded. ")
+    assert "Why: prefill takes 100% of the time; 32 of 32 layers accelerated." in out
+
+
 def test_redundant_reads_are_counted_exactly() -> None:
     """4 requests have 1,000 common and 200 private tokens each, and answers of 3 tokens."""
     requests = [TraceRequest(0.0, (Segment(-1, 1000), Segment(i, 200)), 3) for i in range(4)]
