@@ -33,6 +33,12 @@ _MOST_TOKENS = 1 << 30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all options."""
+    _add_workload(parser)
+    _add_server(parser)
+    _add_answer(parser)
+
+
+def _add_workload(parser: argparse.ArgumentParser) -> None:
     workload = parser.add_argument_group("the workload")
     trace = workload.add_mutually_exclusive_group(required=True)
     trace.add_argument(
@@ -80,6 +86,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     workload.add_argument(
         "--save", type=output_file, metavar="FILE", help="keep what is generated, as Mooncake JSONL"
     )
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("the server")
     server.add_argument(
         "--model",
@@ -149,6 +158,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="own",
         help="the prefix cache: ours, or SGLang's classes, which takes seconds (default: own)",
     )
+
+
+def _add_answer(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("the answer")
     output.add_argument("--verbose", action="store_true", help="more than the verdict")
     output.add_argument(
