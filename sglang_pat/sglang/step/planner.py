@@ -27,6 +27,7 @@ from sglang_pat.sglang.step.microbatches import Microbatch, Microbatches
 from sglang_pat.sglang.step.plan_reuse import PlanReuse, SkippedPlanning
 from sglang_pat.sglang.step.step_type import ExecutionMode, StepType
 from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder
+from sglang_pat.sglang.tree.radix_paths import Request
 from sglang_pat.sglang.tree.request_tracker import StepRequests
 from sglang_pat.stats import Counters, PlanStats, read_counters
 from sglang_pat.window import AHEAD, WindowAttention
@@ -133,16 +134,13 @@ class StepPlanner:
         plans = microbatch.eager if execution is ExecutionMode.EAGER else microbatch.captured
         assert plans is not None
         begun_ns = time.perf_counter_ns()
-        builder, times_ns = microbatch.builder, self._skipped.end()
-        num_repeated = len(times_ns)
+        builder, repeated_ns = microbatch.builder, self._skipped.end()
         reqs = None if requests is None else requests.reqs
-        num_requests: int = forward_batch.batch_size
-        would_repeat = False
-        if self._checks is not None and step_type.repeat is None:
-            last = self._reuse.reason(step_type, reqs, plans, num_requests)
-            would_repeat = last in _WOULD_REPEAT
-        first = StepReason.EAGER if execution is ExecutionMode.EAGER else StepReason.PRIVATE
-        self._reuse.begin_plan(step_type, reqs, plans, num_requests, first)
+        step = step_type, reqs, plans, forward_batch.batch_size
+        would_repeat = self._checks is not None and self._would_repeat(*step)
+        # Why the next step is planned, unless _allow_repeats() lets it repeat this one.
+        why_next = StepReason.EAGER if execution is ExecutionMode.EAGER else StepReason.PRIVATE
+        self._reuse.begin_plan(*step, why_next)
         inputs = step_type.read_inputs(forward_batch, requests)
         req_pool_indices, seq_lens = step_type.prepare_rows(inputs, forward_batch, execution)
         batch = builder.read(inputs)
@@ -158,7 +156,7 @@ class StepPlanner:
         if self._ranks is not None:
             took_ns = time.perf_counter_ns() - begun_ns
             is_step = requests is not None and execution is not ExecutionMode.CAPTURE
-            self._ranks.check([plan for _, plan in made], times_ns, took_ns if is_step else None)
+            self._ranks.check([plan for _, plan in made], repeated_ns, took_ns if is_step else None)
         if self._checks is not None:
             self._checks.check_growth(made[-1][0], builder, would_repeat=would_repeat)
             self._checks.check(made, builder, inputs.seq_lens, tensors)
@@ -166,12 +164,19 @@ class StepPlanner:
             step_type.count_planned(forward_batch, batch, plans)
             self._reasons[why or StepReason.FIRST] += 1
         if execution is not ExecutionMode.CAPTURE:
-            self._count_windows([attention for attention, _ in made], num_repeated)
-        if execution is not ExecutionMode.CAPTURE and self._reports is not None:
-            self._reports.add_step(plans.last.step_time, num_repeated)
+            self._count_windows([attention for attention, _ in made], len(repeated_ns))
+            if self._reports is not None:
+                self._reports.add_step(plans.last.step_time, len(repeated_ns))
         if execution is ExecutionMode.REPLAY:
             self._allow_repeats(step_type, builder, plans)
         return plans
+
+    def _would_repeat(
+        self, step_type: StepType, reqs: list[Request] | None, plans: StepPlans, num_rows: int
+    ) -> bool:
+        """Return True if a plain decode step would repeat the last one if checks were off."""
+        reason = self._reuse.reason(step_type, reqs, plans, num_rows)
+        return step_type.repeat is None and reason in _WOULD_REPEAT
 
     def _allow_repeats(
         self, step_type: StepType, builder: DecodeBatchBuilder, plans: StepPlans
