@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -114,14 +115,16 @@ def _no_warnings() -> Iterator[None]:
 
 
 def _print(checks: list[Check]) -> None:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
+    """Print a table to a terminal, else a line per check, in which paths are not broken."""
+    if not sys.stdout.isatty() or find_spec("rich") is None:
         for check in checks:
-            print(f"{check.status:8} {check.topic}: {check.found}. {check.advice}".rstrip())
+            advice = f" -> {check.advice}" if check.advice else ""
+            print(f"{check.status:8} {check.topic}: {check.found}{advice}")
         return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=None, pad_edge=False)
     for title in ("", "check", "found", "what to do"):
         table.add_column(title, overflow="fold")

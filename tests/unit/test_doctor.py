@@ -516,14 +516,19 @@ def test_report_and_exit_status(
     expected: str,
     exit_status: int,
 ) -> None:
-    checks = [Check(f"topic {i}", status, "[x] found", "do") for i, status in enumerate(statuses)]
+    long = "[x] /" + "folder/" * 30
+    checks = [Check(f"topic {i}", status, long, "do") for i, status in enumerate(statuses)]
     monkeypatch.setattr(doctor, "all_checks", lambda: checks)
     assert worst(checks) == expected
     assert main.main(["doctor", "--json", str(tmp_path / "report.json")]) == exit_status
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["status"] == expected
     assert [Check(**each) for each in report["checks"]] == checks
+    lines = [f"{each.status:8} {each.topic}: {long} -> do" for each in checks]
+    assert capsys.readouterr().out.splitlines() == lines
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main.main(["doctor"]) == exit_status
     table = capsys.readouterr().out
-    for check in checks:
-        assert check.topic in table
-    assert "[x] found" in table
+    assert all(check.topic in table for check in checks)
+    assert "what to do" in table
+    assert "[x]" in table  # brackets are no markup
