@@ -133,7 +133,7 @@ def check_flags(words: Sequence[str], backend: str = _BACKEND_OPTION) -> None:
         own = next((own for own in _OWN_FLAGS if own.startswith(flag)), None)
         if own is not None and (flag == own or flag not in known):
             instead = backend if "backend" in own else "it is set here"
-            raise ValueError(f"--server-args must not hold {flag}; {instead}")
+            raise ValueError(f"--server-args must not contain {flag}; {instead}")
         name = flag.replace("--no-", "--", 1)
         if known and not any(each.startswith((flag, name)) for each in known):
             raise ValueError(f"--server-args: {quoted(flag)} is not a flag of the installed SGLang")

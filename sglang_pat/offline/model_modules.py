@@ -45,7 +45,7 @@ def check_known(name: str, config: Mapping[str, Any]) -> None:
     files += _files("transformers", "models/auto/modeling_auto.py")
     if not any(word.search(path.read_text(encoding="utf-8")) for path in files):
         raise ValueError(
-            f"{quoted(name)} is a class of models that neither SGLang nor transformers here has"
+            f"neither the installed SGLang nor transformers has the model class {quoted(name)}"
         )
 
 

@@ -62,7 +62,7 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
     report_layer_support(layer_support, model_runner)
     if layer_support.shapes and resolved(arguments, "rl_on_policy_target") is not None:
         logger.warning(
-            "--rl-on-policy-target: decode by pat gives the same bits in any batch, but not the "
+            "--rl-on-policy-target: with pat, decode gives the same bits in any batch, but not the "
             "bits of the trainer's forward pass; for those, leave out --attention-backend pat"
         )
     return default

@@ -244,7 +244,7 @@ class StepTime:
                 )
         tokens = int(pool_bytes / max(self.kv_bytes_per_token, 1))
         if tokens < 2:
-            raise ValueError(f"a KV pool of {pool_bytes / 1e9:g} GB holds no two tokens")
+            raise ValueError(f"a KV pool of {pool_bytes / 1e9:g} GB holds less than two tokens")
         return tokens
 
     def without_attention(self, batch: int) -> float:

@@ -228,7 +228,7 @@ def quantised_config(label: str, config: Mapping[str, Any]) -> Mapping[str, Any]
     try:
         quantisation = json.loads(file.read_text(encoding="utf-8"))["quantization"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{file}: no quantization of Model Optimizer: {error}") from None
+        raise ValueError(f"{file}: not a quantization of Model Optimizer: {error}") from None
     return {**config, "quantization_config": {"quant_method": "modelopt", **quantisation}}
 
 

@@ -49,8 +49,8 @@ def has_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--server-args", "--attention-backend fa3"], "--against names the other backend"),
         (["--server-args", "--attention-back fa3"], "--against names the other backend"),
         (["--server-args=--decode-attention-backend=fa3"], "--against names the other backend"),
-        (["--server-args", "--tp 2 --port 3"], "must not hold --port; it is set here"),
-        (["--server-args", "--help"], "must not hold --help; it is set here"),
+        (["--server-args", "--tp 2 --port 3"], "must not contain --port; it is set here"),
+        (["--server-args", "--help"], "must not contain --help; it is set here"),
         (
             ["--server-args", "--config /no/such.yaml"],
             "--config '/no/such.yaml': there is no such file",
@@ -60,7 +60,7 @@ def has_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--model", "qwen3-8b", "--weights"], "--weights: qwen3-8b has none; allowed: with a "),
         (
             ["--model", "{folder}/cheese.json"],
-            "/cheese.json: 'Cheese' is a class of models that neith",
+            "/cheese.json: neither the installed SGLang nor transformers",
         ),
         (["--json", "{folder}/config.json"], "would overwrite the input"),
         ([], "no NVIDIA GPU that the driver reports"),

@@ -474,7 +474,7 @@ QWEN = ["--model", "qwen3-8b"]
         ),
         (
             [*QWEN, "--server-args", "--attention-backend fa3"],
-            "--server-args must not hold --attention-backend; the command is about pat",
+            "--server-args must not contain --attention-backend; the command is about pat",
         ),
         ([*QWEN, "--server-args", f"--{'x' * 5000}"], "is not a flag of the installed SGLang"),
         ([*QWEN, "--server-args", "--x '"], "No closing quotation; allowed: as in"),

@@ -34,7 +34,9 @@ def test_a_class_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LlamaForCausalLM", "BloomForCausalLM"):  # SGLang's, transformers'
         check_known(name, {})
     for name in ("LlamaForCausal", "x" * 500):
-        with pytest.raises(ValueError, match=r"neither SGLang nor transformers .*") as error:
+        with pytest.raises(
+            ValueError, match=r"neither the installed SGLang nor transformers .*"
+        ) as error:
             check_known(name, {})
         assert len(str(error.value)) < 200
     check_known("Cheese", {"auto_map": {"AutoModelForCausalLM": "modeling.Cheese"}})

@@ -112,8 +112,8 @@ def test_an_error_is_logged_and_decode_goes_on(
     file.start()
     counters["steps"] = object()  # not serialisable
     file.mark()
-    wait_until(lambda: "decode goes on" in caplog.text)
-    assert f"pat writes no more to {path}" in caplog.text
+    wait_until(lambda: "decode continues" in caplog.text)
+    assert f"pat no longer writes {path}" in caplog.text
     assert caplog.records[0].levelno == logging.ERROR
     assert json.loads(path.read_text()) == {}, "what was written last is whole"
     counters.clear()

@@ -171,7 +171,7 @@ for _ in range(2 * published._MAX_WAITING):
 assert len(metrics._waiting) == published._MAX_WAITING
 """
     _, errors = published(code, tmp_path)
-    assert "pat publishes no more metrics; decode goes on" in errors
+    assert "pat no longer publishes metrics; decode continues" in errors
     assert "RuntimeError: unreadable" in errors
 
 

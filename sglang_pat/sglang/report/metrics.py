@@ -173,7 +173,7 @@ class StepMetrics:
                 self.publish()
                 time.sleep(PUBLISH_SECONDS)
         except Exception:
-            logger.exception("pat publishes no more metrics; decode goes on")
+            logger.exception("pat no longer publishes metrics; decode continues")
 
 
 def _by_label(name: str, counters: Counters) -> dict[str, int]:

@@ -70,7 +70,7 @@ class StatsFile:
                     num_quiet = 0 if self.write() else num_quiet + 1
                     time.sleep(WRITE_SECONDS)
         except Exception:
-            logger.exception("pat writes no more to %s; decode goes on", self._path)
+            logger.exception("pat no longer writes %s; decode continues", self._path)
 
 
 def read_stats(path: Path, timeout_seconds: float = 30.0) -> dict[str, Any]:
