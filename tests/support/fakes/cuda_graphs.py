@@ -165,7 +165,7 @@ def register() -> None:
                 step_type.record_in_graph(view)
             if pat.plans is not None:
                 pat.plans.record_in_graph()
-            pat.layers.begin_step()
+            pat.attention.begin_step()
             read_again(pat.plans)
 
     def prepare_round(steps: Any, batch: Any) -> None:
