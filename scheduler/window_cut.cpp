@@ -54,22 +54,27 @@ void WindowCut::add_class(const PrefixForest& forest, std::span<const Row> rows,
 // Divides `rows` into the runs that save the most tokens. All rows hold the same node and are sorted by cut. Each run
 // becomes a class, with the cut of its last row.
 void WindowCut::add_runs(std::span<const Row> rows, int32_t node_end, const PrefixForest& forest) {
-  saved_.assign(rows.size() + 1, 0);  // per place: tokens that the rows before it save
-  begin_.assign(rows.size() + 1, 0);  // per place: start of the run that ends there
+  const auto saved_by = [&](size_t begin,
+                            size_t end) {  // tokens that the class of rows [begin, end) saves
+    return int64_t{node_end - rows[end - 1].cut} * static_cast<int64_t>(end - begin - 1) -
+           kClassCost;
+  };
+  saved_.assign(rows.size() + 1, 0);  // per place: the most tokens that the rows before it can save
   for (size_t end = 1; end <= rows.size(); ++end) {
-    const int64_t tokens = node_end - rows[end - 1].cut;
     int64_t most = saved_[end - 1];
-    size_t begin = end - 1;
-    for (size_t size = 2; size <= std::min(end, rows_per_class_); ++size) {
-      const int64_t all = saved_[end - size] + tokens * static_cast<int64_t>(size - 1) - kClassCost;
-      begin = all > most ? end - size : begin;  // no branch: it would be mispredicted
-      most = std::max(most, all);
+    for (size_t begin = end - std::min(end, rows_per_class_); begin + 1 < end; ++begin) {
+      most = std::max(most, saved_[begin] + saved_by(begin, end));
     }
     saved_[end] = most;
-    begin_[end] = begin;
   }
-  for (size_t end = rows.size(); end > 0; end = begin_[end]) {
-    add_class(forest, rows.subspan(begin_[end], end - begin_[end]), rows[end - 1].cut);
+  // Finds the runs again, from the last one on. This takes less time than storing them above, because the loop above
+  // then needs a branch that the CPU mispredicts.
+  for (size_t end = rows.size(), begin; end > 0; end = begin) {
+    begin = end - 1;
+    if (saved_[begin] == saved_[end]) continue;
+    do --begin;
+    while (saved_[begin] + saved_by(begin, end) < saved_[end]);
+    add_class(forest, rows.subspan(begin, end - begin), rows[end - 1].cut);
   }
 }
 
@@ -101,7 +106,7 @@ void WindowCut::cut(const PrefixForest& forest, std::span<const int32_t> seq_len
   }
   add_class(forest, whole_, 0);
   sort_rows(forest.nodes().size());
-  const std::span<const Row> rows = sorted_;
+  const std::span<const Row> rows = others_;
   for (size_t begin = 0, end = 0; begin < rows.size(); begin = end) {
     if (rule_.chunked) {
       while (end < rows.size() && rows[end].cut == rows[begin].cut) ++end;
@@ -113,21 +118,26 @@ void WindowCut::cut(const PrefixForest& forest, std::span<const int32_t> seq_len
   }
 }
 
-// Fills sorted_ from others_. Groups the rows by node without comparing them, and only then sorts within each node: the
-// CPU mispredicts comparisons between the rows of a new batch.
+// Sorts others_ by node and cut. Does not compare rows: the CPU mispredicts comparisons between the rows of a new batch.
 void WindowCut::sort_rows(size_t num_nodes) {
-  begin_.assign(num_nodes + 1, 0);
-  for (const Row& row : others_) ++begin_[row.node + 1];
-  std::partial_sum(begin_.begin(), begin_.end(), begin_.begin());
-  sorted_.resize(others_.size());
-  for (const Row& row : others_) sorted_[begin_[row.node]++] = row;
-  auto first = sorted_.begin();
-  for (size_t node = 0; node < num_nodes; ++node) {
-    const auto last = sorted_.begin() +
-                      static_cast<std::ptrdiff_t>(begin_[node]);  // end of the node's rows, by now
-    if (!std::is_sorted(first, last)) std::sort(first, last);
-    first = last;
+  int32_t least = kNever, most = 0;
+  for (const Row& row : others_)
+    std::tie(least, most) = std::pair(std::min(least, row.cut), std::max(most, row.cut));
+  for (int32_t shift = 0; int64_t{most} - least >> shift > 0; shift += 8) {
+    sort_rows_by([=](const Row& row) { return (row.cut - least) >> shift & 255; }, 256);
   }
+  sort_rows_by([](const Row& row) { return row.node; }, num_nodes);
+}
+
+// Keeps the order of rows with equal keys. Keys are below num_keys.
+template <typename Key>
+void WindowCut::sort_rows_by(Key key, size_t num_keys) {
+  next_.assign(num_keys + 1, 0);
+  for (const Row& row : others_) ++next_[key(row) + 1];
+  std::partial_sum(next_.begin(), next_.end(), next_.begin());
+  sorted_.resize(others_.size());
+  for (const Row& row : others_) sorted_[next_[key(row)]++] = row;
+  std::swap(others_, sorted_);
 }
 
 }  // namespace pat

@@ -57,11 +57,11 @@ class WindowCut {
     int32_t node;  // the shared node that would save the most tokens; see best_node()
     int32_t cut;   // the cut that the row would have if it were alone in its class
     int32_t request;
-
-    auto operator<=>(const Row&) const = default;
   };
 
   void sort_rows(size_t num_nodes);
+  template <typename Key>
+  void sort_rows_by(Key key, size_t num_keys);
   void add_runs(std::span<const Row> rows, int32_t node_end, const PrefixForest& forest);
   void add_class(const PrefixForest& forest, std::span<const Row> rows, int32_t cut);
 
@@ -72,11 +72,11 @@ class WindowCut {
   std::vector<int32_t> cuts_;
   std::vector<int32_t> longest_;
   // Buffers of cut().
-  std::vector<Row> whole_;   // rows that stay shorter than the window for `slack` more tokens
-  std::vector<Row> others_;  // the other rows
-  std::vector<Row> sorted_;  // others_, sorted by node and cut
+  std::vector<Row> whole_;    // rows that stay shorter than the window for `slack` more tokens
+  std::vector<Row> others_;   // the other rows
+  std::vector<Row> sorted_;   // others_, sorted by a key
+  std::vector<size_t> next_;  // per key: place of its next row in sorted_
   std::vector<int64_t> saved_;
-  std::vector<size_t> begin_;
   std::vector<int32_t> class_;
 };
 
