@@ -47,6 +47,7 @@ from sglang_pat.plan import (
     new_scheduler,
     replan_cause,
 )
+from sglang_pat.reasons import StepReason
 from sglang_pat.stats import PlanningClass, PlanningTime, PlanStats
 from sglang_pat.support import GROWTH_TOKENS
 
@@ -254,6 +255,8 @@ class PackAttention:
         self._num_requests = 0  # number of requests in the plan
         self._key: Hashable = None
         # These attributes describe the last step.
+        self.step_kind: PlanningClass = "cold"
+        self._cause: StepReason | None = None  # why a plan was built
         self.step_tokens = KvTokens(0, 0, 0)
         self.step_time = PlanningTime("cold", 0)
         self.seq_lens: IntArray = np.zeros(0, dtype=np.int32)
@@ -302,6 +305,20 @@ class PackAttention:
         PlanOverflowError
             A reservation is too small. There is no plan then.
         """
+        begun_ns, step, lengths = self._check_step(batch, req_to_token, req_pool_indices, seq_lens)
+        plan = self._update_plan(batch, step, lengths)
+        self._count_step(begun_ns)
+        return plan
+
+    def _check_step(
+        self,
+        batch: DecodeBatch,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+    ) -> tuple[int, Step, tuple[bool, int, int]]:
+        """Check the arguments of plan(). Return when it began, the step and `check_lengths`."""
+        # This code runs in every step, so it must be fast.
         if not isinstance(batch, DecodeBatch):
             raise TypeError(f"batch must be a DecodeBatch, got {type(batch).__name__}")
         begun_ns = batch.begun_ns or time.perf_counter_ns()
@@ -320,17 +337,12 @@ class PackAttention:
             raise ValueError(
                 f"seq_lens must be at most req_to_token's width {width}, got {longest}"
             )
-        step = Step(req_to_token, req_pool_indices, seq_lens, lens)
-        return self._prepare(batch, step, begun_ns, lengths)
+        return begun_ns, Step(req_to_token, req_pool_indices, seq_lens, lens), lengths
 
-    def _prepare(
-        self,
-        batch: DecodeBatch,
-        step: Step,
-        begun_ns: int,
-        lengths: tuple[bool, int, int] | None = None,
+    def _update_plan(
+        self, batch: DecodeBatch, step: Step, lengths: tuple[bool, int, int] | None = None
     ) -> DecodePlan:
-        """Reuse the last plan, or build one.
+        """Reuse the last plan, or build one. Does not count the step.
 
         lengths: the result of `check_lengths` for the batch, or None if it was not called yet.
         """
@@ -340,25 +352,27 @@ class PackAttention:
         served, total = False, 0
         if same_batch:
             served, total, _ = lengths or self._scheduler.check_lengths(batch.seq_lens)
-        cause = replan_cause(
+        self._cause = replan_cause(
             planned=self._plan is not None, same_batch=same_batch, lengths_served=served
         )
-        kind: PlanningClass = "unchanged"
-        if cause is None:
+        if self._cause is None:
             self._executor.reuse_plan(step, gather=paths is not None)
+            self.step_kind = "unchanged"
         else:
-            kind = self._build(batch, paths, key, step)
+            self.step_kind = self._build(batch, paths, key, step)
         assert self._plan is not None
         self._step = step
         tokens = self._plan.kv_tokens
-        if cause is None:
+        if self._cause is None:
             growth = total - tokens.query_centric
             tokens = KvTokens(total, tokens.planned + growth, tokens.lower_bound + growth)
         self.step_tokens = tokens
         self.seq_lens = batch.seq_lens
-        self.step_time = PlanningTime(kind, time.perf_counter_ns() - begun_ns)
-        self.stats.count_step(tokens, self.step_time, cause)
         return self._plan
+
+    def _count_step(self, begun_ns: int) -> None:
+        self.step_time = PlanningTime(self.step_kind, time.perf_counter_ns() - begun_ns)
+        self.stats.count_step(self.step_tokens, self.step_time, self._cause)
 
     def advance(self, seq_lens: torch.Tensor, tokens: int) -> None:
         """Use the last plan for a later step with longer requests.
@@ -652,17 +666,18 @@ def plan_together(
 ) -> list[DecodePlan]:
     """Plan the same step for several kinds of layers, and check its tensors only once.
 
-    attentions: objects on the same device. tensors: as in `PackAttention.plan`, which says what is
-    returned, borrowed and raised. If a plan is refused, the plans before it are those of this step.
+    attentions: objects on the same device. Only the last of them counts the step in its `stats`.
+    tensors: as in `PackAttention.plan`, which says what is returned, borrowed and raised. If a plan
+    is refused, the plans before it are those of this step.
     """
-    first, *others = attentions
-    plans = [first.plan(batch, **tensors)]
-    step = first._step
-    assert step is not None
+    *others, last = attentions
+    begun_ns, step, lengths = last._check_step(batch, **tensors)
     for each in others:
-        if each.device != first.device:
-            raise ValueError(f"all plans must be on {first.device}, got {each.device}")
-        plans.append(each._prepare(batch, step, batch.begun_ns or time.perf_counter_ns()))
+        if each.device != last.device:
+            raise ValueError(f"all plans must be on {last.device}, got {each.device}")
+    plans = [each._update_plan(batch, step) for each in others]
+    plans.append(last._update_plan(batch, step, lengths))
+    last._count_step(begun_ns)
     return plans
 
 

@@ -70,7 +70,7 @@ class DebugChecks:
             check_host_lengths(builder.lens, request_lens)
         for attention, _ in made:
             if shared is not None:
-                plan_is_new = attention.step_time.kind != "unchanged"
+                plan_is_new = attention.step_kind != "unchanged"
                 table, rows = tensors["req_to_token"], tensors["req_pool_indices"]
                 self._steps[attention].check(*shared, table, rows, plan_is_new=plan_is_new)
             if isinstance(attention, WindowAttention):

@@ -244,7 +244,7 @@ class StepPlanner:
         for attention in attentions:
             if not isinstance(attention, WindowAttention):
                 continue
-            is_new = attention.step_time.kind != "unchanged"
+            is_new = attention.step_kind != "unchanged"
             tokens = {
                 "kv_tokens_query_centric": attention.step_tokens.query_centric,
                 "kv_tokens_read": attention.step_tokens.planned,
