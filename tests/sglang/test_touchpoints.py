@@ -174,6 +174,7 @@ def test_the_installed_sglang_has_all_of_them() -> None:
 def test_a_place_that_is_gone_is_named(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = Touchpoint("hook", target, None, None, "plugin", "")
     field = Touchpoint("value", "sglang.srt.server_args:ServerArgs", "gone", None, "plugin", "")
+    read = field._replace(kind="field")
     lacking = field._replace(not_in=installed_sglang.version("sglang"))
-    monkeypatch.setattr(installed_sglang, "TOUCHPOINTS", (gone, field, lacking))
-    assert installed_sglang.missing_touchpoints() == [gone, field]
+    monkeypatch.setattr(installed_sglang, "TOUCHPOINTS", (gone, field, read, lacking))
+    assert installed_sglang.missing_touchpoints() == [gone, field, read]
