@@ -37,7 +37,7 @@ import msgspec
 from sglang_pat.messages import listed, quoted
 from sglang_pat.workload.csv_rows import CSV_COLUMNS, header_of, read_rows, row_objects
 from sglang_pat.workload.files import compression, intact_lines, json_objects, open_file
-from sglang_pat.workload.log_lines import TEXT_LINE, decoded, json_object
+from sglang_pat.workload.log_lines import decoded, is_text, json_object
 from sglang_pat.workload.mooncake import MooncakeReader
 from sglang_pat.workload.request_dump import dump_files, read_dump
 from sglang_pat.workload.request_log import has_time, is_request, read_record, records_of
@@ -67,6 +67,8 @@ _PICKLE_MAGIC = b"\x80"
 _SPLIT_LINE = re.compile(rb'\S+ std(?:out|err) P |\{"log": ?"[^\n]*(?<!\\n)", ?"stream"')
 _PYTHON_DICT = re.compile(rb"[\s\[]*\{\s*'")
 _DETECTION_LINES = 20
+_OUTPUT_LINES = 100_000  # of a server's output, searched for the first request
+_LONGEST_BEGIN = 300  # bytes of a line until the event of SGLang's request log
 # Block size, unit of times and bytes per token are inferred from the first _SAMPLE records.
 _SAMPLE = 256
 # Size of the largest file whose lines are counted in advance, which takes up to two seconds.
@@ -152,6 +154,8 @@ class _Source:
     layout
         How records are separated: "lines", "rows" of a CSV file, or "objects" of JSON in any
         layout.
+    of_server
+        Whether the file is the output of a server, which logs requests among other lines.
     untimed
         Whether records may lack a time.
     """
@@ -159,6 +163,7 @@ class _Source:
     path: Path
     format: str
     layout: Literal["lines", "rows", "objects"] = "lines"
+    of_server: bool = False
     untimed: bool = False
 
     def stream(self, errors: TraceErrors) -> Iterator[TraceRequest]:
@@ -173,7 +178,8 @@ class _Source:
     def count(self) -> int | None:
         """Return about how many requests there are, or None if it would take long to count them."""
         path = self.path
-        if self.format == "sglang-dump" or self.layout == "objects" or compression(path):
+        is_other = self.layout == "objects" or self.of_server
+        if self.format == "sglang-dump" or is_other or compression(path):
             return None
         if path.stat().st_size > _COUNT_BYTES:
             return None
@@ -213,7 +219,7 @@ class _Source:
                 failure = None
             if last.strip() in _NO_RECORD:
                 continue
-            if b"{" not in last and TEXT_LINE.match(last):
+            if is_text(last, of_server=self.of_server):
                 errors.leave_out("lines of text, as a server logs them")
                 continue
             try:
@@ -369,14 +375,16 @@ def _detected(path: Path, format: str) -> _Source:
         if set(columns) <= set(header):
             return _Source(path, name)
     if known is not None:
-        return _Source(path, known)
+        return _Source(path, known, of_server=any(map(is_text, head)))
+    if _logs_requests(path):
+        return _Source(path, "openai", of_server=True)
     if len(header) > 1 and starts not in (b"{", b"["):
         source = _Source(path, "openai", layout="rows")
         rows = map(json_object, islice(source.pieces(), _DETECTION_LINES))
         if any(is_request(row) for row in rows if row):
             return source
     raise ValueError(
-        f"{path}: no known format: {_description(head, header, objects)}. Known: JSON with "
+        f"{path}: no known format: {_description(path, head, header, objects)}. Known: JSON with "
         "hash_ids (mooncake), input_ids (tokens), messages, prompt, input or text (openai); CSV "
         "with the columns "
         + " or ".join(f"{', '.join(columns)} ({name})" for name, columns in CSV_COLUMNS.items())
@@ -384,12 +392,20 @@ def _detected(path: Path, format: str) -> _Source:
     )
 
 
+def _logs_requests(path: Path) -> bool:
+    """Return True if a server's output has a line of SGLang's request log after its first lines."""
+    for line in islice(intact_lines(path), _OUTPUT_LINES):
+        if b'"event": "request.' in line[:_LONGEST_BEGIN] and json_object(line) is not None:
+            return True
+    return False
+
+
 def _description(
-    head: Sequence[bytes], header: Sequence[str], objects: Sequence[dict[str, Any]]
+    path: Path, head: Sequence[bytes], header: Sequence[str], objects: Sequence[dict[str, Any]]
 ) -> str:
     """Describe a file in no known format by its first lines, columns and JSON objects."""
     first = next(line for line in head if line.strip())
-    if any(b"GenerateReqInput(" in line for line in head):
+    if any(b"GenerateReqInput(" in line for line in islice(intact_lines(path), _OUTPUT_LINES)):
         return "it is SGLang's log as text: --log-requests-format json writes one that is read"
     if any(b": prompt: " in line and b"SamplingParams(" in line for line in head):
         return "it is vLLM's log as text, which has no answers: take the log of a gateway"

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 # Matches a line of text, as a server logs it.
-TEXT_LINE = re.compile(rb"\[?(?:\d{4}-\d\d-\d\d[T ]|(?:DEBUG|INFO|WARN|WARNING|ERROR)\b)")
+_TEXT_LINE = re.compile(rb"\[?(?:\d{4}-\d\d-\d\d[T ]|(?:DEBUG|INFO|WARN|WARNING|ERROR)\b)")
 # Matches the time before the JSON of a line.
 _PREFIX_TIME = re.compile(
     rb"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?"
@@ -41,6 +41,15 @@ def _lenient(part: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return found if isinstance(found, dict) else None
+
+
+def is_text(line: bytes, *, of_server: bool = False) -> bool:
+    """Return True for a line of text, as a server logs it between its requests.
+
+    of_server: the file is the output of a server, so every line without a JSON object is text.
+    """
+    has_json = b'{"' in line[:_LONGEST_PREFIX]
+    return not has_json and (of_server or _TEXT_LINE.match(line) is not None)
 
 
 def json_part(line: bytes) -> tuple[bytes, bytes]:

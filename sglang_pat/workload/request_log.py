@@ -39,6 +39,7 @@ _Placed: TypeAlias = tuple[tuple[str, ...], Json]  # the keys that lead to an ob
 
 _DEPTH = 6  # most levels of objects in a record
 _LONG_VALUE = 200
+_RECEIVED = {"request_received_ts"}  # key of SGLang's log, in seconds since 1970
 _LONGEST_ANSWER = 1e5  # seconds; larger numbers are not durations
 _TEXTS = ("prompt", "text")  # these are prompts, even if the text is JSON
 _REQUEST_LINE = re.compile(r"[A-Z]{3,7} (\S+) HTTP/")
@@ -123,6 +124,8 @@ def requests_of(
     expands
         Whether to return `n` requests for `n` answers. False if the log has one record per answer.
     """
+    if str(asked.get("rid")).startswith("HEALTH_CHECK"):
+        raise NotReplayed("health checks of SGLang")
     extra = asked.get("extra_body")
     asked = {**asked, **extra} if isinstance(extra, Mapping) else asked
     if not isinstance(found, Mapping):
@@ -143,6 +146,8 @@ def requests_of(
         else found
     )
     answer = _answer(objects)
+    if answer.output_tokens == 0 and any(map(_asks_for_none, (each for _, each in objects))):
+        raise NotReplayed("prefills of prompts with several answers")
     if answer.output_tokens == 0 or (not answer.output_tokens and _has_failed(objects)):
         raise NotReplayed(FAILED)
     if any(_is_embedding(path, each) for path, each in objects):
@@ -170,6 +175,12 @@ def requests_of(
             LoggedRequest(arrival, prompt, length, counted, namespace) for length in of_prompt
         ]
     return requests
+
+
+def _asks_for_none(found: Json) -> bool:
+    """Return True for the prefill that SGLang logs before the `n` answers to a prompt."""
+    reason = found.get("finish_reason")
+    return isinstance(reason, Mapping) and reason.get("type") == "length"
 
 
 def _tools_beside(asked: Json, objects: Sequence[_Placed]) -> Json:
@@ -411,6 +422,14 @@ def _arrival(objects: Sequence[_Placed]) -> float:
     # A time in an answer is often that of its end, so it counts only if there is no other time.
     asked = (found for path, found in objects if fields.ANSWERS.isdisjoint(path))
     times = _times(asked) or _times(found for _, found in objects)
+    is_sglang = _event(objects) == "request.finished"
+    if is_sglang:
+        received = (
+            found["request_received_ts"] for _, found in objects if _RECEIVED & found.keys()
+        )
+        if (moment := next(filter(None, received), None)) is not None:
+            return seconds(moment)
+        times.pop("receivedtime", None)  # it counts from the start of the machine
     took = {name: number_of(times[name][0]) for name in fields.DURATIONS if name in times}
     took = {
         name: found for name, found in took.items() if found is not None and found < _LONGEST_ANSWER
@@ -423,7 +442,7 @@ def _arrival(objects: Sequence[_Placed]) -> float:
     name = next((each for each in names if each not in took), names[0])
     arrival = seconds(*times[name])
     # SGLang and nginx log the time at which the answer was complete, so subtract the duration.
-    if name == "timestamp" and _event(objects) == "request.finished":
+    if name == "timestamp" and is_sglang:
         return arrival - next(
             (number_of(each["e2e_latency"]) or 0.0 for _, each in objects if "e2e_latency" in each),
             0.0,

@@ -42,6 +42,7 @@ CHOICES = [{"message": {"role": "assistant", "content": "a" * 480}}]
 ANSWER = {"usage": USAGE, "choices": CHOICES}
 
 Record = dict[str, Any]
+SGLANG = "SGLang's log with times of each request"
 SHAPES: dict[str, Record] = yaml.safe_load(
     (Path(__file__).parents[1] / "support/data/request_shapes.yaml").read_text()
 )
@@ -445,6 +446,8 @@ def test_what_generates_nothing_is_left_out_and_named(tmp_path: Path) -> None:
         {"time": 1, "request": {"input": ["a", "b"]}, "usage": {"completion_tokens": 1}},
         {"time": 1, "request": {"input": "a"}, "response": {"object": "list", "data": []}},
         {"time": 1, "event": "request.received", "obj": {"text": "abc"}},
+        {"time": 1, "rid": "HEALTH_CHECK_1", "input_ids": [0], "usage": {"completion_tokens": 1}},
+        {"time": 1, **chat(0), "completion_tokens": 0, "finish_reason": {"type": "length"}},
         {"arguments": [["abc", " d"]], "resps": [["-0.5", "False"]]},
         {"time": 1, "request": chat(0), "response": {"status_code": 500, "error": "x"}},
         {"time": 1, **chat(0), "usage": {"prompt_tokens": 1100, "completion_tokens": 0}},
@@ -461,6 +464,8 @@ def test_what_generates_nothing_is_left_out_and_named(tmp_path: Path) -> None:
         "requests to /health, which generate nothing": 1,
         "requests for embeddings, which generate nothing": 2,
         "lines of the event request.received": 1,
+        "health checks of SGLang": 1,
+        "prefills of prompts with several answers": 1,
         "requests to loglikelihood, which generate nothing": 1,
         FAILED: 2,
     }
@@ -513,6 +518,22 @@ def test_lines_of_text_between_requests_are_left_out(tmp_path: Path) -> None:
     assert len(requests) == REQUESTS
     assert trace.errors.count == 0
     assert trace.errors.left_out == {"lines of text, as a server logs them": REQUESTS}
+
+
+def test_the_output_of_a_server_is_a_log(tmp_path: Path) -> None:
+    """Warnings and many lines of the start come first."""
+    begin = [
+        "lib/x.py:7: UserWarning: old",
+        "  warnings.warn(",
+        "[2026-05-01 12:00:00] args={'a': 1}",
+    ]
+    lines = [f"[2026-05-01 12:00:00] {json.dumps(shape_of(SGLANG, i))}" for i in range(REQUESTS)]
+    for texts in (begin * 20, [begin[2]]):
+        (tmp_path / "log").write_text("\n".join([*texts, *lines, begin[1], ""]))
+        requests, trace = read(tmp_path / "log")
+        assert [each.arrival for each in requests] == [i / 4 for i in range(REQUESTS)]
+        assert trace.errors.count == 0
+        assert sum(trace.errors.left_out.values()) == len(texts) + 1
 
 
 def test_text_that_the_log_has_cut_is_refused(tmp_path: Path) -> None:
