@@ -16,7 +16,8 @@ from typing import Any
 
 from sglang_pat import model_classes
 from sglang_pat.model_classes import class_name
-from sglang_pat.model_defaults import ATTENTION, DEFAULTS
+from sglang_pat.model_config import check_groups, count, decoder_config, numbers, positive
+from sglang_pat.model_defaults import DEFAULTS
 from sglang_pat.support import Unsupported, shape_reason
 
 FULL = "full attention"
@@ -58,47 +59,7 @@ _FULL_EVERY = {
     "gpt_oss": 2,
     "olmo3": 4,
 }
-# Keys whose value is the decoder of a multimodal model. SGLang uses the first key that is present.
-_DECODERS = ("thinker_config", "llm_config", "language_config", "text_config")
-# Top-level keys of a multimodal model that also apply to its decoder.
-_OF_THE_WHOLE = (
-    "architectures",
-    "model_type",
-    "quantization_config",
-    "torch_dtype",
-    "dtype",
-    "tie_word_embeddings",
-)
-# Name of a key in some model families -> the key's usual name.
-_NAMES = {
-    "n_layer": "num_hidden_layers",
-    "n_layers": "num_hidden_layers",
-    "num_layers": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_heads": "num_attention_heads",
-    "n_embd": "hidden_size",
-    "d_model": "hidden_size",
-    "n_inner": "intermediate_size",
-    "ffn_hidden_size": "intermediate_size",
-    "ff_intermediate_size": "intermediate_size",
-    "ffn_dim": "intermediate_size",
-    "block_ff_dim": "intermediate_size",
-    "n_positions": "max_position_embeddings",
-    "max_seq_len": "max_position_embeddings",
-    "seq_length": "max_position_embeddings",
-    "padded_vocab_size": "vocab_size",
-    "num_attention_groups": "num_key_value_heads",
-    "multi_query_group_num": "num_key_value_heads",
-    "kv_n_heads": "num_key_value_heads",
-    "kv_channels": "head_dim",
-    "attention_head_dim": "head_dim",
-    "decoder_attention_heads": "num_attention_heads",  # Whisper
-    "decoder_ffn_dim": "intermediate_size",
-    "moe_num_experts": "num_experts",
-    "moe_top_k": "num_experts_per_tok",
-}
-_PARTS = ("attn_config", "ffn_config")  # parts of DBRX's configuration
-_LARGEST, _MOST_LAYERS = 10**9, 10_000
+_MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,46 +111,6 @@ def read_layers(config: Mapping[str, Any], tp: int = 1) -> tuple[Layer, ...]:
     return tuple(replace(each, refusal=whole) if each.num_qo_heads else each for each in layers)
 
 
-def check_architectures(config: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the configuration names the classes of its model."""
-    names = config.get("architectures")
-    if names is None and class_name(config):
-        return
-    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
-        raise ValueError("not a model's config.json: it names no architectures")
-
-
-def check_served(config: Mapping[str, Any]) -> None:
-    """Raise ValueError if `config` is not a model's configuration, or the model does not decode."""
-    check_architectures(config)
-    name = class_name(config)
-    if not model_classes.generates_tokens(config):
-        raise ValueError(
-            f"{name} is an embedding, reward or encoder model: it generates no tokens, so "
-            "nothing is decoded"
-        )
-    if model_classes.is_draft_model(name):
-        raise ValueError(
-            f"{reprlib.repr(name)} drafts tokens for another model: give the other one"
-        )
-
-
-def check_counts(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a count that no class accepts."""
-    names = ("num_attention_heads", "num_key_value_heads")
-    for key in (*names, "num_hidden_layers", "hidden_size", "vocab_size"):
-        if not isinstance(config.get(key), (list, type(None))):  # some classes take a list
-            positive(config, key)
-    qo_heads, kv_heads = (config.get(key) for key in names)
-    if isinstance(qo_heads, int) and isinstance(kv_heads, int):
-        _check_groups(qo_heads, kv_heads)
-
-
-def _check_groups(qo_heads: int, kv_heads: int) -> None:
-    if qo_heads % kv_heads:
-        raise ValueError(f"{qo_heads} query heads, not a multiple of {kv_heads} KV heads")
-
-
 def check_ranks(layers: Sequence[Layer], tp: int) -> None:
     """Raise ValueError if SGLang cannot divide the layers' heads among `tp` GPUs."""
     heads = sorted({layer.num_qo_heads for layer in layers if layer.num_qo_heads})
@@ -230,48 +151,6 @@ def whole_refusal(config: Mapping[str, Any]) -> Unsupported | None:
     return None
 
 
-def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the decoder's part of a configuration, with the keys that most models use.
-
-    Multimodal models nest the decoder one or two levels deep, but describe the decoder's
-    quantisation at the top level.
-    """
-    name = class_name(config)
-    # These Llava models keep the keys of their decoder at the top level.
-    is_llava = name.startswith("Llava") and name.endswith("ForCausalLM")
-    for key in () if is_llava else _DECODERS:
-        inner = config.get(key)
-        if isinstance(inner, Mapping):
-            kept = {each: config[each] for each in _OF_THE_WHOLE if config.get(each) is not None}
-            own = {k: v for k, v in inner.items() if v is not None or k not in _OF_THE_WHOLE}
-            if "architectures" in own and "architectures" in kept:
-                own["decoder_architectures"] = own.pop("architectures")
-            defaults = DEFAULTS.get(str(inner.get("model_type")), {})
-            return decoder_config({**kept, **defaults, **own, "encoders": _encoders(config)})
-    defaults = DEFAULTS.get(str(config.get("model_type")), {})
-    named = {key: defaults[key] for key in ATTENTION if key in defaults} | dict(config)
-    parts = (config[key] for key in _PARTS if isinstance(config.get(key), Mapping))
-    for part in (config, *parts):
-        for old, new in _NAMES.items():
-            is_off = old == "multi_query_group_num" and not config.get("multi_query_attention")
-            if part.get(old) is not None and named.get(new) is None and not is_off:
-                named[new] = part[old]
-    width = config.get("n_embd")
-    if isinstance(width, int) and named.get("intermediate_size") is None:
-        named["intermediate_size"] = 4 * width
-    named.setdefault("encoders", _encoders(config))
-    return named
-
-
-def _encoders(config: Mapping[str, Any]) -> list[Any]:
-    """Return the configurations of a multimodal model's vision and audio encoders."""
-    found = [*config.get("encoders", ())]
-    for key in ("vision_config", "audio_config"):
-        if isinstance(config.get(key), Mapping):
-            found.append(config[key])
-    return found
-
-
 def summary(layers: Sequence[Layer]) -> list[tuple[int, str, bool]]:
     """Return (count, description, is accelerated) for each group of equal layers, largest first."""
     counts: Counter[tuple[str, bool]] = Counter()
@@ -281,34 +160,6 @@ def summary(layers: Sequence[Layer]) -> list[tuple[int, str, bool]]:
             words += f", {layer.refusal}"
         counts[words, layer.is_accelerated] += 1
     return [(count, words, accelerated) for (words, accelerated), count in counts.most_common()]
-
-
-def positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return the count `config[key]`, or `default` for null, as in Transformers.
-
-    Raises ValueError, which names the key, if the count is not valid.
-    """
-    value = config.get(key)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
-        raise ValueError(
-            f"{key}={reprlib.repr(value)}; allowed: a whole number from 1 to {_LARGEST:,}"
-        )
-    return value
-
-
-def count(config: Mapping[str, Any], key: str) -> int:
-    """Return the count `config[key]`, or 0 if it is null or missing."""
-    return positive(config, key) if config.get(key) else 0
-
-
-def _numbers(config: Mapping[str, Any], key: str) -> list[int]:
-    """Return the list of integers `config[key]`. If it is not one, ValueError names the key."""
-    listed = config.get(key)
-    if not isinstance(listed, list) or any(type(each) is not int for each in listed):
-        raise ValueError(f"{key}={reprlib.repr(listed)}; allowed: a list of whole numbers")
-    return listed
 
 
 def _description(layer: Layer) -> str:
@@ -408,7 +259,7 @@ def _by_keys(config: Mapping[str, Any]) -> list[str]:
     if interval := count(config, "full_attention_interval") or 4 * is_hybrid:
         return _every(config, interval, STATE)
     if config.get("full_attn_idxs"):  # LFM2
-        full = {*_numbers(config, "full_attn_idxs")}
+        full = {*numbers(config, "full_attn_idxs")}
         return [FULL if index in full else STATE for index in range(layers)]
     if config.get("sliding_window"):
         every = config.get("sliding_window_pattern")
@@ -436,14 +287,14 @@ def _of_kimi_linear(config: Mapping[str, Any]) -> list[str]:
     linear = config.get("linear_attn_config")
     if not isinstance(linear, Mapping):
         return [FULL] * _num_layers(config)
-    full = {index - 1 for index in _numbers(linear, "full_attn_layers")}  # counted from 1
+    full = {index - 1 for index in numbers(linear, "full_attn_layers")}  # counted from 1
     return [FULL if index in full else STATE for index in range(_num_layers(config))]
 
 
 def _of_bailing(config: Mapping[str, Any]) -> list[str]:
     group = config.get("layer_group_size")
     if isinstance(group, list):
-        return [FULL if each == 1 else STATE for each in _numbers(config, "layer_group_size")]
+        return [FULL if each == 1 else STATE for each in numbers(config, "layer_group_size")]
     return _every(config, positive(config, "layer_group_size", 1), STATE)
 
 
@@ -454,7 +305,7 @@ def _of_llama_4(config: Mapping[str, Any]) -> list[str]:
 
 
 def _of_mimo_v2(config: Mapping[str, Any]) -> list[str]:
-    layers, pattern = _num_layers(config), _numbers(config, "hybrid_layer_pattern")
+    layers, pattern = _num_layers(config), numbers(config, "hybrid_layer_pattern")
     if len(pattern) < layers:
         raise ValueError(f"hybrid_layer_pattern has {len(pattern)} entries for {layers} layers")
     return [WINDOW if window == 1 else FULL for window in pattern[:layers]]
@@ -514,7 +365,7 @@ def _layer(config: Mapping[str, Any], index: int, kind: str, tp: int) -> Layer:
             refusal=shape_reason(max(1, qo_heads // tp), 1, elements, rank),
         )  # fmt: skip
     kv_heads, head_dim, v_head_dim = _attention_shape(config, kind, index, qo_heads)
-    _check_groups(qo_heads, kv_heads)
+    check_groups(qo_heads, kv_heads)
     key = {WINDOW: "sliding_window", CHUNK: "attention_chunk_size"}.get(kind)
     window = (count(config, key) or None) if key else None
     if kind == CHUNK and window is None:
@@ -546,7 +397,7 @@ def _query_heads(config: Mapping[str, Any], kind: str, index: int) -> int:
             return positive(config, "swa_num_attention_heads")
     listed = config.get("num_attention_heads_per_layer")  # Laguna
     if listed:
-        heads = _numbers(config, "num_attention_heads_per_layer")
+        heads = numbers(config, "num_attention_heads_per_layer")
         if index < len(heads) and heads[index] > 0:
             return heads[index]
         raise ValueError(f"num_attention_heads_per_layer has no number for layer {index}")
@@ -589,27 +440,3 @@ def _refusal(
     if kind not in (FULL, WINDOW, CHUNK):
         return Unsupported("attention", kind)
     return shape_reason(*heads, head_dim, v_head_dim)
-
-
-def quantisation_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the checkpoint's `quantization_config`, or {}."""
-    quantisation = config.get("quantization_config")
-    return quantisation if isinstance(quantisation, Mapping) else {}
-
-
-def has_float8_cache(config: Mapping[str, Any]) -> bool:
-    """Return True if the checkpoint requires fp8 KV.
-
-    With `--kv-cache-dtype auto`, the newest SGLang then stores fp8 KV. Older versions ignore this
-    requirement of compressed-tensors checkpoints.
-    """
-    quantisation = quantisation_of(config)
-    scheme = quantisation.get("kv_cache_scheme")
-    if not isinstance(scheme, Mapping):
-        return str(quantisation.get("kv_cache_quant_algo")).upper() == "FP8"
-    if (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):
-        return False
-    if quantisation.get("quant_method") != "compressed-tensors":
-        return True
-    is_static = scheme.get("symmetric", True) and not scheme.get("dynamic", False)
-    return scheme.get("strategy") == "tensor" and bool(is_static)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.tiny_model import TinyModel
-from sglang_pat.model_layers import decoder_config
+from sglang_pat.model_config import decoder_config
 from sglang_pat.workload.models import NAMED_CONFIGS
 
 

@@ -62,7 +62,8 @@ from server.shapes import CONTEXT, SHAPES
 from sglang_pat.bench.answers import Answer, agreement, with_candidates
 from sglang_pat.bench.decoding import DecodeRun, ratio
 from sglang_pat.bench.server import START_SECONDS, Start, sampling_of
-from sglang_pat.model_layers import decoder_config, read_layers
+from sglang_pat.model_config import decoder_config
+from sglang_pat.model_layers import read_layers
 from sglang_pat.sglang.cpu import cuda_driver_is_present
 from sglang_pat.workload.cost import StepTime
 from sglang_pat.workload.models import GPUS

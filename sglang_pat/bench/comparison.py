@@ -22,7 +22,7 @@ from sglang_pat.bench.decoding import (
     tpot,
 )
 from sglang_pat.bench.server import Server, contender, running_server, sampling_of
-from sglang_pat.model_layers import check_served, decoder_config, positive
+from sglang_pat.model_config import check_served, decoder_config, positive
 
 PAT = "pat"
 ROUNDS = 3

@@ -34,7 +34,7 @@ from sglang_pat.cli.server_options import (
     server_flags,
     usable_gpus,
 )
-from sglang_pat.model_layers import decoder_config
+from sglang_pat.model_config import decoder_config
 from sglang_pat.output_file import check_outputs, write_output
 from sglang_pat.workload.models import config_file, naming, read_whole_config
 

@@ -17,13 +17,8 @@ from sglang_pat.cli.arguments import FLAGS
 from sglang_pat.cli.server_options import add_tp, check_flags, server_flags
 from sglang_pat.messages import quoted
 from sglang_pat.model_classes import class_name
-from sglang_pat.model_layers import (
-    check_architectures,
-    check_counts,
-    check_ranks,
-    decoder_config,
-    read_layers,
-)
+from sglang_pat.model_config import check_architectures, check_counts, decoder_config
+from sglang_pat.model_layers import check_ranks, read_layers
 from sglang_pat.offline.model_modules import check_known
 from sglang_pat.support import BACKEND
 from sglang_pat.workload.models import MODEL_NAMES, MODELS, ask_hub, naming, read_whole_config

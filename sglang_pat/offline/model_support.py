@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from sglang_pat.model_layers import has_float8_cache
+from sglang_pat.model_config import has_float8_cache
 from sglang_pat.sglang import compat
 from sglang_pat.sglang.start.layer_rules import (
     dtypes_reason,

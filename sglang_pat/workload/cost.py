@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from sglang_pat.model_config import has_float8_cache, positive, quantisation_of
 from sglang_pat.model_layers import (
     CHUNK,
     FULL,
@@ -24,9 +25,6 @@ from sglang_pat.model_layers import (
     WINDOW,
     Layer,
     check_ranks,
-    has_float8_cache,
-    positive,
-    quantisation_of,
     read_layers,
 )
 from sglang_pat.support import MAX_LATENT_GROUP_SIZE, Unsupported, has_kernels, head_dim_name

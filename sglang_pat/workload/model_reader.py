@@ -20,18 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_pat.model_classes import KNOWN, class_name
-from sglang_pat.model_layers import (
-    CHUNK,
-    FULL,
-    LATENT,
-    STATE,
-    WINDOW,
-    Layer,
-    check_counts,
-    check_served,
-    decoder_config,
-    read_layers,
-)
+from sglang_pat.model_config import check_counts, check_served, decoder_config
+from sglang_pat.model_layers import CHUNK, FULL, LATENT, STATE, WINDOW, Layer, read_layers
 from sglang_pat.offline.model_modules import VARIABLE, check_known, modules_without
 from sglang_pat.support import Unsupported
 from sglang_pat.workload.models import (

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_pat.messages import quoted
-from sglang_pat.model_layers import decoder_config, positive
+from sglang_pat.model_config import decoder_config, positive
 from sglang_pat.support import KERNEL_DTYPES
 from sglang_pat.workload.weights import read_weights as read_weights
 

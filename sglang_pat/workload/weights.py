@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_pat.model_classes import WITHOUT_ATTENTION, class_name
+from sglang_pat.model_config import count, positive, quantisation_of
 from sglang_pat.model_layers import (
     CHUNK,
     FULL,
@@ -20,9 +21,6 @@ from sglang_pat.model_layers import (
     WINDOW,
     Layer,
     attentions_per_layer,
-    count,
-    positive,
-    quantisation_of,
 )
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -10,6 +10,7 @@ import pytest
 from model_families import FAMILIES, Family
 
 from sglang_pat import support
+from sglang_pat.model_config import check_served, decoder_config, has_float8_cache
 from sglang_pat.model_layers import (
     CHUNK,
     FULL,
@@ -17,9 +18,6 @@ from sglang_pat.model_layers import (
     NO_ATTENTION,
     STATE,
     WINDOW,
-    check_served,
-    decoder_config,
-    has_float8_cache,
     read_layers,
     summary,
 )

@@ -9,7 +9,8 @@ import pytest
 import yaml
 from published_shapes import PublishedShape, by_rules, read_shapes
 
-from sglang_pat.model_layers import decoder_config, read_layers
+from sglang_pat.model_config import decoder_config
+from sglang_pat.model_layers import read_layers
 from sglang_pat.workload.weights import read_weights, weight_bytes
 
 SHAPES = read_shapes()

@@ -16,7 +16,8 @@ from published_shapes import read_shapes
 
 from sglang_pat import support
 from sglang_pat.batch import PrefixPaths
-from sglang_pat.model_layers import WINDOW, decoder_config
+from sglang_pat.model_config import decoder_config
+from sglang_pat.model_layers import WINDOW
 from sglang_pat.workload.cost import Reads, StepTime
 from sglang_pat.workload.models import GPUS, read_config
 from sglang_pat.workload.reads import Planner

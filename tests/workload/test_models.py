@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from sglang_pat.model_layers import decoder_config, summary
+from sglang_pat.model_config import decoder_config
+from sglang_pat.model_layers import summary
 from sglang_pat.workload.cost import StepTime
 from sglang_pat.workload.models import GPUS, MODEL_NAMES, read_config
 from sglang_pat.workload.verdict import unchecked
