@@ -14,16 +14,7 @@ import recorded_tables
 import touchpoints_page
 from model_families import CPU_RUNS, FAMILIES, GPU_RUNS
 from recorded_numbers import ROOT, shown_numbers, wrong_numbers
-from recorded_tables import (
-    BLOCKS,
-    FP8,
-    PAGE,
-    RESULTS,
-    filled,
-    kernel_cases,
-    kernel_files,
-    lost,
-)
+from recorded_tables import BLOCKS, FP8, PAGE, RESULTS, filled, kernel_cases, kernel_files, lost
 
 from sglang_pat import support
 
