@@ -39,7 +39,6 @@ _Placed: TypeAlias = tuple[tuple[str, ...], Json]  # the keys that lead to an ob
 
 _DEPTH = 6  # most levels of objects in a record
 _LONG_VALUE = 200
-_RECEIVED = {"request_received_ts"}  # key of SGLang's log, in seconds since 1970
 _LONGEST_ANSWER = 1e5  # seconds; larger numbers are not durations
 _TEXTS = ("prompt", "text")  # these are prompts, even if the text is JSON
 _REQUEST_LINE = re.compile(r"[A-Z]{3,7} (\S+) HTTP/")
@@ -419,17 +418,12 @@ def _times(objects: Iterable[Json]) -> dict[str, tuple[object, str | None]]:
 
 
 def _arrival(objects: Sequence[_Placed]) -> float:
+    of_sglang = _arrival_at_sglang(objects)
+    if of_sglang is not None:
+        return of_sglang
     # A time in an answer is often that of its end, so it counts only if there is no other time.
     asked = (found for path, found in objects if fields.ANSWERS.isdisjoint(path))
     times = _times(asked) or _times(found for _, found in objects)
-    is_sglang = _event(objects) == "request.finished"
-    if is_sglang:
-        received = (
-            found["request_received_ts"] for _, found in objects if _RECEIVED & found.keys()
-        )
-        if (moment := next(filter(None, received), None)) is not None:
-            return seconds(moment)
-        times.pop("receivedtime", None)  # it counts from the start of the machine
     took = {name: number_of(times[name][0]) for name in fields.DURATIONS if name in times}
     took = {
         name: found for name, found in took.items() if found is not None and found < _LONGEST_ANSWER
@@ -440,14 +434,27 @@ def _arrival(objects: Sequence[_Placed]) -> float:
             "no time: one of timestamp, created, created_at, time, start_time is needed, or --rate"
         )
     name = next((each for each in names if each not in took), names[0])
-    arrival = seconds(*times[name])
-    # SGLang and nginx log the time at which the answer was complete, so subtract the duration.
-    if name == "timestamp" and is_sglang:
-        return arrival - next(
-            (number_of(each["e2e_latency"]) or 0.0 for _, each in objects if "e2e_latency" in each),
-            0.0,
-        )
-    return arrival - (took.get("requesttime") or 0.0) * (name in fields.OF_NGINX)
+    # nginx logs the time at which the answer was complete, so subtract the duration.
+    duration = (took.get("requesttime") or 0.0) * (name in fields.OF_NGINX)
+    return seconds(*times[name]) - duration
+
+
+def _arrival_at_sglang(objects: Sequence[_Placed]) -> float | None:
+    """Return the arrival in SGLang's log or in its metrics of requests, None for other records.
+
+    `received_time` in both counts from the start of the machine. Only --enable-metrics adds the
+    time of arrival, `request_received_ts`.
+    """
+    is_log = _event(objects) == "request.finished"
+    if not is_log and "request_parameters" not in objects[0][1]:
+        return None
+    values = {key: value for _, found in reversed(objects) for key, value in found.items()}
+    if is_set(received := values.get("request_received_ts")):
+        return seconds(received)
+    answered = values.get("timestamp" if is_log else "response_sent_to_client_ts")
+    if answered is None:
+        raise ValueError("no time: SGLang gives it with --enable-metrics; else --rate is needed")
+    return seconds(answered) - (number_of(values.get("e2e_latency")) or 0.0)
 
 
 def _note_unknown(asked: Json, errors: TraceErrors, is_flat: bool) -> None:

@@ -70,6 +70,7 @@ def shape_of(name: str, i: int) -> Record:
     values = {
         "t": i / 4,
         "epoch": EPOCH + i / 4,
+        "answered": EPOCH + i / 4 + 2.5,
         "iso": iso(i),
         "later": iso(i + 9),
         "sent": iso(i + 8),
@@ -356,7 +357,6 @@ def test_requests_of_different_adapters_and_salts_share_nothing(tmp_path: Path, 
 NOTES: dict[str, Callable[[int], Record]] = {
     "The log names 2 models (model-0, model-1)": lambda i: chat(i, model=f"model-{i % 2}") | ANSWER,
     "no length of 9 answers": lambda i: chat(i, max_tokens=300),
-    "no length of 8 answers": lambda i: chat(i, max_tokens=300) | ({} if i else ANSWER),
     "not known, and not read: cheese": lambda i: {"request": chat(i, cheese="x"), **ANSWER},
 }
 
