@@ -234,14 +234,6 @@ def test_autocast_and_gradients_of_the_caller_change_nothing(batch_invariant: bo
             assert not result.requires_grad
 
 
-def test_an_output_that_overlaps_itself_is_refused() -> None:
-    steps = Steps()
-    steps.step(0)
-    out = torch.zeros(64).expand(3, 8, 64)
-    with pytest.raises(ValueError, match=r"out must not overlap itself, got strides \(0, 0, 1\)"):
-        steps.attention.run(torch.zeros(3, 8, 64), *_caches(steps), out=out)
-
-
 def test_numbers_of_numpy_are_numbers() -> None:
     heads = map(np.int16, HEADS)
     steps = Steps()
@@ -458,16 +450,17 @@ def test_bad_steps(name: str, value: object, message: str) -> None:
         ("q", torch.zeros(2, 8, 64).half(), "q must be torch.float32, got torch.float16"),
         ("q", torch.zeros(2, 8, 64, device="meta"), "q must be on cpu, got meta"),
         ("k_cache", torch.zeros(9, 4, 64), r"k_cache must have shape \[num_slots, 2, 64\]"),
-        (
-            "v_cache",
-            torch.zeros(8, 2, 64),
-            "k_cache and v_cache must have the same number of slots",
-        ),
+        ("v_cache", torch.zeros(8, 2, 64), "k_cache and v_cache must have the same number of s"),
         ("v_cache", torch.zeros(9, 2, 32), r"v_cache must have shape \[num_slots, 2, 64\]"),
         ("sinks", torch.zeros(2), r"sinks must have shape \[8\], got \[2\]"),
         ("sinks", torch.zeros(8).double(), "torch.bfloat16, torch.float16, got torch.float64"),
         ("sinks", torch.zeros(8, device="meta"), "sinks must be on cpu, got meta"),
         ("out", torch.zeros(2, 8, 32), r"out must have shape \[2, 8, 64\]"),
+        (
+            "out",
+            torch.zeros(64).expand(2, 8, 64),
+            r"out must not overlap itself, got .*\(0, 0, 1\)",
+        ),
         ("k_cache", None, "k_cache must be a torch.Tensor, got NoneType"),
         ("sinks", [0.0] * 8, "sinks must be a torch.Tensor, got list"),
         ("sm_scale", math.nan, "sm_scale must be positive, got nan"),
@@ -482,11 +475,7 @@ def test_bad_steps(name: str, value: object, message: str) -> None:
         ("k_scale", 0.0, "k_scale must be positive, got 0.0"),
         ("v_scale", math.inf, "v_scale must be positive, got inf"),
         ("k_scale", torch.ones(()), "k_scale must be a number over a KV cache of torch.float32"),
-        (
-            "v_cache",
-            torch.zeros(9, 2, 64).half(),
-            "v_cache must be torch.float32, got torch.float1",
-        ),
+        ("v_cache", torch.zeros(9, 2, 64).half(), "v_cache must be torch.float32, got torch.fl"),
     ],
 )
 def test_bad_runs_write_nothing(name: str, value: object, message: str) -> None:
