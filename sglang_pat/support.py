@@ -61,6 +61,10 @@ _LEAST_IN_TILE, _LEAST_BESIDE_FLASHMLA = 1.5, 4
 # for requests of up to about 60,000 tokens on average.
 _CONVERTS_POOL, _POOL_PER_ROW = "fa3", 256
 GROWTH_TOKENS = 256  # default of SGLANG_PAT_GROWTH_TOKENS and of PackAttention
+# A request may grow by this many tokens, or by this part of a small window, before it gets another
+# cut. So a cut lies that many tokens after the start of the window, and the tokens in between are
+# private.
+WINDOW_SLACK, WINDOW_SLACK_PART = 64, 1 / 8
 # SGLang's backends in whose place pat can decode, because they compute dense attention over the
 # whole paged KV of a request.
 DEFAULT_BACKENDS = (

@@ -27,11 +27,8 @@ from sglang_pat.argument_checks import INTS, check_ids
 from sglang_pat.attention import PackAttention
 from sglang_pat.batch import check_integers, is_integer
 from sglang_pat.executors.window_rows import Window
+from sglang_pat.support import WINDOW_SLACK, WINDOW_SLACK_PART
 
-# A request may grow by SLACK tokens, or by 1 / SLACK_PART of a small window, before it gets another
-# cut. So a cut lies that many tokens after the start of the window, and the tokens in between are
-# private.
-SLACK, SLACK_PART = 64, 8
 AHEAD = 4  # the default of `ahead`
 MAX_WINDOW = 1 << 20
 _MAX_INT32 = 2**31 - 1
@@ -102,7 +99,7 @@ class WindowAttention(PackAttention):
             # the KV pool is not a bound, because several ranges may have the same slots.
             most = max(int(max_requests), 0) * int(window)
             options["max_shared_slots"] = min(most, _MAX_INT32)
-        slack = min(SLACK, int(window) // SLACK_PART)
+        slack = min(WINDOW_SLACK, int(window * WINDOW_SLACK_PART))
         self._window = Window(int(window), slack, int(ahead), chunked, slot_map)
         super().__init__(num_qo_heads, num_kv_heads, head_dim, **options)
         if slot_map is not None:

@@ -31,8 +31,8 @@ class Window(NamedTuple):
 
     def rule(self) -> dict[str, Any]:
         """Return the window as arguments of the scheduler."""
-        names = ("slack", "ahead", "chunked")
-        return {"window": self.tokens, **{name: getattr(self, name) for name in names}}
+        rule = {"slack": self.slack, "ahead": self.ahead, "chunked": self.chunked}
+        return {"window": self.tokens, **rule}
 
     def attended(self, lens: Any) -> Any:
         """Return how many tokens requests attend to. lens: array or tensor of their lengths."""

@@ -27,7 +27,14 @@ from sglang_pat.model_layers import (
     check_ranks,
     read_layers,
 )
-from sglang_pat.support import MAX_LATENT_GROUP_SIZE, Unsupported, has_kernels, head_dim_name
+from sglang_pat.support import (
+    MAX_LATENT_GROUP_SIZE,
+    WINDOW_SLACK,
+    WINDOW_SLACK_PART,
+    Unsupported,
+    has_kernels,
+    head_dim_name,
+)
 from sglang_pat.workload.models import GPUS, GpuModel, served_dtype
 from sglang_pat.workload.weights import (
     WHOLE_BYTES,
@@ -76,10 +83,6 @@ _PARTIAL_BYTES, _LSE_BYTES = 2, 4  # of each number in a partial output, and of 
 _STATE_BYTES_PER_REQUEST = 4 << 20  # read and written per step for a layer's state
 
 
-# How many of a window's shared tokens each request reads by itself (`sglang_pat/window.py`).
-_WINDOW_SLACK = 64
-
-
 class Reads(NamedTuple):
     """KV that the attention of one layer reads in a step, in tokens of one KV head.
 
@@ -117,7 +120,7 @@ class Reads(NamedTuple):
         own = kv_tokens / requests - prefix
         left = max(0.0, window - own)
         part = (self.again + self.cached) / common if common else 1.0  # 1 if nothing is shared
-        slack = min(_WINDOW_SLACK, window / 8, left) * (1 - part)
+        slack = min(WINDOW_SLACK, window * WINDOW_SLACK_PART, left) * (1 - part)
         cached = left * (requests - 1) * part + slack * requests
         return self._replace(
             once=left + requests * min(own, window),
