@@ -369,7 +369,9 @@ def _detected(path: Path, format: str) -> _Source:
         if known is not None:
             return _Source(path, known if format == "auto" else format, layout="objects")
     if format != "auto":
-        return _Source(path, format)
+        is_openai = format == "openai"
+        of_server = is_openai and (any(map(is_text, head)) or _logs_requests(path))
+        return _Source(path, format, of_server=of_server)
     header = header_of(head[0])
     for name, columns in CSV_COLUMNS.items():
         if set(columns) <= set(header):

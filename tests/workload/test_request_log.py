@@ -528,9 +528,9 @@ def test_the_output_of_a_server_is_a_log(tmp_path: Path) -> None:
         "[2026-05-01 12:00:00] args={'a': 1}",
     ]
     lines = [f"[2026-05-01 12:00:00] {json.dumps(shape_of(SGLANG, i))}" for i in range(REQUESTS)]
-    for texts in (begin * 20, [begin[2]]):
+    for texts, format in ((begin * 20, "auto"), ([begin[2]], "auto"), (begin * 20, "openai")):
         (tmp_path / "log").write_text("\n".join([*texts, *lines, begin[1], ""]))
-        requests, trace = read(tmp_path / "log")
+        requests, trace = read(tmp_path / "log", format=format)
         assert [each.arrival for each in requests] == [i / 4 for i in range(REQUESTS)]
         assert trace.errors.count == 0
         assert sum(trace.errors.left_out.values()) == len(texts) + 1
