@@ -14,6 +14,7 @@ import torch
 from sglang_pat import support
 from sglang_pat.batch import IntArray
 from sglang_pat.executors.layer import Scale
+from sglang_pat.messages import quoted
 from sglang_pat.plan import HeadConfig
 
 INTS = (torch.int64, torch.int32)
@@ -40,7 +41,7 @@ def check_shape(shape: HeadConfig) -> None:
 def check_dtypes(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     for each in (dtype, kv_dtype):
         if not isinstance(each, torch.dtype):
-            raise TypeError(f"a dtype must be a torch.dtype, got {each!r}")
+            raise TypeError(f"a dtype must be a torch.dtype, got {quoted(each)}")
     name, kv_name = (str(each).removeprefix("torch.") for each in (dtype, kv_dtype))
     if name not in support.DTYPES:
         raise support.unsupported("dtype of queries and KV cache", dtype)
@@ -54,7 +55,7 @@ def canonical_device(device: torch.device | str) -> torch.device:
     try:
         device = torch.device(given)
     except (RuntimeError, TypeError):  # torch's message lists devices that pat lacks
-        raise ValueError(f"device must be cpu or cuda, got {given!r}") from None
+        raise ValueError(f"device must be cpu or cuda, got {quoted(given)}") from None
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device}")
     if device.type == "cuda" and (device.index or 0) >= (found := torch.cuda.device_count()):
@@ -170,7 +171,7 @@ def check_number(name: str, value: float) -> None:
     # Checks for float first, because nearly all values are floats. Real includes NumPy's numbers
     # and bools, but not tensors.
     if type(value) is not float and (not isinstance(value, Real) or isinstance(value, bool)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
+        raise TypeError(f"{name} must be a number, got {quoted(value)}")
 
 
 def _check_is_tensor(name: str, value: object) -> None:

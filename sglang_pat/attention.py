@@ -39,6 +39,7 @@ from sglang_pat.executors.layer import LayerInputs, Scale
 from sglang_pat.executors.loaded_kernels import LoadedKernels, load_kernels
 from sglang_pat.executors.reference import PlanExecution, ReferenceExecutor
 from sglang_pat.executors.window_rows import Window, WindowRows
+from sglang_pat.messages import listed, quoted
 from sglang_pat.plan import (
     BufferSizes,
     DecodePlan,
@@ -183,7 +184,7 @@ class PackAttention:
         }
         check_integers(**{name: value for name, value in optional.items() if value is not None})
         if not isinstance(batch_invariant, bool):
-            raise TypeError(f"batch_invariant must be True or False, got {batch_invariant!r}")
+            raise TypeError(f"batch_invariant must be True or False, got {quoted(batch_invariant)}")
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         self.shape = shape = HeadConfig(num_qo_heads, num_kv_heads, head_dim, v_head_dim)
         self.dtype = dtype
@@ -191,7 +192,7 @@ class PackAttention:
         check_shape(shape)
         check_dtypes(dtype, self.kv_dtype)
         if policy not in support.POLICIES:
-            raise support.unsupported("packing policy", policy)
+            raise support.unsupported("packing policy", listed([policy]))
         self.device = canonical_device(device)
         self._batch_invariant = batch_invariant
         self.is_reserved = max_requests is not None
@@ -323,7 +324,7 @@ class PackAttention:
             raise TypeError(f"batch must be a DecodeBatch, got {type(batch).__name__}")
         begun_ns = batch.begun_ns or time.perf_counter_ns()
         if type(begun_ns) is not int:
-            raise TypeError(f"batch.begun_ns must be an integer, got {begun_ns!r}")
+            raise TypeError(f"batch.begun_ns must be an integer, got {quoted(begun_ns)}")
         lens = batch.seq_lens
         check_seq_lens(lens)
         if req_to_token is not self._checked_table:
@@ -530,7 +531,7 @@ class PackAttention:
         if self._plan is None:
             raise RuntimeError("run() needs a plan: call plan() first")
         if type(return_lse) is not bool:
-            raise TypeError(f"return_lse must be True or False, got {return_lse!r}")
+            raise TypeError(f"return_lse must be True or False, got {quoted(return_lse)}")
         num_heads, _, head_dim, v_head_dim = self.shape
         out_shape = (self._num_requests, num_heads, v_head_dim)
         self._check_queries(q, q_rope)
@@ -624,7 +625,7 @@ class PackAttention:
         """Return the kernels of executor `name`, compiled if needed, or None for plain torch."""
         on_gpu = self.device.type == "cuda"
         if name not in ("auto", "cuda", "reference"):
-            raise ValueError(f"executor must be auto, cuda or reference, got {name}")
+            raise ValueError(f"executor must be auto, cuda or reference, got {quoted(name)}")
         if name == "cuda" and not on_gpu:
             raise ValueError(f"executor cuda needs a CUDA device, got device {self.device}")
         if name == "auto" and on_gpu and self.dtype == torch.float32:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_pat._scheduler import PrefixForest
+from sglang_pat.messages import quoted
 
 if TYPE_CHECKING:  # `sglang-pat advise` runs without torch
     import torch
@@ -74,14 +75,14 @@ class PrefixPaths:
         path_begin = [0]
         flat: list[PathNode | tuple[int, int, int]] = []
         if not isinstance(paths, Iterable):
-            raise TypeError(f"paths must be a list of nodes per request, got {paths!r}")
+            raise TypeError(f"paths must be a list of nodes per request, got {quoted(paths)}")
         for path in paths:
             try:
                 flat.extend(path)
             except TypeError:
                 request = len(path_begin) - 1
-                message = f"the path of request {request} must be a list of nodes, got {path!r}"
-                raise TypeError(message) from None
+                message = f"the path of request {request} must be a list of nodes, got "
+                raise TypeError(message + quoted(path)) from None
             path_begin.append(len(flat))
         nodes = _checked_nodes(flat, path_begin)
         return cls(
@@ -159,7 +160,7 @@ def check_integers(**values: int) -> None:
     """Raise TypeError for a value that is not an integer, ValueError for one beyond int32."""
     for name, value in values.items():
         if not is_integer(value):
-            raise TypeError(f"{name} must be an integer, got {value!r}")
+            raise TypeError(f"{name} must be an integer, got {quoted(value)}")
         if not -1 << 31 <= value < 1 << 31:
             raise ValueError(f"{name} must fit into int32, got {value}")
 
@@ -203,7 +204,7 @@ def _checked_nodes(
             request = int(np.searchsorted(path_begin, index, side="right")) - 1
             raise ValueError(
                 "a path node must be three integers (node_id, kv_begin, kv_end), positions within "
-                f"int32, got {node!r} on the path of request {request}"
+                f"int32, got {quoted(node)} on the path of request {request}"
             )
     return np.array(flat, dtype=np.int64)  # the nodes have other integer types
 

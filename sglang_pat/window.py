@@ -27,6 +27,7 @@ from sglang_pat.argument_checks import INTS, check_ids
 from sglang_pat.attention import PackAttention
 from sglang_pat.batch import check_integers, is_integer
 from sglang_pat.executors.window_rows import Window
+from sglang_pat.messages import quoted
 from sglang_pat.support import WINDOW_SLACK, WINDOW_SLACK_PART
 
 AHEAD = 4  # the default of `ahead`
@@ -91,7 +92,7 @@ class WindowAttention(PackAttention):
                 f"slots, got {window}; for layers without a window use PackAttention"
             )
         if not isinstance(chunked, bool):
-            raise TypeError(f"chunked must be True or False, got {chunked!r}")
+            raise TypeError(f"chunked must be True or False, got {quoted(chunked)}")
         if options.get("batch_invariant"):
             raise ValueError("batch_invariant must be False with a window: cuts depend on others")
         if is_integer(max_requests := options.get("max_requests")):

@@ -43,6 +43,7 @@ def test_the_variables_of_the_process_are_read(monkeypatch: pytest.MonkeyPatch) 
         ("SGLANG_PAT_POLICY", "greedy", "SGLANG_PAT_POLICY='greedy'; allowed: memory, paper"),
         ("SGLANG_PAT_DEBUG", "yes", "SGLANG_PAT_DEBUG='yes'; allowed: 0, 1, ranks"),
         ("SGLANG_PAT_DEBUG", "", "SGLANG_PAT_DEBUG=''; allowed: 0, 1, ranks"),
+        ("SGLANG_PAT_DEBUG", "x" * 999, "^SGLANG_PAT_DEBUG='x{9,99}[.]{3}x{9,99}'; allowed: 0, 1,"),
         ("SGLANG_PAT_STRICT", "true", "SGLANG_PAT_STRICT='true'; allowed: 0, 1"),
         ("SGLANG_PAT_STATS_FILE", "/no/such/folder/f", "can be written .its folder /no/such/fold"),
         ("SGLANG_PAT_STATS_FILE", "/", "SGLANG_PAT_STATS_FILE='/'; allowed: the path of a file th"),
@@ -59,6 +60,7 @@ def test_the_variables_of_the_process_are_read(monkeypatch: pytest.MonkeyPatch) 
             "memory",
             "unknown variable SGLANG_PAT_POLCY; allowed: SGLANG_PAT_POL",
         ),
+        (f"SGLANG_PAT_{'x' * 999}", "1", "^unknown variable SGLANG_PAT_x{9,99}[.]{3}; allowed: S"),
     ],
 )
 def test_a_bad_variable_is_named(name: str, value: str, message: str) -> None:

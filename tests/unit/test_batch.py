@@ -62,6 +62,9 @@ def test_all_nodes_of_a_wrong_length_are_not_regrouped() -> None:
     """Three pairs have as many numbers as two triples."""
     with pytest.raises(ValueError, match=r"got \(1, 0\) on the path of request 0"):
         PrefixPaths.from_lists([[(1, 0), (5, 2), (5, 9)]])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"got \[0, .* on the path of request 0") as raised:
+        PrefixPaths.from_lists([[[*range(10**6)]]])  # type: ignore[list-item]
+    assert len(str(raised.value)) < 300
 
 
 def test_a_path_that_is_no_list_is_named() -> None:

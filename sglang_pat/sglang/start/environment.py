@@ -13,6 +13,7 @@ from pathlib import Path
 
 from sglang_pat import support
 from sglang_pat.executors.kernel_cache import CACHE_VARIABLE, default_cache
+from sglang_pat.messages import listed, quoted
 from sglang_pat.output_file import problem_with
 
 PREFIX = "SGLANG_PAT_"
@@ -77,7 +78,7 @@ class Environment:
         if ours:
             names = ("POLICY", *_CHOICES, "STATS_FILE", "GROWTH_TOKENS", "KERNEL_CACHE")
             allowed = ", ".join(PREFIX + name for name in names)
-            raise ValueError(f"unknown variable {sorted(ours)[0]}; allowed: {allowed}")
+            raise ValueError(f"unknown variable {listed(sorted(ours)[:1])}; allowed: {allowed}")
         if policy not in support.POLICIES:
             raise _bad_value("POLICY", policy, ", ".join(support.POLICIES))
         for name, value in chosen.items():
@@ -109,4 +110,4 @@ def _stats_file(text: str) -> Path:
 
 
 def _bad_value(name: str, value: str, allowed: str) -> ValueError:
-    return ValueError(f"{PREFIX}{name}={value!r}; allowed: {allowed}")
+    return ValueError(f"{PREFIX}{name}={quoted(value)}; allowed: {allowed}")
