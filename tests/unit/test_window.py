@@ -12,6 +12,7 @@ from window_scenes import DIM, HEADS, KV_HEADS, Scene, prefix_scene
 
 from sglang_pat.attention import PackAttention, plan_together
 from sglang_pat.plan import BufferSizes
+from sglang_pat.stats import PlanStats
 from sglang_pat.window import AHEAD, WindowAttention
 
 OPTIONS: dict[str, Any] = {"dtype": torch.float32}
@@ -139,7 +140,7 @@ def test_a_batch_within_its_windows_is_planned_as_ever() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_step_is_checked_once_for_plans_of_two_kinds(seed: int) -> None:
+def test_a_step_is_checked_and_counted_once_for_plans_of_two_kinds(seed: int) -> None:
     scene = Scene(seed)
     windows = WindowAttention(HEADS, KV_HEADS, DIM, window=32, **OPTIONS)
     second, alone = (PackAttention(HEADS, KV_HEADS, DIM, growth_tokens=20, **OPTIONS) for _ in "ab")
@@ -154,6 +155,7 @@ def test_a_step_is_checked_once_for_plans_of_two_kinds(seed: int) -> None:
         q = scene.queries()
         assert second.run(q, *scene.caches).equal(alone.run(q, *scene.caches))
     assert second.stats.plans_reused > second.stats.plans_built > 1
+    assert windows.stats == PlanStats()
 
 
 def test_slots_that_move_are_read_again_without_a_key() -> None:
