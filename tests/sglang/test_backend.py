@@ -431,15 +431,15 @@ def test_a_plan_that_does_not_fit_a_graph_shares_nothing(
     backend = pat_backend(runner())
     planned = []
     (attention,) = inside.attentions(inside.microbatch(backend).eager)
-    original = attention.plan
+    original = attention._update_plan
 
-    def plan(batch: Any, **tensors: Any) -> DecodePlan:
+    def update_plan(batch: Any, *arguments: Any) -> DecodePlan:
         planned.append(batch.read_paths())
         if len(planned) == 1:
             raise PlanOverflowError("too large")
-        return original(batch, **tensors)
+        return original(batch, *arguments)
 
-    monkeypatch.setattr(attention, "plan", plan)
+    monkeypatch.setattr(attention, "_update_plan", update_plan)
     backend.init_forward_metadata(decode_batch([1], [2], [9]))
     assert len(planned) == 2
     assert planned[1].path_begin.tolist() == [0, 0]
