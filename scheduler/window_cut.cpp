@@ -123,7 +123,7 @@ void WindowCut::sort_rows(size_t num_nodes) {
   int32_t least = kNever, most = 0;
   for (const Row& row : others_)
     std::tie(least, most) = std::pair(std::min(least, row.cut), std::max(most, row.cut));
-  for (int32_t shift = 0; int64_t{most} - least >> shift > 0; shift += 8) {
+  for (int32_t shift = 0; (int64_t{most} - least) >> shift > 0; shift += 8) {
     sort_rows_by([=](const Row& row) { return (row.cut - least) >> shift & 255; }, 256);
   }
   sort_rows_by([](const Row& row) { return row.node; }, num_nodes);

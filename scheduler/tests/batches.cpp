@@ -177,7 +177,7 @@ SchedulerConfig random_config(Random& random, bool latent) {
   constexpr int32_t kWorkers[] = {1, 2, 7, 33, 66, 132, 264};
   made.num_workers = kWorkers[draw(random, 0, 6)];
   do {
-    made.max_block_q = tiles[draw(random, 0, tiles.num_tiles - 1)].block_q;
+    made.max_block_q = tiles[static_cast<int32_t>(draw(random, 0, tiles.num_tiles - 1))].block_q;
   } while (made.max_block_q < made.group_size);
   made.policy = random_policy(random);
   made.min_item_tokens = static_cast<int32_t>(kCutGranularity * draw(random, 1, 4));
