@@ -148,6 +148,11 @@ def kernel_files(gpu: str) -> list[str]:
     return [f"{gpu}/{name}" for name in KERNELS if (RESULTS / gpu / name).exists()]
 
 
+def gqa_runs() -> tuple[list[str], list[str]]:
+    """The recorded runs of an H100 and of an H200, without those of latent attention."""
+    return [*kernel_files("h100"), *FP8], [*kernel_files("h200"), "h200/fp8.json"]
+
+
 def gain(case: Case) -> float:
     """Time of the fastest other kernel over pat's."""
     found = versus_best(case)
@@ -191,8 +196,8 @@ def _mean_over_floor(cases: Sequence[Case], name: str) -> str:
 def kernel_losses() -> str:
     """Return all cases of an H100 and an H200 in which another kernel is faster."""
     rows = []
-    h100 = [*kernel_files("h100"), *FP8, "h100/mla.json", "h100/mla-fp8.json"]
-    h200 = [*kernel_files("h200"), "h200/fp8.json"]
+    h100, h200 = gqa_runs()
+    h100 += ["h100/mla.json", "h100/mla-fp8.json"]
     for name, cases in (kernel_cases(h100) | kernel_cases(h200)).items():
         for case in sorted(filter(lost, cases), key=gain):
             times = {peer: us for peer, us in case["us"].items() if is_peer(peer)}

@@ -14,7 +14,7 @@ import recorded_tables
 import touchpoints_page
 from model_families import CPU_RUNS, FAMILIES, GPU_RUNS
 from recorded_numbers import ROOT, shown_numbers, wrong_numbers
-from recorded_tables import BLOCKS, FP8, PAGE, RESULTS, filled, kernel_cases, kernel_files, lost
+from recorded_tables import BLOCKS, PAGE, RESULTS, filled, gqa_runs, kernel_cases, lost
 
 from sglang_pat import support
 
@@ -70,8 +70,9 @@ def test_every_table_is_shown_and_no_marker_is_broken() -> None:
 def test_the_page_on_losses_names_each_of_them() -> None:
     """Queries in the page's comments count the losses of latent attention."""
     page = (ROOT / "docs/when-it-does-not-pay.md").read_text()
-    runs = ([*kernel_files("h100"), *FP8], [*kernel_files("h200"), "h200/fp8.json"])
-    cases = (case for names in runs for found in kernel_cases(names).values() for case in found)
+    cases = (
+        case for names in gqa_runs() for found in kernel_cases(names).values() for case in found
+    )
     losses = {case["name"] for case in cases if lost(case)}
     assert losses
     assert [name for name in losses if f"`{name}`" not in page] == []
