@@ -137,32 +137,17 @@ class PlanBuffers:
             rows.data_ptr(),
             rows.dtype == torch.int64,
         )
-        self.decode.set_step(
-            table.data_ptr(),
-            table.stride(0),
-            min(table.shape[1], _MAX_INT32),
-            rows.data_ptr(),
-            rows.dtype == torch.int64,
-            lens.data_ptr(),
-            lens.dtype == torch.int64,
-        )
+        self.decode.set_step(*_arguments(table, rows, lens))
         self._step = step
 
     def _bind_fill(self, rows: WindowRows, step: Step) -> None:
-        table, indices, lens, _ = step
         slot_map = rows.window.slot_map
         self.fill.set(
             self.plan[len(self.plan) - self.sizes.num_cuts :].data_ptr(),
-            table.data_ptr(),
-            table.stride(0),
-            min(table.shape[1], _MAX_INT32),
-            indices.data_ptr(),
-            indices.dtype == torch.int64,
-            lens.data_ptr(),
-            lens.dtype == torch.int64,
+            *_arguments(step.req_to_token, step.req_pool_indices, step.seq_lens),
             0 if slot_map is None else slot_map.data_ptr(),
             slot_map is not None and slot_map.dtype == torch.int64,
-            len(lens),
+            len(step.seq_lens),
             rows.window.tokens,
             rows.window.chunked,
             rows.slots.data_ptr(),
@@ -184,6 +169,21 @@ class PlanBuffers:
             for tensor in tensors:
                 tensor.record_stream(stream)
         self.stream = stream
+
+
+def _arguments(
+    table: torch.Tensor, rows: torch.Tensor, lens: torch.Tensor
+) -> tuple[int, int, int, int, bool, int, bool]:
+    """Return what the kernels need to know of a step's three tensors, in their order."""
+    return (
+        table.data_ptr(),
+        table.stride(0),
+        min(table.shape[1], _MAX_INT32),
+        rows.data_ptr(),
+        rows.dtype == torch.int64,
+        lens.data_ptr(),
+        lens.dtype == torch.int64,
+    )
 
 
 def check_contiguous(tensor: torch.Tensor, name: str) -> None:
