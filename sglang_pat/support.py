@@ -65,6 +65,7 @@ GROWTH_TOKENS = 256  # default of SGLANG_PAT_GROWTH_TOKENS and of PackAttention
 # cut. So a cut lies that many tokens after the start of the window, and the tokens in between are
 # private.
 WINDOW_SLACK, WINDOW_SLACK_PART = 64, 1 / 8
+MAX_WINDOW = 1 << 20  # tokens; each request has a row of that many slots
 # SGLang's backends in whose place pat can decode, because they compute dense attention over the
 # whole paged KV of a request.
 DEFAULT_BACKENDS = (
@@ -229,9 +230,10 @@ _MATRIX = (
     SupportRow("KV pool", "slots of [KV head, head_dim], page size 1 or more", LAYER),
     SupportRow(
         "sliding window",
-        "up to 1,048,576 tokens, where the default backend is fa3, fa4, flashinfer, trtllm_mha, "
-        "triton or torch_native; not in batch-invariant mode, in draft models, or with drafts "
-        "other than chains on fa3 and torch_native; attention within chunks on fa3, without drafts",
+        f"up to {MAX_WINDOW:,} tokens, where the default backend is fa3, fa4, flashinfer, "
+        "trtllm_mha, triton or torch_native; not in batch-invariant mode, in draft models, or with "
+        "drafts other than chains on fa3 and torch_native; attention within chunks on fa3, without "
+        "drafts",
         LAYER,
     ),
     SupportRow(

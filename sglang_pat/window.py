@@ -28,10 +28,9 @@ from sglang_pat.attention import PackAttention
 from sglang_pat.batch import check_integers, is_integer
 from sglang_pat.executors.window_rows import Window
 from sglang_pat.messages import quoted
-from sglang_pat.support import WINDOW_SLACK, WINDOW_SLACK_PART
+from sglang_pat.support import MAX_WINDOW, WINDOW_SLACK, WINDOW_SLACK_PART
 
 AHEAD = 4  # the default of `ahead`
-MAX_WINDOW = 1 << 20
 _MAX_INT32 = 2**31 - 1
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sglang_pat.model_layers import FULL, LATENT, STATE
+from sglang_pat.support import WIDE_HEAD_DIMS
 from sglang_pat.workload.cost import StepTime
 from sglang_pat.workload.run import DEFAULT, PAT, WorkloadAnswer
 from sglang_pat.workload.weights import WeightBytes
@@ -66,7 +67,7 @@ def unchecked(time: StepTime) -> list[str]:
         "layers with a state": STATE in kinds,
         "layers of several kinds": bool(kinds - {FULL, LATENT, STATE}),
         "head_dim 512, which SGLang runs by Triton, slower than estimated": any(
-            layer.head_dim == 512 for layer in time.layers
+            (layer.head_dim, layer.v_head_dim) == WIDE_HEAD_DIMS for layer in time.layers
         ),
     }
     return [reason for reason, holds in reasons.items() if holds]

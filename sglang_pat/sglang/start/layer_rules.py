@@ -25,8 +25,7 @@ from sglang_pat.sglang import compat
 from sglang_pat.sglang.start.environment import Environment
 from sglang_pat.sglang.start.layer_support import LayerSupport, read_scales
 from sglang_pat.sglang.start.server_options import batch_invariant, drafts_of, server_reason
-from sglang_pat.support import Unsupported
-from sglang_pat.window import MAX_WINDOW
+from sglang_pat.support import MAX_WINDOW, Unsupported
 
 # Names of attention sinks in SGLang's models. pat looks for sinks only to log which layers have
 # them.
