@@ -54,8 +54,8 @@ void WindowCut::add_class(const PrefixForest& forest, std::span<const Row> rows,
 // Divides `rows` into the runs that save the most tokens. All rows hold the same node and are sorted by cut. Each run
 // becomes a class, with the cut of its last row.
 void WindowCut::add_runs(std::span<const Row> rows, int32_t node_end, const PrefixForest& forest) {
-  const auto saved_by = [&](size_t begin,
-                            size_t end) {  // tokens that the class of rows [begin, end) saves
+  // Returns the tokens that the class of rows [begin, end) saves.
+  const auto saved_by = [&](size_t begin, size_t end) {
     return int64_t{node_end - rows[end - 1].cut} * static_cast<int64_t>(end - begin - 1) -
            kClassCost;
   };

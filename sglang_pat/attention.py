@@ -255,7 +255,8 @@ class PackAttention:
         self._step: Step | None = None  # tensors of the last plan()
         self._num_requests = 0  # number of requests in the plan
         self._key: Hashable = None
-        # These attributes describe the last step.
+        # These attributes describe the last step. plan_together() sets only its last object's
+        # step_time.
         self.step_kind: PlanningClass = "cold"
         self._cause: StepReason | None = None  # why a plan was built
         self.step_tokens = KvTokens(0, 0, 0)

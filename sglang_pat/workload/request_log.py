@@ -227,9 +227,8 @@ def _with_answer_in_prompt(asked: Json, answer: _Answer) -> tuple[Json, _Answer]
     names = ("conversations", "messages", "conversation")
     turns = next((found for name in names if (found := as_list(asked.get(name)))), [])
     is_data_set = answer.output_tokens is None
-    if (
-        is_data_set and "conversations" in asked
-    ):  # keep the first question and answer, as SGLang's benchmark does
+    if is_data_set and "conversations" in asked:
+        # Keep the first question and answer, as SGLang's benchmark does.
         answers = (i for i, turn in enumerate(turns) if i and _speaker(turn) not in _ASKING)
         turns = turns[: next(answers, 1) + 1]
     elif not turns or role_of(turns[-1]) != "assistant":
