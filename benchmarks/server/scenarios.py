@@ -173,16 +173,9 @@ _MTP = {
 # Lengths are multiples of 64, for models with recurrent states or pages.
 _HYBRID = (shared(64, 8192, 256, 1.0), alone(64, 1024, 0.98))
 _LATENT = (shared(64, 16_384, 512, 1.2), alone(128, 512, 0.98))
-_LONG_LATENT = (shared(24, 60_032, 1024), alone(64, 1024, 0.98), shared(64, 16_384, 512))
+# The first has the shortest prompts, so that a server that is slow to prefill is timed, too.
+_LONG_LATENT = (alone(64, 1024, 0.98), shared(64, 16_384, 512), shared(24, 60_032, 1024))
 _SHORT = (alone(1, 500, 0.99), alone(4, 700, 0.99), chat(200, 0.99))
-_8B = (
-    shared(128, 8192, 256, 2.0),
-    alone(128, 1024, 0.99),
-    *_SHORT,
-    shared(64, 2048, 128, 1.0),
-    shared(256, 1024, 64, 1.0),
-    shared(256, 1024, 0, 1.0, groups=32),
-)
 _CONTEXT = 1024  # tokens of the requests in "sharing"
 SCENARIOS = {
     "long-8b": Scenario(
@@ -198,12 +191,25 @@ SCENARIOS = {
             alone(1, 500, 0.99),
         ),
     ),
+    # The pool holds each batch. It is so small that both servers fit on a GPU of 80 GB.
     "8b": Scenario(
-        "llama-3-8b",
+        "llama-3-8b-whole",
         ("pat", "fa3"),
-        (*_8B, alone(8, 16_000, 0.99), alone(1, 100_000, 0.99)),
+        (
+            shared(64, 32_768, 1024, 3.0),
+            shared(128, 8192, 256, 2.0),
+            alone(96, 1024, 0.99),
+            shared(256, 1024, 0, 1.0, groups=32),
+            alone(1, 500, 0.99),
+            shared(64, 2048, 128, 1.0),
+            alone(4, 700, 0.99),
+            chat(200, 0.99),
+            shared(256, 1024, 64, 1.0),
+            alone(8, 16_000, 0.99),
+            alone(1, 100_000, 0.99),
+        ),
+        {"max_total_tokens": 136_000},
     ),
-    "8b-whole": Scenario("llama-3-8b-whole", ("pat", "fa3"), _8B),
     "70b-rank": Scenario(
         "llama-3-70b-rank",
         ("pat", "fa3"),
