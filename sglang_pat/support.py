@@ -14,6 +14,7 @@ from typing import NamedTuple
 BACKEND = "pat"  # the name of the attention backend in SGLang
 # Tested versions of SGLang (docs/sglang-versions.json). CI tests the oldest and the newest.
 SGLANG_VERSIONS = ("0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23")
+SUPPORTED_SGLANG = f"supported versions of SGLang: {', '.join(SGLANG_VERSIONS)}"
 PYTHON_VERSIONS = ("3.11", "3.12")
 DTYPES = ("float16", "bfloat16", "float32")
 KERNEL_DTYPES = ("float16", "bfloat16")  # dtypes in which the kernels compute

@@ -45,8 +45,7 @@ def around_resolution(resolve: Callable[[Any], None], arguments: Any) -> None:
     resolve(arguments)
     if is_asked_for(arguments):
         _check(arguments)
-        reason = early_reason(arguments) if Environment.read().strict else None
-        if reason is not None:
+        if Environment.read().strict and (reason := early_reason(arguments)):
             raise reason.refusal()
 
 
@@ -102,6 +101,6 @@ def _check(arguments: Any) -> None:
 def not_substituted(found: str) -> str:
     """Return the error message for an SGLang in which the substitution had no effect."""
     return (
-        f"pat was not substituted while SGLang resolved its arguments: {found}; supported versions "
-        f"of SGLang: {', '.join(support.SGLANG_VERSIONS)}"
+        f"pat was not substituted while SGLang resolved its arguments: {found}; "
+        f"{support.SUPPORTED_SGLANG}"
     )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_pat import support
+from sglang_pat.support import SUPPORTED_SGLANG
 
 AFTER, AROUND = HookType.AFTER, HookType.AROUND
 
@@ -38,10 +38,7 @@ def check_hooks(hooks: Sequence[Hook]) -> None:
     """Raise RuntimeError if a hook is not in place. SGLang itself would only log an error."""
     for target, function, _ in hooks:
         if not _is_hooked(target, function):
-            raise RuntimeError(
-                f"pat could not hook sglang.srt.{target}; supported versions of SGLang: "
-                f"{', '.join(support.SGLANG_VERSIONS)}"
-            )
+            raise RuntimeError(f"pat could not hook sglang.srt.{target}; {SUPPORTED_SGLANG}")
 
 
 def _is_hooked(target: str, hook: Callable[..., Any]) -> bool:

@@ -63,11 +63,9 @@ def server_reason(arguments: Any) -> Unsupported | None:
     if dcp_size is not None and dcp_size > 1:
         return Unsupported("server options", f"--dcp-size {dcp_size}")
     reason = _speculation_reason(arguments, Environment.read())
-    if reason is not None:
-        return reason
-    if environment_is_set(GLUE_GRAPH):
-        return Unsupported("server options", f"{GLUE_GRAPH}=1 in the environment")
-    return None
+    if reason is None and environment_is_set(GLUE_GRAPH):
+        reason = Unsupported("server options", f"{GLUE_GRAPH}=1 in the environment")
+    return reason
 
 
 def _speculation_reason(arguments: Any, environment: Environment) -> Unsupported | None:

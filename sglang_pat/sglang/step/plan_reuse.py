@@ -102,15 +102,13 @@ class PlanReuse:
 
     def permit_skips(self, steps: int) -> None:
         """Allow the next `steps` steps to repeat the planned one."""
-        last = self._last
-        if last is not None and last.why is not StepReason.MOVED:
-            last.steps_left, last.why = steps, StepReason.DUE
+        self.block_skips(StepReason.DUE, after=steps)
 
-    def block_skips(self, why: StepReason) -> None:
-        """Allow no step to repeat the last one, for the reason `why`. The plan stays in place."""
+    def block_skips(self, why: StepReason, after: int = 0) -> None:
+        """Plan a step again after `after` more steps, for the reason `why`. The plan stays."""
         last = self._last
         if last is not None and last.why is not StepReason.MOVED:
-            last.steps_left, last.why = 0, why
+            last.steps_left, last.why = after, why
 
     # --- PathCache ---
 

@@ -345,8 +345,7 @@ class CacheEventMonitor:
         if method is None:
             raise RuntimeError(
                 f"pat could not hook {type(owner).__name__}.{' or '.join(methods)}, where it "
-                f"learns of every {kind}; supported versions of SGLang: "
-                f"{', '.join(support.SGLANG_VERSIONS)}"
+                f"learns of every {kind}; {support.SUPPORTED_SGLANG}"
             )
         self.counts[kind] = 0
         # Set on the instance, so that overrides in subclasses are wrapped too, and other caches in

@@ -80,7 +80,7 @@ def self_test() -> list[str]:
 def _failed(where: str, what: str) -> str:
     return (
         f"pat's self-test failed with SGLang {version('sglang')}: {where}: {what}; "
-        f"supported versions of SGLang: {', '.join(support.SGLANG_VERSIONS)}"
+        f"{support.SUPPORTED_SGLANG}"
     )
 
 
