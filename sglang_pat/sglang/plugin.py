@@ -7,6 +7,7 @@ The rest of the plug-in is imported, and hooked into SGLang, when SGLang builds 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -15,6 +16,7 @@ from sglang_pat.sglang import compat
 from sglang_pat.support import BACKEND
 
 WRAPPED = "_sglang_pat_wrapped"
+_BUILDS_BACKENDS = "model_executor.model_runner:ModelRunner.init_attention_backends"
 
 
 def register() -> None:
@@ -39,8 +41,12 @@ def register() -> None:
 def around_resolution(resolve: Callable[[Any], None], arguments: Any) -> None:
     """Hook AROUND the method of ServerArgs that resolves the arguments."""
     from sglang_pat.sglang.start import argument_rewrite
+    from sglang_pat.sglang.start.hooks import AFTER, Hook, install_hooks
 
     argument_rewrite.around_resolution(resolve, arguments)
+    # Only processes that have imported the scheduler build backends.
+    if "sglang.srt.managers.scheduler" in sys.modules and argument_rewrite.is_asked_for(arguments):
+        install_hooks([Hook(_BUILDS_BACKENDS, _after_backends, AFTER)])
 
 
 def create_backend(model_runner: Any) -> Any:
@@ -66,10 +72,23 @@ def _with_pat(name: str, factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return build
 
 
-def _decodes(model_runner: Any, name: str) -> bool:
-    """Return True if the user chose pat and the backend of this name decodes the target model."""
+def _after_backends(_: None, model_runner: Any) -> None:
+    """Hook AFTER ModelRunner.init_attention_backends: report a backend without a wrapped factory.
+
+    SGLang builds one for models whose layers all have states instead of KV.
+    """
+    if _decodes(model_runner):
+        from sglang_pat.sglang.attach import with_pat
+        from sglang_pat.sglang.report.layer_report import has_reported
+
+        if not has_reported(model_runner):
+            name = type(model_runner.attn_backend).__name__
+            with_pat(model_runner.attn_backend, name, model_runner)
+
+
+def _decodes(model_runner: Any, name: str | None = None) -> bool:
+    """Return True if the user chose pat and this backend, or any, decodes the target model."""
     from sglang_pat.sglang.start.argument_rewrite import is_asked_for
 
-    if not is_asked_for(model_runner.server_args) or model_runner.is_draft_worker:
-        return False
-    return compat.decode_backend(model_runner) == name
+    is_asked = is_asked_for(model_runner.server_args) and not model_runner.is_draft_worker
+    return is_asked and name in (None, compat.decode_backend(model_runner))

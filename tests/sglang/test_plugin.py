@@ -261,7 +261,8 @@ def model_runner(*, asks: bool = True, decode: str = "fa3", draft: bool = False)
 def test_the_backend_that_decodes_is_given_to_pat(built: list[tuple[Any, str]]) -> None:
     build = plugin._with_pat("fa3", lambda runner: "default")
     assert build(model_runner()) == "with pat"
-    assert built == [("default", "fa3")]
+    plugin._after_backends(None, SimpleNamespace(**vars(model_runner()), attn_backend="other"))
+    assert built == [("default", "fa3"), ("other", "str")]  # of no factory
 
 
 @pytest.mark.parametrize(

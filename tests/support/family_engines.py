@@ -156,7 +156,7 @@ class FamilyEngines:
             raise EngineFailed(f"{family.name} with {backend}: status {status}\n{log[-6000:]}")
         found = json.loads((folder / "run.json").read_text())
         stats = folder / "stats.json"
-        lines = (folder / "calls").read_text().splitlines()
+        lines = (file.read_text() if (file := folder / "calls").exists() else "").splitlines()
         noted = Counter((what, who, int(layer)) for what, who, layer in map(str.split, lines))
         calls, draft_calls = (
             Counter({(who, layer): n for (of, who, layer), n in noted.items() if of == what})

@@ -31,6 +31,11 @@ class _LastReport:
     metrics: LayerMetrics | None = None
 
 
+def has_reported(model_runner: Any) -> bool:
+    """Return True if the last report was on this model."""
+    return _LastReport.model_runner is model_runner
+
+
 def report_layer_support(layer_support: LayerSupport, model_runner: Any = None) -> None:
     """Report which layers of the target model pat decodes, at start-up and when that changes.
 

@@ -107,7 +107,7 @@ def layers_of_model(
     whole: why all layers fall back, or None. reason_of: returns why a layer falls back, or None.
     """
     layers = attention_layers(model)
-    if whole is None and not layers:
+    if not layers:
         name = type(model).__name__
         whole = Unsupported("attention", f"no attention layer (RadixAttention) in {name}")
     layer_support = LayerSupport(default)
