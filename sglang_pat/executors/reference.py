@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from sglang_pat._scheduler import DIRECT_STORE, OPEN_END, SHARED_KV, PackScheduler
-from sglang_pat.batch import Step
+from sglang_pat.batch import IntArray, Step
 from sglang_pat.executors.layer import LayerInputs, Scale
 from sglang_pat.executors.window_rows import Window, WindowRows
 from sglang_pat.plan import DecodePlan, copy_plan, segment_interval
@@ -282,7 +282,11 @@ class ReferenceExecutor:
         assert self._plan is not None
         assert self._row_step is not None
         if self._execution is None:
-            _check_lengths(self._row_step, self._plan)
+            live = self._plan.live_requests()
+            if self.rows is not None:  # a row does not show its request's length
+                assert self._step is not None
+                _check_lengths(self._step, slice(None), shorter=0)
+            _check_lengths(self._row_step, live)
             self._execution = self._new_execution(self._plan, self._shared_slots, self._row_step)
         # As in the kernels, there are no gradients, and autocast has no effect.
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
@@ -298,19 +302,18 @@ def _check_rows(step: Step) -> None:
     _check_within("req_pool_indices must be rows of req_to_token", rows, len(step.req_to_token))
 
 
-def _check_lengths(step: Step, plan: DecodePlan) -> None:
+def _check_lengths(step: Step, live: IntArray | slice, shorter: int = 1) -> None:
     """Raise ValueError for a device length that the plan or `req_to_token` does not cover.
 
     Called when the step runs, because captured graphs fill the lengths after the step begins.
 
-    On the device, a request with a private tail may be one token shorter than on the host, because
-    its new token may be missing. A request without a tail must end where its path ends. Padding may
-    have any length.
+    On the device, a request with a private tail (`live`) may be one token shorter than on the host,
+    because its new token may be missing, or longer. A request without a tail must end where its
+    path ends. Padding may have any length in the table.
     """
     lens, width = step.seq_lens.cpu().numpy(), step.req_to_token.shape[1]
     least, most = step.host_seq_lens.copy(), step.host_seq_lens.copy()
-    live = plan.live_requests()
-    least[live] -= 1
+    least[live] -= shorter
     most[live] = most[least == 0] = width
     wrong = np.flatnonzero((lens < least) | (lens > most))
     if len(wrong):
