@@ -22,23 +22,21 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
 
   if (threadIdx.x == 0) {
-    const auto init = [](uint64_t& barrier, int arrivals) {
-      ptx::barrier_init(ptx::shared_address(&barrier), arrivals);
-    };
     for (int stage = 0; stage < kLatentStages; ++stage) {
       for (int part = 0; part < kStageParts; ++part) {
         const bool is_shared = part == kStageParts - 1;
-        init(storage.kv_full[stage][part], kProducerWarps * 32 + is_shared);  // lanes + record
-        init(storage.kv_empty[stage][part],
-             is_shared ? kLatentConsumerWarps : kLatentConsumerWarps / kLatentGroups);
+        ptx::barrier_init(storage.kv_full[stage][part],
+                          kProducerWarps * 32 + is_shared);  // lanes + record
+        ptx::barrier_init(storage.kv_empty[stage][part],
+                          is_shared ? kLatentConsumerWarps : kLatentConsumerWarps / kLatentGroups);
       }
     }
-    init(storage.queries_full, kLatentQueryWarps * (32 + 1));  // lanes + record
-    init(storage.queries_empty, kBarrierThreads);
-    init(storage.sums_full, kBarrierThreads);
+    ptx::barrier_init(storage.queries_full, kLatentQueryWarps * (32 + 1));  // lanes + record
+    ptx::barrier_init(storage.queries_empty, kBarrierThreads);
+    ptx::barrier_init(storage.sums_full, kBarrierThreads);
     for (int i = 0; i < kDrawsAhead; ++i) {
-      init(storage.drawn_full[i], 32);
-      init(storage.drawn_empty[i], (1 + kLatentQueryWarps) * 32);
+      ptx::barrier_init(storage.drawn_full[i], 32);
+      ptx::barrier_init(storage.drawn_empty[i], (1 + kLatentQueryWarps) * 32);
     }
     ptx::fence_barrier_init();
   }

@@ -21,16 +21,13 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
 
   if (threadIdx.x == 0) {
-    const auto init = [](uint64_t& barrier, int arrivals) {
-      ptx::barrier_init(ptx::shared_address(&barrier), arrivals);
-    };
     for (int stage = 0; stage < Storage::kStages; ++stage) {
-      init(storage.kv_full[stage], kProducerWarps * 32 + 1);  // lanes + record
-      init(storage.kv_empty[stage], kLatentConsumerWarps * 32);
+      ptx::barrier_init(storage.kv_full[stage], kProducerWarps * 32 + 1);  // lanes + record
+      ptx::barrier_init(storage.kv_empty[stage], kLatentConsumerWarps * 32);
     }
     for (int i = 0; i < kDrawsAhead; ++i) {
-      init(storage.drawn_full[i], 32);
-      init(storage.drawn_empty[i], 32);
+      ptx::barrier_init(storage.drawn_full[i], 32);
+      ptx::barrier_init(storage.drawn_empty[i], 32);
     }
   }
   __syncthreads();

@@ -29,31 +29,39 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
 
-  // Thread i initialises barrier i of every kind.
-  const int i = threadIdx.x;
-  if (i < Storage::kStages) {
+  // Four warps initialise barriers side by side, a thread in each.
+  if (lane == 0) {
     constexpr int kWarps = Dims::kIsWide ? 1 : kProducerWarps;
     constexpr int kReaders = kAllConsumerWarps<Dims> * kStageArrivals<Dims>;
-    ptx::barrier_init(ptx::shared_address(&storage.kv_full[i]), kWarps * 32 + 1);  // lanes + record
-    ptx::barrier_init(ptx::shared_address(&storage.kv_empty[i]),
-                      kReaders + (kHasConverters<Dims> ? kConverterWarps * 32 : 0));
-    if constexpr (Dims::kIsWide) {
-      ptx::barrier_init(ptx::shared_address(&storage.values_full[i]), 32);
-      ptx::barrier_init(ptx::shared_address(&storage.values_empty[i]), kReaders);
+    if (warp == 0) {
+      for (int stage = 0; stage < Storage::kStages; ++stage) {
+        ptx::barrier_init(storage.kv_full[stage], kWarps * 32 + 1);  // lanes + record
+        if constexpr (Dims::kIsWide) ptx::barrier_init(storage.values_full[stage], 32);
+      }
+    } else if (warp == 1) {
+      for (int stage = 0; stage < Storage::kStages; ++stage) {
+        ptx::barrier_init(storage.kv_empty[stage],
+                          kReaders + (kHasConverters<Dims> ? kConverterWarps * 32 : 0));
+        if constexpr (Dims::kIsWide) ptx::barrier_init(storage.values_empty[stage], kReaders);
+      }
+    } else if (warp == 2) {
+      for (int unit = 0; unit < kQueryUnits; ++unit) {
+        ptx::barrier_init(storage.queries_full[unit], 32 + 1);  // lanes + record
+        ptx::barrier_init(storage.queries_empty[unit], kAllConsumerWarps<Dims> * 32);
+      }
+    } else if (warp == 3) {
+      for (int i = 0; i < kDrawsAhead; ++i) {
+        ptx::barrier_init(storage.drawn_full[i], 32);
+        ptx::barrier_init(storage.drawn_empty[i], 32);
+      }
+      if constexpr (kHasConverters<Dims>) {
+        for (int stage = 0; stage < Storage::kStages; ++stage) {
+          ptx::barrier_init(storage.kv_ready[stage], kConverterWarps);
+        }
+      }
     }
-    if constexpr (kHasConverters<Dims>) {
-      ptx::barrier_init(ptx::shared_address(&storage.kv_ready[i]), kConverterWarps);
-    }
+    if constexpr (kHasTma) ptx::fence_barrier_init();
   }
-  if (i < kQueryUnits) {
-    ptx::barrier_init(ptx::shared_address(&storage.queries_full[i]), 32 + 1);  // lanes + record
-    ptx::barrier_init(ptx::shared_address(&storage.queries_empty[i]), kAllConsumerWarps<Dims> * 32);
-  }
-  if (i < kDrawsAhead) {
-    ptx::barrier_init(ptx::shared_address(&storage.drawn_full[i]), 32);
-    ptx::barrier_init(ptx::shared_address(&storage.drawn_empty[i]), 32);
-  }
-  if constexpr (kHasTma) ptx::fence_barrier_init();
   __syncthreads();
 
   if (warp < kAllConsumerWarps<Dims>) {

@@ -82,8 +82,11 @@ __device__ __forceinline__ uint2 load_shared_8(uint32_t address) {
 
 // --- mbarriers ---
 
-__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+// The instruction takes its address from a uniform register. An address that differs between the lanes of a warp would
+// become a loop over the lanes, so one thread should initialise all barriers of a CTA.
+__device__ __forceinline__ void barrier_init(uint64_t& barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals)
+               : "memory");
 }
 
 // Makes the barriers that this thread has initialised visible to TMA copies. Needs compute capability 9.0.
