@@ -31,22 +31,6 @@ inline constexpr int kPartPartials = 6;
 template <int kFew>
 struct Few {};
 
-// Waits for pack_decode, and lets the next kernel start. Returns false if the CTA has no row.
-//
-// In a CUDA graph, the grid is large enough for the largest possible plan. CTAs without rows exit at once, to make room
-// for the next kernel. CTA 0 waits for pack_decode in any case: the next kernel waits only for the end of this one, and
-// pack_decode must have ended by then.
-__device__ __forceinline__ bool wait_for_partials(int num_rows) {
-  const bool has_rows = static_cast<int>(blockIdx.x) < num_rows;
-  if (!has_rows && blockIdx.x > 0) return false;
-  if (num_rows == 0) ptx::launch_dependents();
-  // The CTA need not wait any earlier: so far it has read only the plan, which was complete before pack_decode began.
-  ptx::wait_for_dependencies();
-  if (!has_rows) return false;
-  ptx::launch_dependents();
-  return true;
-}
-
 // Runs with kMergeWarps warps. T, Partial: element types of outputs and of partials. kScales: the partials must still
 // be multiplied by the scale of the values. kSinks: the layer has attention sinks.
 template <typename T, typename Partial, int kColumns, bool kScales, bool kSinks>
@@ -59,21 +43,43 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
 
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  const int num_places = params.num_q_heads * kMergeSlices<kColumns>;  // rows of a request
+  const uint32_t num_places = params.num_q_heads * kMergeSlices<kColumns>;  // rows of a request
   const int num_rows = params.plan.header->num_merges * num_places;
-  const int row_step = gridDim.x * kMergeWarps;
-  const auto* entries = reinterpret_cast<const int4*>(params.plan.merges);
-  int own = blockIdx.x + warp * gridDim.x;
-  int4 entry = own < num_rows ? entries[own / num_places] : int4{};
-  int place = own % num_places;
-  if (!wait_for_partials(num_rows)) return;
-  const float v_scale = KvScales<kScales>::load(params).value(params);
-  if (blockIdx.x == 0 && threadIdx.x == 0 && __ldcg(params.partials_owner) != params.launch_tag) {
-    __trap();  // a graph on another stream has overwritten the partials of this launch
+  if (static_cast<int>(blockIdx.x) >= num_rows) {
+    // In a CUDA graph, the grid is large enough for the largest possible plan. CTAs without rows exit at once, to make
+    // room for the next kernel. CTA 0 waits for pack_decode in any case: the next kernel waits only for the end of this
+    // one, and pack_decode must have ended by then.
+    if (blockIdx.x > 0) return;
+    ptx::launch_dependents();
+    ptx::wait_for_dependencies();
+    return;
   }
+  const int row_step = gridDim.x * kMergeWarps;
+  int first_own = blockIdx.x;
+  // The warp's row in the present round, or `rounds` later. Computed again each time, because registers are scarce.
+  const auto own = [&](int rounds) {
+    return first_own + rounds * row_step + warp * static_cast<int>(gridDim.x);
+  };
+  // Returns row `index`. If there is no such row, the result has no partials.
+  const auto load_row = [&](uint32_t index) {
+    const uint32_t request = index / num_places;
+    const int4 entry =
+        index < num_rows ? reinterpret_cast<const int4*>(params.plan.merges)[request] : int4{};
+    return MergeRow{entry.x, static_cast<int>(index - request * num_places), entry.y, entry.z};
+  };
+  MergeRow next_row = load_row(own(0));
+  // In the first round, waits for pack_decode, and lets the next kernel start. Call it in each round before the first
+  // read of anything but the plan, which was complete before pack_decode began. What needs only the plan comes before
+  // the call: it then runs while pack_decode ends. Returns the scale of the values.
+  const auto wait_for_partials = [&] {
+    if (first_own < row_step) {
+      ptx::wait_for_dependencies();
+      ptx::launch_dependents();
+    }
+    return KvScales<kScales>::load(params).value(params);
+  };
   // A warp that sums a single row with few partials has too few loads in flight. So if all rows of the CTA's next
   // rounds have few partials, each warp sums several rows at once.
-  int first_own = blockIdx.x;
   const auto merge_few = [&]<int kFew>(Few<kFew>) {
     constexpr int kMost = kMergeSlices<kColumns> > 1 ? 2 : 4;  // rows at once, limited by registers
     constexpr int kRows = std::max(std::min(Sum::kInFlight / kFew, kMost), 1);
@@ -84,34 +90,24 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
     bool are_few = true;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const int next = own + r * row_step;
-      const int4 at = r == 0 ? entry : next < num_rows ? entries[next / num_places] : int4{};
-      rows[r] = {at.x, next % num_places, at.y, at.z};
+      rows[r] = r == 0 ? next_row : load_row(own(r));
       partials[r] = rows[r].template partials<Partial>(params);
-      counts[r] = next < num_rows ? at.z : 0;
+      counts[r] = rows[r].num_partials;
       are_few &= counts[r] <= kFew;
     }
     if (!__syncthreads_and(are_few)) return false;
+    const float v_scale = wait_for_partials();
     Sum sums[kRows];
     Sum::template of_few<kFew>(sums, partials, counts, lane);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      if (own + r * row_step >= num_rows) continue;
+      if (own(0) >= num_rows - r * row_step) continue;
       if (kSinks) sums[r].add_sink(load_sink(params.sinks, rows[r].head()));
       store_sum<T, kScales>(params, sums[r], rows[r], v_scale, lane);
     }
     first_own += (kRows - 1) * row_step;
-    own += (kRows - 1) * row_step;
-    if (own + row_step < num_rows) entry = entries[(own + row_step) / num_places];
-    place = (own + row_step) % num_places;
+    if (first_own + row_step < num_rows) next_row = load_row(own(1));
     return true;
-  };
-  // Sums part `part` of the num_parts contiguous parts of a row. The first part also adds the sink.
-  const auto sum_part = [&](Sum& sum, const MergeRow& row, int part, int num_parts) {
-    const int count = row.num_partials;
-    sum = Sum::of(row.template partials<Partial>(params), count * part / num_parts,
-                  count * (part + 1) / num_parts, lane);
-    if (kSinks && part == 0) sum.add_sink(load_sink(params.sinks, row.head()));
   };
   // Combines the parts of all warps. Warp `combiner` gets the row's sum.
   const auto combine = [&](Sum& sum, int combiner, int num_parts) {
@@ -123,15 +119,12 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
     __syncthreads();
   };
   // A round has one row per warp. The loop ends when the CTA's first warp has no row.
-  for (; first_own < num_rows; first_own += row_step, own += row_step) {
+  for (; first_own < num_rows; first_own += row_step) {
     if (first_own + row_step < num_rows && (merge_few(Few<2>{}) || merge_few(Few<4>{}))) continue;
-    MergeRow row{entry.x, place, entry.y, entry.z};
-    const bool is_mine = own < num_rows;
-    const bool is_long = is_mine && row.num_partials > kWarpPartials<kColumns>;
-    if (own + row_step < num_rows) {
-      entry = entries[(own + row_step) / num_places];
-      place = (own + row_step) % num_places;
-    }
+    MergeRow row = next_row;
+    const bool is_mine = own(0) < num_rows;
+    const bool is_long = row.num_partials > kWarpPartials<kColumns>;
+    if (first_own + row_step < num_rows) next_row = load_row(own(1));
 
     // In turn -1, each warp sums its own row, unless the row is long. In each further turn, all warps share one long
     // row of the round. One loop does both, so that there is one copy of the code.
@@ -140,25 +133,41 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& params) {
       if (lane == 0) shared_rows[warp] = is_long ? row : MergeRow{};
       __syncthreads();
       // The number of warps that have a row in this round.
-      num_turns = min(kMergeWarps, (num_rows - first_own - 1) / static_cast<int>(gridDim.x) + 1);
+      num_turns = min(kMergeWarps, (num_rows - first_own - 1) / gridDim.x + 1);
     }
+    const float v_scale = wait_for_partials();
 #pragma unroll 1
     for (int turn = -1; turn < num_turns; ++turn) {
       const bool is_shared = turn >= 0;
       if (is_shared) row = shared_rows[turn];
       const int count = row.num_partials;
       if (is_shared ? count == 0 : !is_mine || is_long) continue;
-      const int num_parts =
-          is_shared ? min(kMergeWarps, (count + kPartPartials - 1) / kPartPartials) : 1;
-      const int part = is_shared ? warp : 0;
+      // Of a shared row, each warp sums one of num_parts contiguous parts. The first part also adds the sink.
+      uint32_t num_parts = 1, part = 0;
+      int begin = 0, end = count;
+      if (is_shared) {
+        num_parts = min(kMergeWarps, (count + kPartPartials - 1) / kPartPartials);
+        part = warp;
+        begin = count * part / num_parts;
+        end = count * (part + 1) / num_parts;
+      }
       Sum sum;
-      if (part < num_parts) sum_part(sum, row, part, num_parts);
+      if (part < num_parts) {
+        sum = Sum::of(row.template partials<Partial>(params), begin, end, lane);
+        if (kSinks && part == 0) sum.add_sink(load_sink(params.sinks, row.head()));
+      }
       if (is_shared) {
         combine(sum, turn, num_parts);
         if (warp != turn) continue;
       }
       store_sum<T, kScales>(params, sum, row, v_scale, lane);
     }
+  }
+  // The last warp checks that no graph on another stream has overwritten the partials: it has the fewest rows, so no
+  // other warp waits for this load.
+  if (blockIdx.x == 0 && threadIdx.x == (kMergeWarps - 1) * 32 &&
+      __ldcg(params.partials_owner) != params.launch_tag) {
+    __trap();
   }
 }
 
