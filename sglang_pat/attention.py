@@ -161,8 +161,8 @@ class PackAttention:
             output then depends only on the request's queries and KV, and on the device. `policy`
             has no effect.
         max_seq_len : int, optional
-            The most KV tokens of a request. Required for `batch_invariant` with `max_requests`, to
-            reserve partials.
+            The most KV tokens of a request, to reserve partials. Required for `batch_invariant`
+            with `max_requests`, and refused without both.
 
         Raises
         ------
@@ -218,6 +218,11 @@ class PackAttention:
             raise ValueError(f"max_shared_slots must not be negative, got {max_shared_slots}")
         if max_seq_len is not None and max_seq_len < 1:
             raise ValueError(f"max_seq_len must be at least 1, got {max_seq_len}")
+        if max_seq_len is not None and not (batch_invariant and self.is_reserved):
+            raise ValueError(
+                "max_seq_len only reserves partials of batch_invariant with max_requests; without "
+                f"both it has no effect, got {max_seq_len}"
+            )
         sizes = None
         if max_requests is not None:
             sizes = self._reservation(max_requests, max_shared_slots, max_seq_len)

@@ -153,13 +153,11 @@ def test_a_graph_is_prepared_for_both(
 
 
 def test_graphs_are_reserved_for_the_largest_and_for_all_of_the_pool() -> None:
-    model_runner = runner()
-    model_runner.req_to_token_pool.req_to_token = torch.zeros(4, 2 * SLOTS, dtype=torch.int32)
-    backend = pat_backend(model_runner)
+    backend = pat_backend(runner())
     for max_bs in (4, 2):  # a weight update captures again
         backend.init_cuda_graph_state(max_bs=max_bs, max_num_tokens=max_bs)
-        # A child's shared range may repeat a slot. No request is longer than the pool.
-        expected = {"max_requests": 4, "max_shared_slots": 2 * SLOTS, "max_seq_len": SLOTS}
+        # A child's shared range may repeat a slot.
+        expected = {"max_requests": 4, "max_shared_slots": 2 * SLOTS}
         assert inside.reservation(backend) == expected
 
 

@@ -315,6 +315,7 @@ def test_run_writes_into_out() -> None:
         ((8, 2, 64), {"growth_tokens": 1 << 31}, "growth_tokens must fit into int32, got 214748"),
         ((8, 2, 64), {"max_shared_slots": -1}, "max_shared_slots must not be negative, got -1"),
         ((8, 2, 64), {"max_seq_len": 0}, "max_seq_len must be at least 1, got 0"),
+        ((8, 2, 64), {"max_seq_len": 9, "max_requests": 4}, "without both it has no effect, got 9"),
         ((8, 2, 64), {"device": 99}, "device cuda:99: torch finds [0-9] CUDA devices here"),
     ],
 )

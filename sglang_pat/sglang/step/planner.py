@@ -214,13 +214,12 @@ class StepPlanner:
     def _reserve_rows(self, max_rows: int) -> None:
         pool = self._token_to_kv_pool  # a hybrid pool has fewer slots for layers with windows
         num_slots = max(len(pool.get_key_buffer(layer_id)) for layer_id in self._layer_ids)
-        self._microbatches.reserve(
-            max_requests=max_rows,
-            # Packs may read their parents' ranges too, so a slot may be in several shared ranges.
-            max_shared_slots=2 * num_slots,
+        # Packs may read their parents' ranges too, so a slot may be in several shared ranges.
+        sizes = {"max_requests": max_rows, "max_shared_slots": 2 * num_slots}
+        if self.layer_support.batch_invariant:
             # A model's context may be longer than the pool, but no request is.
-            max_seq_len=min(self._req_to_token_pool.req_to_token.shape[1], num_slots),
-        )
+            sizes["max_seq_len"] = min(self._req_to_token_pool.req_to_token.shape[1], num_slots)
+        self._microbatches.reserve(**sizes)
 
     # --- statistics ---
 
