@@ -158,13 +158,18 @@ def _held(found: object, is_record: Callable[[Mapping[str, Any]], bool]) -> list
     """
     if not isinstance(found, Mapping) or is_record(found):
         return None
+    first: list[Any] | None = next(_lists(found), None)
+    return _records_in(found, is_record) or first
+
+
+def _records_in(found: Mapping[str, Any], is_record: Callable[[Any], bool]) -> list[Any]:
+    """Return the first list that has a record, or the records in such lists of its objects."""
     lists = [*_lists(found)]
     for each in lists:
         if any(map(is_record, each)):
             return each
-    inner = [held for each in lists for one in each if (held := _held(one, is_record))]
-    records = [one for each in inner for one in each if is_record(one)]
-    return records or (lists[0] if lists else None)
+    inner = (_records_in(one, is_record) for each in lists for one in each)
+    return [one for held in inner for one in held if is_record(one)]
 
 
 def _lists(found: Mapping[str, Any]) -> Iterator[list[Any]]:
