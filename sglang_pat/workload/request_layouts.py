@@ -43,6 +43,8 @@ _NAMES = {fields.plain(key): key for key in (*fields.KNOWN, *fields.ANSWER_TEXTS
 _OF_MESSAGE = re.compile(
     r"(gen_ai\.(?:prompt|completion)|llm\.(?:input|output)_messages)\.(\d{1,4})\.(.+)"
 )
+# Keys of a question that a data set has beside its `history`, in their order in the prompt.
+_QUESTIONS = ("instruction", "prompt", "query", "input")
 _WRAPPERS = frozenset(("message", "tool_call", "message_content"))  # keys of OpenInference
 _decode = msgspec.json.Decoder().decode
 
@@ -59,7 +61,26 @@ def in_known_keys(found: Json) -> Json:
     for key in _MESSAGES:
         value = found.get(key)
         found[key] = [value] if role_of(value) else _list_of_messages(value) or value
+    if turns := _earlier_turns(found.get("history")):
+        texts = [found.get(key) for key in _QUESTIONS]
+        if question := "\n".join(each for each in texts if isinstance(each, str) and each):
+            found |= dict.fromkeys((*_QUESTIONS, "history"))
+            found["messages"] = [*turns, {"role": "user", "content": question}]
     return {key: value for key, value in found.items() if value is not None}
+
+
+def _earlier_turns(value: object) -> list[Any]:
+    """Return the messages of `history`, or [] if it is no list of messages or of their pairs."""
+    turns: list[Any] = []
+    for each in as_list(value):
+        if role_of(each) is not None:
+            turns.append(each)
+        elif isinstance(each, list) and [*map(type, each)] == [str, str]:
+            said = zip(("user", "assistant"), each, strict=True)
+            turns += [{"role": role, "content": text} for role, text in said]
+        else:
+            return []
+    return turns
 
 
 @lru_cache(maxsize=4096)
