@@ -90,6 +90,8 @@ class ReplayReport:
             )
         if errors.unknown:
             yield f"Keys of requests that are not known, and not read: {listed(errors.unknown)}."
+        for what, count in errors.choices.items():
+            yield f"{count:,} records {what}."
         if self.answer.by_weight is not None:
             fcfs, by_weight = self.answer.by_weight
             yield (
@@ -142,6 +144,7 @@ class ReplayReport:
                 "answers_at_their_limit": errors.limited,
                 "models": errors.models,
                 "unknown_keys": errors.unknown,
+                "choices": errors.choices,
                 "errors": [str(error) for error in errors.first],
                 "refused": asdict(answer.refused),
                 "distinct_tokens": answer.distinct_tokens,

@@ -40,6 +40,7 @@ _Placed: TypeAlias = tuple[tuple[str, ...], Json]  # the keys that lead to an ob
 _DEPTH = 6  # most levels of objects in a record
 _LONG_VALUE = 200
 _LONGEST_ANSWER = 1e5  # seconds; larger numbers are not durations
+_LABEL = "have `n` above 1, but one answer: they count as one request each"
 _TEXTS = ("prompt", "text")  # these are prompts, even if the text is JSON
 _REQUEST_LINE = re.compile(r"[A-Z]{3,7} (\S+) HTTP/")
 _ASKING = ("system", "human", "user", "tool", "observation")  # speakers of a prompt
@@ -154,13 +155,17 @@ def requests_of(
     if not any(is_prompt(key, asked.get(key)) for key in fields.PROMPTS):
         raise ValueError("it holds neither input_ids nor text")
     if not answer.lengths:
-        asked, answer = _with_answer_in_prompt(asked, answer)
+        asked, answer = _with_answer_in_prompt(asked, answer, errors)
     prompts = prompts_of(asked, answer.prompt_ids)
     _check_repeats(objects, prompts, answer, errors)
     copies = max(
         whole_number(source.get(key)) or 1 for source in (asked, *nested) for key in fields.COPIES
     )
     copies = copies if expands else 1
+    if is_flat and copies > 1 and len(answer.lengths) != len(prompts) * copies:
+        is_label = len(answer.lengths) == len(prompts)  # for example the number of an attempt
+        errors.choose(_LABEL if is_label else "count as several requests each, as `n` says")
+        copies = 1 if is_label else copies
     lengths = _output_lengths(asked, nested, answer, len(prompts) * copies, errors)
     counted = answer.prompt_tokens if len(prompts) == 1 else None
     models = (each.get("model") for path, each in objects if fields.ANSWERS.isdisjoint(path))
@@ -222,21 +227,26 @@ def _is_embedding(path: tuple[str, ...], found: Json) -> bool:
     )
 
 
-def _with_answer_in_prompt(asked: Json, answer: _Answer) -> tuple[Json, _Answer]:
+def _with_answer_in_prompt(
+    asked: Json, answer: _Answer, errors: TraceErrors
+) -> tuple[Json, _Answer]:
     """Move the answer out of the conversation, in which data sets and some logs have it last."""
     names = ("conversations", "messages", "conversation")
     turns = next((found for name in names if (found := as_list(asked.get(name)))), [])
     is_data_set = answer.output_tokens is None
-    if is_data_set and "conversations" in asked:
-        # Keep the first question and answer, as SGLang's benchmark does.
-        answers = (i for i, turn in enumerate(turns) if i and _speaker(turn) not in _ASKING)
-        turns = turns[: next(answers, 1) + 1]
+    answers = [i for i, turn in enumerate(turns) if i and _speaker(turn) not in _ASKING]
+    keeps_first = is_data_set and "conversations" in asked
+    if keeps_first:  # keep the first question and answer, as SGLang's benchmark does
+        turns = turns[: answers[0] + 1 if answers else 2]
     elif not turns or role_of(turns[-1]) != "assistant":
         return asked, answer
     if len(turns) < 2:
         if not is_data_set:
             return asked, answer
         raise ValueError("the conversation holds no answer")
+    if is_data_set and len(answers) > 1:
+        kept = "first" if keeps_first else "last"
+        errors.choose(f"have several answers, of which the {kept} counts")
     last = turns[-1]
     size = _answer_bytes(last.get("value") or last) if isinstance(last, Mapping) else 0
     rest = {key: value for key, value in asked.items() if key not in names}

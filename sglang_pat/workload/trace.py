@@ -191,6 +191,8 @@ class TraceErrors:
         Number of requests by model.
     unknown
         Number of requests that have an unknown key, by key.
+    choices
+        Number of records that can be read in two ways, by the way that was chosen.
     assumed
         A text that says what was inferred from the lines, because the format does not define it.
     """
@@ -212,6 +214,7 @@ class TraceErrors:
     left_out: dict[str, int] = field(default_factory=dict)
     models: dict[str, int] = field(default_factory=dict)
     unknown: dict[str, int] = field(default_factory=dict)
+    choices: dict[str, int] = field(default_factory=dict)
     first: list[TraceError] = field(default_factory=list)
     keep: int = 10
 
@@ -233,6 +236,10 @@ class TraceErrors:
     def leave_out(self, what: str) -> None:
         """Count a record that is not replayed."""
         self.left_out[what] = self.left_out.get(what, 0) + 1
+
+    def choose(self, what: str) -> None:
+        """Count a record that can also be read in another way."""
+        self.choices[what] = self.choices.get(what, 0) + 1
 
     def check(self, file: str) -> None:
         """Raise TraceError if more than `MOST_MALFORMED` of the lines are malformed."""

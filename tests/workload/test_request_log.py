@@ -358,6 +358,9 @@ NOTES: dict[str, Callable[[int], Record]] = {
     "The log names 2 models (model-0, model-1)": lambda i: chat(i, model=f"model-{i % 2}") | ANSWER,
     "no length of 9 answers": lambda i: chat(i, max_tokens=300),
     "not known, and not read: cheese": lambda i: {"request": chat(i, cheese="x"), **ANSWER},
+    "9 records have `n` above 1, but one answer": lambda i: chat(i, n=3, output="a" * 40),
+    "9 records count as several requests each": lambda i: chat(i, n=3, usage=USAGE),
+    "of which the last counts": lambda i: {"messages": [*messages(i), CHOICES[0]["message"]] * 2},
 }
 
 
