@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sglang_pat.model_layers import FULL, LATENT, STATE
-from sglang_pat.support import WIDE_HEAD_DIMS
+from sglang_pat.model_layers import FULL, LATENT, STATE, Layer
+from sglang_pat.support import is_wide
 from sglang_pat.workload.cost import StepTime
 from sglang_pat.workload.run import DEFAULT, PAT, WorkloadAnswer
 from sglang_pat.workload.weights import WeightBytes
@@ -67,10 +67,16 @@ def unchecked(time: StepTime) -> list[str]:
         "layers with a state": STATE in kinds,
         "layers of several kinds": bool(kinds - {FULL, LATENT, STATE}),
         "head_dim 512, which SGLang runs by Triton, slower than estimated": any(
-            (layer.head_dim, layer.v_head_dim) == WIDE_HEAD_DIMS for layer in time.layers
+            map(_runs_by_triton, time.layers)
         ),
     }
     return [reason for reason, holds in reasons.items() if holds]
+
+
+def _runs_by_triton(layer: Layer) -> bool:
+    """Return True for wide rows, except in sparse attention, which has its own backends."""
+    is_sparse = layer.refusal is not None and layer.refusal.topic == "attention"
+    return is_wide(layer.head_dim, layer.v_head_dim) and not is_sparse
 
 
 def verdict(found: WorkloadAnswer, model: str, workload: str) -> Verdict:

@@ -137,11 +137,12 @@ def test_what_no_run_has_checked_is_said() -> None:
     for words in ("L4 is scaled", "between 2 GPUs", "mixtures of experts", "quantised"):
         assert words in said
     vocabulary = 2 * 2 * 4096 * 128256  # embedding and output head of 2 bytes
-    assert (llama(**fp8).held_weight_bytes - vocabulary) * 2 == (
-        llama().held_weight_bytes - vocabulary
-    )
-    latent = llama(kv_lora_rank=512, qk_rope_head_dim=64)
-    assert unchecked(latent) == ["latent attention"]
+    whole, quantised = (llama(**each).held_weight_bytes - vocabulary for each in ({}, fp8))
+    assert quantised * 2 == whole
+    assert unchecked(llama(kv_lora_rank=512, qk_rope_head_dim=64)) == ["latent attention"]
+    for name, by_triton in (("LlamaForCausalLM", True), ("DeepseekV4ForCausalLM", False)):
+        said = " ".join(unchecked(llama(head_dim=512, architectures=[name])))
+        assert ("by Triton" in said) == by_triton, name
 
 
 @pytest.mark.parametrize(
