@@ -30,8 +30,8 @@ _KEYS = {
     "llm.output_messages": "output",
 }
 # Plain names of keys -> keys of the chat API or the completions API, whose keys may be written in
-# other cases (maxTokens, Prompt).
-_NAMES = {fields.plain(key): key for key in (*fields.KNOWN, *fields.ANSWER_TEXTS)} | {
+# other cases (maxTokens, Prompt). But N is often the number of a row.
+_NAMES = {fields.plain(key): key for key in (*fields.KNOWN - {"n"}, *fields.ANSWER_TEXTS)} | {
     "contents": "messages",
     "systeminstruction": "system",
     "systemprompt": "system",
