@@ -39,6 +39,7 @@ _Placed: TypeAlias = tuple[tuple[str, ...], Json]  # the keys that lead to an ob
 
 _DEPTH = 6  # most levels of objects in a record
 _LONG_VALUE = 200
+_MOST_ANSWERS = 1 << 16  # to one prompt
 _LONGEST_ANSWER = 1e5  # seconds; larger numbers are not durations
 _LABEL = "have `n` above 1, but one answer: they count as one request each"
 _TEXTS = ("prompt", "text")  # these are prompts, even if the text is JSON
@@ -166,6 +167,8 @@ def requests_of(
         is_label = len(answer.lengths) == len(prompts)  # for example the number of an attempt
         errors.choose(_LABEL if is_label else "count as several requests each, as `n` says")
         copies = 1 if is_label else copies
+    if copies > _MOST_ANSWERS:
+        raise ValueError(f"n: {copies:,} answers to a prompt; allowed: up to {_MOST_ANSWERS:,}")
     lengths = _output_lengths(asked, nested, answer, len(prompts) * copies, errors)
     counted = answer.prompt_tokens if len(prompts) == 1 else None
     models = (each.get("model") for path, each in objects if fields.ANSWERS.isdisjoint(path))

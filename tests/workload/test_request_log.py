@@ -418,6 +418,7 @@ def test_calls_and_results_of_tools_are_part_of_the_prompt(tmp_path: Path) -> No
         ({"conversation": "conv_1", "input": "x"}, "conversation: the prompt continues"),
         ({"input_embeds": [[0.5]]}, "input_embeds: the prompt is not text"),
         ({"sampling_params": {"beam_width": 4}}, "beam_width: beam search is not simulated"),
+        ({"n": 10**9}, "n: 1,000,000,000 answers to a prompt; allowed: up to 65,536"),
         ({"extra_body": {"use_beam_search": True}}, "use_beam_search: beam search"),
         ({"messages": [{"role": "user", "content": [{"type": "hologram"}]}]}, "type 'hologram'"),
         ({"messages": [{"role": "user", "content": 7}]}, "content is 7"),
