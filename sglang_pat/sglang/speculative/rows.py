@@ -125,14 +125,13 @@ class RowTensors(DeviceRows):
             self._reserved = self._offsets.new_zeros(size)
 
     def write(self, batch: Any, execution: ExecutionMode) -> tuple[torch.Tensor, torch.Tensor]:
-        seq_lens = batch.seq_lens
-        count = len(seq_lens) * self._count
+        count = len(batch.seq_lens) * self._count
         buffer = None if execution is ExecutionMode.EAGER else self._reserved
         if buffer is None:
             buffer = self._offsets.new_empty((2, count))
         rows, lens = (each[:count].view(-1, self._count) for each in buffer)
         rows.copy_(batch.req_pool_indices[:, None])
-        torch.add(seq_lens[:, None], self._offsets, out=lens)
+        torch.add(batch.seq_lens[:, None], self._offsets, out=lens)
         return rows.view(-1), lens.view(-1)
 
 
@@ -170,8 +169,7 @@ class DraftRowCache:
         self.reqs: list[Request] = []
         self.rows: list[VirtualRequest] = []
         self._groups: list[RequestRows] = []
-        nothing: IntArray = np.zeros(0, dtype=np.int32)
-        self._ends = nothing  # ends of the groups' nodes
+        self._ends: IntArray = np.zeros(0, dtype=np.int32)  # ends of the groups' nodes
 
     def update(
         self, reqs: list[Request], count: int, committed: IntArray, moved: set[int]
@@ -258,9 +256,8 @@ class DraftBatchBuilder(DecodeBatchBuilder):
         # The tokens that all rows of a request share. Each row reads at least one more token, so
         # its tail is never empty.
         self._committed = self.lens + np.int32(shape.first - 1)
-        drafts = self._drafts or DraftRowCache()
+        drafts = self._drafts = self._drafts or DraftRowCache()
         self._moved = drafts.update(reqs, shape.per_request, self._committed, self._moved)
-        self._drafts = drafts
         return drafts.rows
 
     def _row_reader(self) -> PathReader:

@@ -22,11 +22,8 @@ from sglang_pat.support import BACKEND
 # the user named for the draft model, because SGLang overwrites this option for some algorithms.
 _ASKED_FOR = "_sglang_pat_decodes"
 _NAMED_DRAFT = "_sglang_pat_draft_backend"
-_ALL_MODES, _PREFILL, _DECODE = (
-    "attention_backend",
-    "prefill_attention_backend",
-    "decode_attention_backend",
-)
+_ALL_MODES = "attention_backend"
+_PREFILL, _DECODE = f"prefill_{_ALL_MODES}", f"decode_{_ALL_MODES}"
 _DRAFT = "speculative_draft_attention_backend"
 
 
