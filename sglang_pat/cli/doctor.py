@@ -144,9 +144,11 @@ _NOT_KNOWN = (
     "model passes in its first step."
 )
 _AS_A_DRAFT_MODEL = (
-    "As a draft model of speculative decoding, pat decodes the same layers{}, and reads in them "
+    "As a draft model of speculative decoding, {} decodes the same layers{}, and pat reads in them "
     "what was verified; {} reads its prompts."
 )
+_DRAFT_WINDOW = "--speculative-draft-window-size"
+_APPLY_IT = ("triton", "flashinfer", "trtllm_mha")  # to a draft model without a window of its own
 _DRAFTS = "Drafts: pat verifies those of {}. Otherwise {}."
 
 
@@ -182,14 +184,20 @@ def _print_routes(arguments: argparse.Namespace, words: list[str]) -> int:
         print(_WITHOUT_GPU)
     print(_NOT_KNOWN)
     if routes.shapes:
-        but = " without windows" if routes.windows else ""
-        print(_AS_A_DRAFT_MODEL.format(but, routes.default))
+        print(as_a_draft_model(routes.default, words, has_windows=bool(routes.windows)))
         drafts = support.row_of("speculative decoding")
         print(_DRAFTS.format(drafts.supported, drafts.everything_else))
     if report is not None:
         found = routes.as_json() | {"server_args": words}
         write_output("--json", report, json.dumps(found, indent=2) + "\n")
     return 0
+
+
+def as_a_draft_model(default: str, words: Sequence[str], *, has_windows: bool = False) -> str:
+    """Say which backend would do what, if the model drafted. default: SGLang's backend."""
+    is_limited = default in _APPLY_IT and any(word.startswith(_DRAFT_WINDOW) for word in words)
+    but = " without windows" * has_windows
+    return _AS_A_DRAFT_MODEL.format(default if is_limited else support.BACKEND, but, default)
 
 
 def _refuse(error: Exception) -> int:
