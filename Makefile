@@ -115,12 +115,11 @@ bench-scheduler: setup
 	@$(RUN) benchmarks/kernel scheduler $(ARGS)
 
 RESULTS := benchmarks/results/h100
-SERVING := $(firstword $(wildcard $(RESULTS)/serving-gates-whole.json $(RESULTS)/serving-gates.json))
 
 results: setup
 	$(RUN) .ci/pages/recorded_runs_page.py
 	$(RUN) .ci/pages/recorded_tables.py
-	$(RUN) benchmarks/plot gain $(SERVING) $(RESULTS)/kernels.json docs/gain.png
+	$(RUN) benchmarks/plot gain $(RESULTS)/compare-8b.json $(RESULTS)/kernels.json docs/gain.png
 
 # Parses the sources: needs neither SGLang nor a compiler. Not --quiet: that hides what --strict counts.
 docs: $(VENV)/.docs-installed

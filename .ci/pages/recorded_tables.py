@@ -35,13 +35,7 @@ PEERS = {
 }
 # Runs of kernel attention; each case is taken from the first that has it.
 FP8 = ["h100/fp8.json", "h100/fp8-pages.json"]
-KERNELS = (
-    "kernels.json",
-    "kernels-page-64.json",
-    "kernels-pages.json",
-    "kernels-long.json",
-    "kernels-ranks.json",
-)
+KERNELS = ("kernels.json", "kernels-page-64.json", "kernels-long.json")
 # suite of the kernel benchmark, whether something is shared -> what it is called
 SUITES = {
     ("pat-20", True): "PAT's trees, shared",
@@ -483,7 +477,6 @@ def rollouts_and_trainer() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "servers-8b": partial(servers, "h100/serving-gates-whole.json"),
     "servers-rank": partial(servers, "h100/serving-gates.json"),
     "servers-h200": partial(servers, "h200/serving-gates.json"),
     "compared-servers": compared_servers,

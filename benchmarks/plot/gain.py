@@ -4,7 +4,7 @@ The left part shows the time per output token in SGLang (`server compare`). The 
 speed-up of attention over the fastest other kernel, by how often a KV token is shared (`kernel
 attention`).
 
-python benchmarks/plot gain benchmarks/results/h100/{serving-gates,kernels}.json docs/gain.png
+python benchmarks/plot gain benchmarks/results/h100/{compare-8b,kernels}.json docs/gain.png
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from kernel.request_forests import Forest
 from sglang_pat.cli.arguments import input_file
 from sglang_pat.output_file import output_file
 
-MODEL = "llama-3-8b"
 SUITE = "pat-20"  # suite of the kernel benchmark
-LAYERS = 32  # layers of the whole model
 COLORS = {"pat": "#c0392b", "fa3": "#7f8c8d"}
 LABELS = {"pat": "sglang-pat", "fa3": "FA3"}
 QUESTIONS = {
-    "128 x 1,024": "128 requests\nnothing shared",
+    "96 x 1,024": "96 requests\nnothing shared",
     "256 x (32 x 1,024 shared) + 0": "256 requests\n32 x 1,024 tokens shared",
     "64 x (2,048 shared) + 128": "64 requests\n2,048 tokens shared",
     "256 x (1,024 shared) + 64": "256 requests\n1,024 tokens shared",
     "128 x (8,192 shared) + 256": "128 requests\n8,192 tokens shared",
+    "64 x (32,768 shared) + 1,024": "64 requests\n32,768 tokens shared",
 }
 HEAD_STYLES = {(16, 8): "o", (32, 8): "s", (64, 8): "^", (32, 32): "D"}
 
@@ -51,20 +50,11 @@ def run(args: argparse.Namespace) -> None:
 
 def draw(serving: dict[str, Any], kernels: dict[str, Any], picture: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.6), width_ratios=(5, 4))
-    asked = [_named(case, serving) for case in serving["cases"] if case["model"] == MODEL]
-    _draw_serving(left, [case for case in asked if case["question"] in QUESTIONS])
+    _draw_serving(left, [case for case in serving["cases"] if case["case"] in QUESTIONS])
     _draw_kernels(right, [case for case in kernels["cases"] if case["suite"] == SUITE])
     figure.tight_layout()
     figure.savefig(picture, dpi=110)
     plt.close(figure)
-
-
-def _named(case: dict[str, Any], serving: dict[str, Any]) -> dict[str, Any]:
-    """Return a case with a label and its model's layers, which older records have elsewhere."""
-    if "question" in case:
-        return case
-    config = serving["scenarios"][case["scenario"]]["config"]
-    return case | {"question": case["case"], "layers": config["num_hidden_layers"]}
 
 
 def sharing(tree_name: str) -> float:
@@ -90,12 +80,10 @@ def _draw_serving(axis: Axes, cases: list[dict[str, Any]]) -> None:
         times = [case["tpot_ms"][name] for case in cases]
         bars = axis.barh(places, times, height, label=LABELS[name], color=COLORS[name])
         axis.bar_label(bars, fmt="%.1f", fontsize=8, padding=2)
-    titles = [QUESTIONS[case["question"]] for case in cases]
+    titles = [QUESTIONS[case["case"]] for case in cases]
     axis.set_yticks(range(len(cases)), titles, fontsize=9)
     axis.set_xlabel("ms per output token (lower is better)")
-    layers = {case["layers"] for case in cases}
-    cut = "" if layers == {LAYERS} else f", {min(layers)} of its {LAYERS} layers"
-    axis.set_title(f"In SGLang: Llama-3-8B shape{cut}, one H100", fontsize=11)
+    axis.set_title("In SGLang: Llama-3-8B shape, one H100", fontsize=11)
     axis.legend(fontsize=9, loc="lower right")
     axis.spines[["top", "right"]].set_visible(False)
 

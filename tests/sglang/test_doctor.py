@@ -59,21 +59,11 @@ def test_routes_of_a_model_without_its_weights(tmp_path: Path) -> None:
     assert h100 == "No GPU here: the answer is for an H100."
     assert assumed.startswith("Assumed: one GPU and default options")
     assert f"those of {support.row_of('speculative decoding').supported}. Otherwise" in drafts
-    assert "pat decodes the same layers without windows, and pat reads" in as_a_draft_model
+    assert "pat decodes the same layers without windows, and reads" in as_a_draft_model
     assert as_a_draft_model.endswith("fa3 reads its prompts.")
     assert head == ("pat decodes 4 of 4 layers, 2 of them with sliding windows; prefill on fa3")
     assert [row.split(maxsplit=2) for row in rows] == [["0-3", "pat"]]
     assert json.loads(report.read_text())["default_layers"] == {}
-
-
-def test_windows_of_drafts_are_not_pats() -> None:
-    words = ["--speculative-draft-window-size=64"]
-    assert ", triton decodes the same layers, " in doctor.as_a_draft_model("triton", words)
-    assert ", pat decodes the same layers, " in doctor.as_a_draft_model("fa3", words)
-
-
-EXAONE = {"model_type": "exaone4", "hidden_size": 256, "sliding_window_pattern": "LLLG"}
-EXAONE |= {"sliding_window": 32, "layer_types": 3 * ["sliding_attention"] + ["full_attention"]}
 
 
 @pytest.mark.nightly
@@ -84,7 +74,17 @@ EXAONE |= {"sliding_window": 32, "layer_types": 3 * ["sliding_attention"] + ["fu
     ("architecture", "more", "backend"),
     [
         ("Gemma4ForConditionalGeneration", FAMILIES["gemma-4"].config, "triton"),
-        ("Exaone4ForCausalLM", EXAONE, "fa3"),
+        (
+            "Exaone4ForCausalLM",
+            {
+                "model_type": "exaone4",
+                "hidden_size": 256,
+                "layer_types": 3 * ["sliding_attention"] + ["full_attention"],
+                "sliding_window": 32,
+                "sliding_window_pattern": "LLLG",
+            },
+            "fa3",
+        ),
     ],
 )
 def test_classes_with_backends_of_their_own_as_on_a_gpu(

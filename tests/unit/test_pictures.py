@@ -43,6 +43,6 @@ def test_the_documentation_shows_the_recorded_gains() -> None:
 
 def test_the_recorded_runs_can_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [])
-    names = ("serving-gates.json", "kernels.json")
+    names = ("compare-8b.json", "kernels.json")
     suites.main(plot, ["gain", *(str(RESULTS / name) for name in names), str(tmp_path / "x.png")])
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
