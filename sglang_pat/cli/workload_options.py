@@ -214,7 +214,7 @@ def read(arguments: argparse.Namespace, progress: Progress) -> GivenWorkload:
     """Return the workload that the options describe. ValueError if it cannot be served."""
     from sglang_pat.workload.cost import StepTime
     from sglang_pat.workload.model_reader import check_model, read_model
-    from sglang_pat.workload.models import context_length_of, naming
+    from sglang_pat.workload.models import context_length_of, naming, unread_quantisation
     from sglang_pat.workload.server import Rules
 
     # The import of SGLang is slow, so everything that can be checked without it is checked first.
@@ -223,6 +223,8 @@ def read(arguments: argparse.Namespace, progress: Progress) -> GivenWorkload:
     if chunk < page:
         raise ValueError(f"--chunked-prefill-size {chunk}; a page is {page} tokens")
     name, config = check_model(arguments.model)
+    if warning := unread_quantisation(arguments.model, config):
+        print(warning, file=sys.stderr)
     gpu = GPUS[arguments.gpu]
     with naming(name):
         context_length = arguments.context_length or context_length_of(config)

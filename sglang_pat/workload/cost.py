@@ -187,7 +187,7 @@ class StepTime:
         ValueError
             `tp` or a key of the configuration is not valid. The message names the key.
         """
-        dtype = served_dtype(config)
+        dtype, stored = served_dtype(config), quantisation_of(config)
         layers = read_layers(config, max(1, tp)) if layers is None else layers
         if kv_cache_dtype == "auto":
             is_float8 = has_float8_cache(config)
@@ -210,7 +210,7 @@ class StepTime:
             tp=tp,
             bytes_of_weights=weight_bytes(config),
             kv_bytes=kv_bytes,
-            quantisation=str(quantisation_of(config).get("quant_method", "")),
+            quantisation=str(stored.get("quant_method") or stored.get("quant_algo") or ""),
         )
 
     def kv_heads(self, layer: Layer) -> int:
@@ -239,9 +239,10 @@ class StepTime:
         if pool_bytes is None:
             pool_bytes = gpu.memory_bytes * _MEMORY_SHARE - self.held_weight_bytes
             if pool_bytes <= 0:
+                size = " at 2 bytes a parameter" * (self.bytes_of_weights == WeightBytes())
                 raise ValueError(
-                    f"the weights take {self.held_weight_bytes / 1e9:,.0f} GB on each of {self.tp} "
-                    f"{gpu.name} with {gpu.memory_bytes / 1e9:,.0f} GB: raise --tp"
+                    f"the weights take {self.held_weight_bytes / 1e9:,.0f} GB{size} on each of "
+                    f"{self.tp} {gpu.name} with {gpu.memory_bytes / 1e9:,.0f} GB: raise --tp"
                 )
         tokens = int(pool_bytes / max(self.kv_bytes_per_token, 1))
         if tokens < 2:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_pat.messages import quoted
-from sglang_pat.model_config import decoder_config, positive
+from sglang_pat.model_config import decoder_config, positive, quantisation_of
 from sglang_pat.support import KERNEL_DTYPES
 from sglang_pat.workload.weights import read_weights as read_weights
 
@@ -112,6 +112,7 @@ _CONFIG, _QUANTISATION = "config.json", "hf_quant_config.json"
 _HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}")
 _HUB_SECONDS = 3
 _LONGEST_PATH = 120  # characters in a message
+_LOW_BITS = re.compile(r"(?<![a-z])(?:(?:nv|mx)?fp[48]|int[48]|w\d+a\d+|awq|gptq)(?![a-z\d])", re.I)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +231,20 @@ def quantised_config(label: str, config: Mapping[str, Any]) -> Mapping[str, Any]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{file}: not a quantization of Model Optimizer: {error}") from None
     return {**config, "quantization_config": {"quant_method": "modelopt", **quantisation}}
+
+
+def unread_quantisation(name: str, config: Mapping[str, Any]) -> str | None:
+    """Return a warning if a model's name has a type of few bits, but no file says more, or None.
+
+    name: the model as the user gave it. config: its configuration, with what lies beside it.
+    """
+    found = _LOW_BITS.search("/".join(Path(name).parts[-2:]))
+    if found is None or quantisation_of(config):
+        return None
+    return (
+        f"the model's name has {found[0]}, but neither {_CONFIG} nor {_QUANTISATION} beside it "
+        "says how the weights are quantised: each counts 2 bytes"
+    )
 
 
 def config_file(name: str | Path) -> Path:

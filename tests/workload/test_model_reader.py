@@ -173,11 +173,13 @@ def test_wrong_input_is_refused_before_sglang_is_asked(
 
 
 def test_a_quantisation_beside_the_config_is_read(folder: Path) -> None:
-    assert "quantization_config" not in read_model(str(folder)).config
+    assert "name has NVFP4" in str(models.unread_quantisation("a/V3-NVFP4", CONFIG))
+    assert models.unread_quantisation("safp4/V3", CONFIG) is None
     file = folder / "hf_quant_config.json"
-    file.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
-    quantisation = read_model(str(folder)).config["quantization_config"]
-    assert quantisation == {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    file.write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    config = read_model(str(folder)).config
+    assert config["quantization_config"] == {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    assert models.unread_quantisation("a/V3-NVFP4", config) is None
     file.write_text("[]")
     with pytest.raises(ValueError, match=r"hf_quant_config\.json: not a quantization"):
         read_model(str(folder))
