@@ -18,6 +18,42 @@
 
 namespace pat {
 
+// Initialises the barriers of one of four kinds. Each kind needs one thread.
+template <typename Dims>
+__device__ __forceinline__ void init_barriers(SharedStorage<Dims>& storage, int kind) {
+  using Storage = SharedStorage<Dims>;
+  constexpr int kWarps = Dims::kIsWide ? 1 : kProducerWarps;
+  constexpr int kReaders = kAllConsumerWarps<Dims> * kStageArrivals<Dims>;
+  if (kind == 0) {
+    for (int stage = 0; stage < Storage::kStages; ++stage) {
+      ptx::barrier_init(storage.kv_full[stage], kWarps * 32 + 1);  // lanes + record
+      if constexpr (Dims::kIsWide) ptx::barrier_init(storage.values_full[stage], 32);
+    }
+  } else if (kind == 1) {
+    for (int stage = 0; stage < Storage::kStages; ++stage) {
+      ptx::barrier_init(storage.kv_empty[stage],
+                        kReaders + (kHasConverters<Dims> ? kConverterWarps * 32 : 0));
+      if constexpr (Dims::kIsWide) ptx::barrier_init(storage.values_empty[stage], kReaders);
+    }
+  } else if (kind == 2) {
+    for (int unit = 0; unit < kQueryUnits; ++unit) {
+      ptx::barrier_init(storage.queries_full[unit], 32 + 1);  // lanes + record
+      ptx::barrier_init(storage.queries_empty[unit], kAllConsumerWarps<Dims> * 32);
+    }
+  } else if (kind == 3) {
+    for (int i = 0; i < kDrawsAhead; ++i) {
+      ptx::barrier_init(storage.drawn_full[i], 32);
+      ptx::barrier_init(storage.drawn_empty[i], 32);
+    }
+    if constexpr (kHasConverters<Dims>) {
+      for (int stage = 0; stage < Storage::kStages; ++stage) {
+        ptx::barrier_init(storage.kv_ready[stage], kConverterWarps);
+      }
+    }
+  }
+  if constexpr (kHasTma) ptx::fence_barrier_init();
+}
+
 // Runs with kDecodeThreads<Dims> threads and sizeof(SharedStorage<Dims>) bytes of dynamic shared memory.
 template <typename T, typename Dims, bool kSoftCap>
 __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
@@ -29,38 +65,13 @@ __device__ __forceinline__ void pack_decode(const DecodeParams& params) {
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
 
-  // Four warps initialise barriers side by side, a thread in each.
-  if (lane == 0) {
-    constexpr int kWarps = Dims::kIsWide ? 1 : kProducerWarps;
-    constexpr int kReaders = kAllConsumerWarps<Dims> * kStageArrivals<Dims>;
-    if (warp == 0) {
-      for (int stage = 0; stage < Storage::kStages; ++stage) {
-        ptx::barrier_init(storage.kv_full[stage], kWarps * 32 + 1);  // lanes + record
-        if constexpr (Dims::kIsWide) ptx::barrier_init(storage.values_full[stage], 32);
-      }
-    } else if (warp == 1) {
-      for (int stage = 0; stage < Storage::kStages; ++stage) {
-        ptx::barrier_init(storage.kv_empty[stage],
-                          kReaders + (kHasConverters<Dims> ? kConverterWarps * 32 : 0));
-        if constexpr (Dims::kIsWide) ptx::barrier_init(storage.values_empty[stage], kReaders);
-      }
-    } else if (warp == 2) {
-      for (int unit = 0; unit < kQueryUnits; ++unit) {
-        ptx::barrier_init(storage.queries_full[unit], 32 + 1);  // lanes + record
-        ptx::barrier_init(storage.queries_empty[unit], kAllConsumerWarps<Dims> * 32);
-      }
-    } else if (warp == 3) {
-      for (int i = 0; i < kDrawsAhead; ++i) {
-        ptx::barrier_init(storage.drawn_full[i], 32);
-        ptx::barrier_init(storage.drawn_empty[i], 32);
-      }
-      if constexpr (kHasConverters<Dims>) {
-        for (int stage = 0; stage < Storage::kStages; ++stage) {
-          ptx::barrier_init(storage.kv_ready[stage], kConverterWarps);
-        }
-      }
+  // Four warps initialise barriers side by side, a thread in each. With wide rows it is one thread: four would spill.
+  if constexpr (Dims::kIsWide) {
+    if (threadIdx.x == 0) {
+      for (int kind = 0; kind < 4; ++kind) init_barriers<Dims>(storage, kind);
     }
-    if constexpr (kHasTma) ptx::fence_barrier_init();
+  } else if (lane == 0) {
+    init_barriers<Dims>(storage, warp);
   }
   __syncthreads();
 
