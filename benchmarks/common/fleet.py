@@ -150,22 +150,29 @@ def watched(members: Sequence[Member], what: str) -> Iterator[list[str]]:
             member.fail(message)
 
 
-def fill_all(members: Sequence[Member], prompts: Prompts, *before: Prompts) -> None:
+def fill_all(
+    members: Sequence[Member], prompts: Prompts, *before: Prompts, in_turn: bool = False
+) -> dict[str, float]:
     """Empty all caches, fill them with the prompts, and compile what first use compiles.
 
     before: prompts that are sent first, one after the other, so that `prompts` find their KV.
+    in_turn: whether a server begins after the last one has ended. Servers on the same GPUs take
+    turns on each GPU alone, so that a collective waits until its server has its turn on all GPUs.
+    Returns the seconds that each server took, by name.
     """
-    if members:
-        with ThreadPoolExecutor(len(members)) as pool:
-            list(pool.map(lambda member: _fill(member, prompts, before), members))
+    with ThreadPoolExecutor(1 if in_turn else MOST_AT_ONCE) as pool:
+        seconds = pool.map(lambda member: _fill(member, prompts, before), members)
+        return {member.name: took for member, took in zip(members, seconds, strict=True)}
 
 
-def _fill(member: Member, prompts: Prompts, before: Sequence[Prompts]) -> None:
+def _fill(member: Member, prompts: Prompts, before: Sequence[Prompts]) -> float:
+    begun = time.monotonic()
     with watched([member], f"{member.name}, filling the cache"):
         member.server.flush()
         for asked in filter(None, before):
             member.server.generate(asked, sampling_of(1))
         member.server.generate(prompts, sampling_of(4))
+    return time.monotonic() - begun
 
 
 def heads_of(case: Case, prompts: Prompts) -> list[Sequence[int]]:

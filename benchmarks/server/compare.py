@@ -186,15 +186,16 @@ class Measured:
         prompts, case = self.prompts(batch), batch.case
         # The groups get requests in turn, so that each gets every prefix.
         heads = [head for head in heads_of(case, prompts) for _ in range(self.scenario.dp_groups)]
-        begun = time.monotonic()
-        fill_all([*members.values()], prompts, heads, [prompt[:-TAIL] for prompt in prompts])
-        filled = time.monotonic() - begun
+        cached = [prompt[:-TAIL] for prompt in prompts]
+        in_turn = self.scenario.gpus > 1
+        filled = fill_all([*members.values()], prompts, heads, cached, in_turn=in_turn)
         alive = {name: each for name, each in members.items() if each.failure is None}
         before = {name: each.server.stats() for name, each in alive.items()}
         state = gpu_state()
         asked = ask_in_turn([*alive.values()], prompts, case.generated, rounds)
         more = self.more.setdefault(batch.name, {})
-        more.setdefault("fill_seconds", {}).update(dict.fromkeys(alive, filled))
+        seconds = {name: filled[each.name] for name, each in alive.items()}
+        more.setdefault("fill_seconds", {}).update(seconds)
         gpu = {"before": state, "after": gpu_state()}
         for name, member in alive.items():
             self.runs.setdefault(batch.name, {})[name] = asked[member.name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,8 +90,7 @@ def test_a_server_whose_model_falls_back_has_no_counters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such a server plans nothing and writes no file. Other servers must write one."""
-    process = SimpleNamespace(url="http://localhost")
-    server = Server(process, tmp_path / "stats.json")  # type: ignore[arg-type]
+    server = Server(SimpleNamespace(url=""), tmp_path / "stats.json")  # type: ignore[arg-type]
     layers = {"pat_layers": 0}
     monkeypatch.setattr(server, "info", lambda: {"pat": layers})
     assert server.stats() == {}
@@ -125,17 +125,20 @@ def test_one_server_of_each_scenario_fits_on_80_gb() -> None:
 
 
 class StubServer:
-    """Answers each prompt with its last token, or with another if `wrong`."""
+    """Answers each prompt with its last token, or with another if its name is `xqa`."""
 
-    def __init__(self, *, wrong: bool = False) -> None:
-        self.wrong = wrong
-        self.batches: list[int] = []
+    def __init__(self, name: str, said: list[str]) -> None:
+        self.name, self.said, self.wrong = name, said, name == "xqa"
+
+    def flush(self) -> None:
+        self.said.append(f"{self.name} flushes")
+        time.sleep(0.05)  # another server could begin
 
     def stats(self) -> dict[str, Any]:
         return {}
 
     def generate(self, prompts: Any, sampling: Any, **more: Any) -> list[dict[str, Any]]:
-        self.batches.append(len(prompts))
+        self.said.append(f"{self.name} {len(prompts)}")
         return [self._answer(prompt[-1] + self.wrong) for prompt in prompts]
 
     def _answer(self, token: int) -> dict[str, Any]:
@@ -144,34 +147,32 @@ class StubServer:
 
 
 def test_servers_of_a_batch_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers on several GPUs fill their caches one after the other."""
+
     def ask(members: list[Any], prompts: Any, tokens: int, rounds: int) -> dict[str, Any]:
         times = {"pat": 2.0, "fa3": 6.0, "xqa": 4.0}
         slices = {each.name: dict.fromkeys((8, 16, 24), times[each.name]) for each in members}
         return {name: [DecodeRun(each, 1.0, 1.0, [])] * rounds for name, each in slices.items()}
 
     monkeypatch.setattr(compare, "ask_in_turn", ask)
-    monkeypatch.setattr(compare, "fill_all", lambda *_: None)
-    servers = {"pat": StubServer(), "fa3": StubServer(), "xqa": StubServer(wrong=True)}
+    said: list[str] = []
     members: Any = {
-        name: SimpleNamespace(name=name, server=server, failure=None)
-        for name, server in servers.items()
+        name: SimpleNamespace(name=name, server=StubServer(name, said), failure=None)
+        for name in ("pat", "fa3", "xqa")
     }
     batch = shared(5, 128, 64, 2.5)
-    of = Scenario("llama-3-8b", ("pat", "fa3", "xqa"), (batch,))
-    measured = compare.Measured("s", of)
+    measured = compare.Measured("s", Scenario("llama-3-8b", (*members,), (batch,), {"tp_size": 2}))
     # Servers of another group come later, and are compared with the recorded answers.
     measured.measure(batch, {"pat": members["pat"]}, 2)
     assert measured.cases()[0]["over_pat"] == {}
     measured.measure(batch, {name: members[name] for name in ("fa3", "xqa")}, 2)
     (found,) = measured.cases()
-    assert {name: each["median"] for name, each in found["over_pat"].items()} == {
-        "fa3": 3.0,
-        "xqa": 2.0,
-    }
+    assert [found["over_pat"][name]["median"] for name in ("fa3", "xqa")] == [3.0, 2.0]
     assert [found["answers"][name]["equal"] for name in ("fa3", "xqa")] == [5, 0]
     assert found["own_answers"]["fa3"]["equal"] == 5
-    assert servers["fa3"].batches == [5, 2, 3]
-    assert servers["pat"].batches == servers["xqa"].batches == [5]
+    pat, fa3, xqa = ([f"{each} {n}" for n in ("flushes", 1, 5, 5)] for each in members)
+    assert said == [*pat, "pat 5", *fa3, *xqa, "fa3 5", "xqa 5", "fa3 2", "fa3 3"]
+    assert min(found["fill_seconds"][name] for name in members) >= 0.05
     met = {name: gate["met"] for name, gate in gates({}, [found]).items()}
     assert met == {
         "s, 5 x (128 shared) + 64: fa3 / pat": True,
@@ -209,12 +210,10 @@ def test_servers_that_end_or_hang_do_not_hold_up_the_others(
     good, ended = member(tmp_path, "good", looks=2), member(tmp_path, "ended", ends=True)
     hangs = member(tmp_path, "hangs", looks=1000)
     wait([good, ended, hangs], seconds=1.0)
-    assert good.failure is None
     assert good.start_seconds is not None
-    assert ended.failure == "ended while it started"
-    assert hangs.failure == "not ready after 1 s"
-    printed = capsys.readouterr().out
-    assert "line 99" in printed
+    failures = [each.failure for each in (good, ended, hangs)]
+    assert failures == [None, "ended while it started", "not ready after 1 s"]
+    assert "line 99" in (printed := capsys.readouterr().out)
     assert "line 69" not in printed
 
 
