@@ -83,7 +83,7 @@ __device__ __forceinline__ uint2 load_shared_8(uint32_t address) {
 // --- mbarriers ---
 
 // The instruction takes its address from a uniform register. An address that differs between the lanes of a warp would
-// become a loop over the lanes, so one thread should initialise all barriers of a CTA.
+// become a loop over the lanes, so only one thread of a warp should call this.
 __device__ __forceinline__ void barrier_init(uint64_t& barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals)
                : "memory");
