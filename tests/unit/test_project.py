@@ -162,11 +162,7 @@ _OF_ARGPARSE = "--attention-backend: invalid choice: 'pat'"
 
 def test_records_that_pages_name_exist() -> None:
     folder = ROOT / "benchmarks/results"
-    named = {
-        record
-        for text in PAGES.values()
-        for record in re.findall(r"`((?:h\d+|cpu)/[^`\s]+)`", text)
-    }
+    named = set(re.findall(r"`((?:h\d+|cpu)/[^`\s]+)`", "\n".join(PAGES.values())))
     assert len(named) > 20
     assert [record for record in sorted(named) if not [*folder.glob(record)]] == []
 
@@ -180,11 +176,14 @@ def test_pages_name_only_metrics_that_exist() -> None:
 
 def test_relative_links_lead_somewhere() -> None:
     """The strict build of the documentation does not check these files."""
-    pages = [*ROOT.glob("*.md"), *ROOT.glob("kernels/*.md"), *ROOT.glob("tests/*.md")]
-    pages += [ROOT / "benchmarks/README.md", ROOT / "benchmarks/results/README.md"]
-    for page in pages:
-        links = re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text())
-        assert not [link for link in links if not (page.parent / link).exists()], page
+    folders = ("", "kernels/", "tests/", "scheduler/", "benchmarks/", "benchmarks/results/")
+    for page in chain(*(ROOT.glob(f"{folder}*.md") for folder in folders)):
+        for link, part in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
+            target = page.parent / link if link else page
+            assert target.exists(), f"{page}: {link}"
+            heads = re.findall("^#+ (.*)", target.read_text(), re.M) if part else []
+            anchors = [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads]
+            assert part in ("", *anchors), f"{page}: {link}#{part}"
 
 
 def test_every_variable_is_documented() -> None:
