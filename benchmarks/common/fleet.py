@@ -167,12 +167,15 @@ def fill_all(
 
 def _fill(member: Member, prompts: Prompts, before: Sequence[Prompts]) -> float:
     begun = time.monotonic()
+    took = 0.0
     with watched([member], f"{member.name}, filling the cache"):
         member.server.flush()
-        for asked in filter(None, before):
-            member.server.generate(asked, sampling_of(1))
-        member.server.generate(prompts, sampling_of(4))
-    return time.monotonic() - begun
+        for asked in filter(None, (*before, prompts)):
+            member.server.generate(asked, sampling_of(4 if asked is prompts else 1))
+            took = time.monotonic() - begun
+            # If a server hangs, the last line names the other one, or the prompts before.
+            console.print(f"{member.name}: {len(asked)} prompts prefilled after {took:.1f} s")
+    return took
 
 
 def heads_of(case: Case, prompts: Prompts) -> list[Sequence[int]]:
