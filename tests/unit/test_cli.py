@@ -62,6 +62,7 @@ def answer(*words: str) -> subprocess.CompletedProcess[str]:
         ("demo --write-model /etc/passwd", "'/etc/passwd'; allowed: the path of a folder"),
         ("advise --model qwen3-8b", "one of the arguments --trace --generate is required"),
         ("advise --model qwen3-8b --trace /etc/passwd --gpu V100", "'V100' (choose from 'H100', "),
+        ("advise --model llama-3.1-70b --generate toolagent", "GB at 2 bytes a parameter on "),
         ("advise --model llama-3.1-70b --generate toolagent", "on each of 1 H100 with 80 GB: "),
         ("calibrate --samples /no/f", "--samples: '/no/f': its folder /no does not exist"),
         ("doctor --support-table rows", "unknown argument 'rows'; allowed: --help"),
