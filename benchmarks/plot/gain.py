@@ -27,7 +27,7 @@ from sglang_pat.output_file import output_file
 SUITE = "pat-20"  # suite of the kernel benchmark
 COLORS = {"pat": "#c0392b", "fa3": "#7f8c8d"}
 LABELS = {"pat": "sglang-pat", "fa3": "FA3"}
-QUESTIONS = {
+CASES = {
     "96 x 1,024": "96 requests\nnothing shared",
     "256 x (32 x 1,024 shared) + 0": "256 requests\n32 x 1,024 tokens shared",
     "64 x (2,048 shared) + 128": "64 requests\n2,048 tokens shared",
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
 
 def draw(serving: dict[str, Any], kernels: dict[str, Any], picture: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.6), width_ratios=(5, 4))
-    _draw_serving(left, [case for case in serving["cases"] if case["case"] in QUESTIONS])
+    _draw_serving(left, [case for case in serving["cases"] if case["case"] in CASES])
     _draw_kernels(right, [case for case in kernels["cases"] if case["suite"] == SUITE])
     figure.tight_layout()
     figure.savefig(picture, dpi=110)
@@ -80,7 +80,7 @@ def _draw_serving(axis: Axes, cases: list[dict[str, Any]]) -> None:
         times = [case["tpot_ms"][name] for case in cases]
         bars = axis.barh(places, times, height, label=LABELS[name], color=COLORS[name])
         axis.bar_label(bars, fmt="%.1f", fontsize=8, padding=2)
-    titles = [QUESTIONS[case["case"]] for case in cases]
+    titles = [CASES[case["case"]] for case in cases]
     axis.set_yticks(range(len(cases)), titles, fontsize=9)
     axis.set_xlabel("ms per output token (lower is better)")
     axis.set_title("In SGLang: Llama-3-8B shape, one H100", fontsize=11)
