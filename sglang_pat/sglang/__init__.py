@@ -9,7 +9,7 @@ A decode step:
 3. If the step repeats the last one, the planner only counts it (`step/plan_reuse.py`).
 4. Otherwise the planner reads the step's inputs, and the radix-tree paths of requests that joined
    or moved (`tree/batch_builder.py`, `tree/radix_paths.py`). Both form a `DecodeBatch`.
-5. `PackAttention.plan()` reuses the last plan or makes a new one (`layer/step_plans.py`). Layers
+5. `PackAttention.plan()` reuses the last plan or makes a new one (`step/step_plans.py`). Layers
    with sliding windows have their own plan (`sglang_pat/window.py`).
 6. For each layer, the KV of the new tokens is stored (`layer/kv_writes.py`), and
    `PackAttention.run()` attends (`layer/attention.py`).

@@ -15,9 +15,9 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.sglang.layer.attention import LayerAttention
-from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.start.layer_support import LayerSupport
 from sglang_pat.sglang.step.planner import StepPlanner
+from sglang_pat.sglang.step.step_plans import StepPlans
 from sglang_pat.sglang.step.step_type import StepType
 from sglang_pat.support import Unsupported
 

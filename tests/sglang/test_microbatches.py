@@ -12,8 +12,8 @@ from sglang_trees import Tree
 
 from sglang_pat import PackAttention
 from sglang_pat.plan import HeadConfig
-from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.step.microbatches import Microbatches
+from sglang_pat.sglang.step.step_plans import StepPlans
 from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder, StepInputs
 from sglang_pat.sglang.tree.request_tracker import StepRequests
 

@@ -11,8 +11,8 @@ from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_pat.executors.layer import Scale
 from sglang_pat.sglang.layer.kv_writes import KvWrites
-from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.start.layer_support import LayerSupport, read_scales
+from sglang_pat.sglang.step.step_plans import StepPlans
 
 
 class ExtraKv(Protocol):

@@ -18,12 +18,12 @@ from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 from sglang_pat.sglang.backend import DecodeMixin, PatMixin
 from sglang_pat.sglang.layer.attention import LayerAttention
-from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.report.layer_report import report_draft_support
 from sglang_pat.sglang.speculative.planners import SpeculativePlanner
 from sglang_pat.sglang.speculative.steps import DraftSteps, SpeculativeStep
 from sglang_pat.sglang.speculative.tree_attention import TreeKv, undo_square_masks
 from sglang_pat.sglang.start.layer_support import LayerSupport
+from sglang_pat.sglang.step.step_plans import StepPlans
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER
 
 _VERIFY = ForwardMode.TARGET_VERIFY

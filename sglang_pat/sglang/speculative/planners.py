@@ -8,12 +8,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang_pat.reasons import StepReason
-from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.speculative.rows import DraftBatchBuilder
 from sglang_pat.sglang.speculative.steps import DraftExtendStep, SpeculativeStep, TargetVerifyStep
 from sglang_pat.sglang.start.layer_support import LayerSupport
 from sglang_pat.sglang.step.microbatches import Microbatch
 from sglang_pat.sglang.step.planner import StepPlanner, TargetPlanner
+from sglang_pat.sglang.step.step_plans import StepPlans
 from sglang_pat.sglang.step.step_type import ExecutionMode, StepType
 from sglang_pat.sglang.tree.request_tracker import StepRequests
 

@@ -28,7 +28,6 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_pat._scheduler import growth_of
 from sglang_pat.batch import DecodeBatch, IntArray
 from sglang_pat.plan import KvTokens
-from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.speculative.draft_requests import DRAFT_REQUESTS, step_of_extend
 from sglang_pat.sglang.speculative.rows import (
     DeviceRows,
@@ -40,6 +39,7 @@ from sglang_pat.sglang.speculative.rows import (
     committed_lengths,
 )
 from sglang_pat.sglang.speculative.tree_attention import BlockKv, BranchKv, DraftKv, TreeKv
+from sglang_pat.sglang.step.step_plans import StepPlans
 from sglang_pat.sglang.step.step_type import ExecutionMode, StepType
 from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder, StepInputs
 from sglang_pat.sglang.tree.request_tracker import StepRequests, requests_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from sglang_pat.sglang.layer.step_plans import StepPlans
+from sglang_pat.sglang.step.step_plans import StepPlans
 from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder
 from sglang_pat.sglang.tree.request_tracker import StepRequests
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from sglang_pat.plan import KvTokens
 from sglang_pat.reasons import StepReason
-from sglang_pat.sglang.layer.step_plans import StepPlans
+from sglang_pat.sglang.step.step_plans import StepPlans
 from sglang_pat.sglang.step.step_type import StepType
 from sglang_pat.sglang.tree.radix_paths import Request
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, RequestTracker

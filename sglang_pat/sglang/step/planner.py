@@ -2,7 +2,7 @@
 
 SGLang's backend calls `plan_eager` or `plan_captured` once per step. A step that repeats the last
 one is only counted (`plan_reuse.py`). For any other step, the planner reads the step's inputs and
-paths (`tree/batch_builder.py`) and makes plans (`layer/step_plans.py`). `StepType` says how a type
+paths (`tree/batch_builder.py`) and makes plans (`step/step_plans.py`). `StepType` says how a type
 of step differs from a plain decode step.
 """
 
@@ -19,12 +19,12 @@ from sglang_pat.attention import PackAttention
 from sglang_pat.executors.cuda import PlanOverflowError
 from sglang_pat.plan import LayerKind
 from sglang_pat.reasons import StepReason
-from sglang_pat.sglang.layer.step_plans import StepPlans
 from sglang_pat.sglang.report.reports import StepReports
 from sglang_pat.sglang.start.layer_support import LayerSupport
 from sglang_pat.sglang.step.debug_checks import DebugChecks, RankChecker
 from sglang_pat.sglang.step.microbatches import Microbatch, Microbatches
 from sglang_pat.sglang.step.plan_reuse import PlanReuse, SkippedPlanning
+from sglang_pat.sglang.step.step_plans import StepPlans
 from sglang_pat.sglang.step.step_type import ExecutionMode, StepType
 from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder
 from sglang_pat.sglang.tree.radix_paths import Request

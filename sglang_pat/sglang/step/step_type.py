@@ -14,7 +14,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.batch import DecodeBatch
-from sglang_pat.sglang.layer.step_plans import StepPlans
+from sglang_pat.sglang.step.step_plans import StepPlans
 from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder, StepInputs
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, StepRequests
 
