@@ -253,13 +253,13 @@ def test_each_graph_is_prepared_for_the_layers_that_it_was_captured_with() -> No
         view = replay_view(rows, [3] * count, [10, 11][:count], count)
         backend.init_forward_metadata_out_graph(view)
         assert backend.calls == calls
-        assert inside.plans(backend).last.seq_lens.tolist() == [3] * count
+        assert inside.plans(backend).main.seq_lens.tolist() == [3] * count
     # With LoRA there are two graphs of a size, and pat has no layer in the second one.
     backend.init_forward_metadata_out_graph(small, in_capture=True)
     forward(backend, model_runner, 0, small, score_mod=max)
     assert not inside.layer_support(backend).shapes
     backend.init_forward_metadata_out_graph(replay_view([1], [4], [10], 1))
-    assert inside.plans(backend).last.seq_lens.tolist() == [4]
+    assert inside.plans(backend).main.seq_lens.tolist() == [4]
     # pat decodes no layer in the new graphs.
     backend.init_cuda_graph_state(max_bs=2, max_num_tokens=2)
     planned = inside.planner(backend).counters()["plans_built"]

@@ -289,7 +289,7 @@ def test_graphs_with_a_layer_of_pat_are_planned_after_all_layers_fell_back() -> 
     assert scene.round.attend(scene.round.step([21, 30]), rope=1)[1].isinf().all()
     assert not inside.layer_support(scene.round.backend).shapes
     scene.round.step([25, 31], 4)
-    assert inside.plans(scene.round.backend).last.seq_lens.tolist() == [26, 32, 0, 0]
+    assert inside.plans(scene.round.backend).main.seq_lens.tolist() == [26, 32, 0, 0]
 
 
 def test_a_layer_that_was_not_found_is_left_to_the_default_backend() -> None:

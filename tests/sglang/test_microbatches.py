@@ -92,11 +92,11 @@ def test_graphs_are_captured_once_for_all() -> None:
     first, second = (each.captured for each in microbatches)
     assert first is not None
     assert second is not None
-    first.last.stats.plans_built = 7
+    first.main.stats.plans_built = 7
     microbatches.reserve(max_requests=4, max_shared_slots=100)
     # Other graphs may have captured these buffers.
     assert [each.captured for each in microbatches] == [first, second]
     microbatches.reserve(max_requests=5, max_shared_slots=100)
     again = [each.captured for each in microbatches]
-    assert [each.last.stats.plans_built for each in again if each is not None] == [7, 0]
+    assert [each.main.stats.plans_built for each in again if each is not None] == [7, 0]
     assert first not in again

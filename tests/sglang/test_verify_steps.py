@@ -78,7 +78,7 @@ def test_branches_do_not_read_each_other(branching: Scene) -> None:
         lens = grown(lens, [2, 2])
         view = branching.served.step(lens, graph, mask=mask_of(reads))
         branching.served.assert_exact(view, lens, reads)
-    assert branching.served.plans.last.stats.plans_reused == 0, "an eager step has plans of its own"
+    assert branching.served.plans.main.stats.plans_reused == 0, "an eager step has plans of its own"
 
 
 def test_plans_are_reused_while_requests_grow_by_what_is_accepted(scene: Scene) -> None:
@@ -87,9 +87,9 @@ def test_plans_are_reused_while_requests_grow_by_what_is_accepted(scene: Scene) 
         lens = grown(lens, accepted)
         scene.served.step(lens, 2)
     plans = scene.served.plans
-    assert (plans.last.stats.plans_built, plans.last.stats.plans_reused) == (1, 3)
+    assert (plans.main.stats.plans_built, plans.main.stats.plans_reused) == (1, 3)
     # All rows together read the prefix once, and each request's private tokens once.
-    assert plans.last.step_tokens.planned < 0.5 * plans.last.step_tokens.query_centric
+    assert plans.main.step_tokens.planned < 0.5 * plans.main.step_tokens.query_centric
     assert scene.counters["verify"] == {"steps": 4, "rows": 4 * 2 * DRAFTS}
 
 
@@ -207,7 +207,7 @@ def test_what_has_long_been_committed_is_read_once_again(scene: Scene) -> None:
         lens = grown(lens, [MAX_COMMITTED_TAIL, 1])
         scene.served.assert_exact(scene.served.step(lens, 2), lens)
     # The plan reads 32 accepted tokens per row, but shares 64.
-    stats = scene.served.plans.last.stats
+    stats = scene.served.plans.main.stats
     assert (stats.plans_built, stats.plans_reused) == (2, 1)
     paths = inside.paths(scene.served.backend)
     assert {path[-1][2] for path in paths} == {*lens}

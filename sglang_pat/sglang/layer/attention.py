@@ -143,7 +143,7 @@ def _run_planned(
     if count == plans.num_rows:
         return run(q)
     lacking = plans.num_rows - count
-    if lacking > 0 and not plans.last.seq_lens[count:].any():
+    if lacking > 0 and not plans.main.seq_lens[count:].any():
         # Only padding is missing in `q`. If rows of requests are missing, run() raises.
         q = torch.cat((q, q.new_zeros(lacking, *q.shape[1:])))
     out = q.new_zeros(count, layer.tp_q_head_num, layer.v_head_dim)

@@ -264,7 +264,7 @@ class DraftSteps(SpeculativeStep):
         raise NotImplementedError
 
     def count_planned(self, forward_batch: Any, batch: DecodeBatch, plans: StepPlans) -> None:
-        self._num_rows, self._tokens = int(np.count_nonzero(batch.seq_lens)), plans.last.step_tokens
+        self._num_rows, self._tokens = int(np.count_nonzero(batch.seq_lens)), plans.main.step_tokens
         self._count_round(0)
 
     def repeated(self, forward_batch: Any, requests: StepRequests, growth: int) -> int:

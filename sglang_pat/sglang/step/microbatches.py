@@ -98,7 +98,7 @@ class Microbatches:
         for i, each in enumerate(self._recent):
             captured = first if i == 0 else first.sharing_buffers()
             if each.captured is not None:
-                captured.last.stats = each.captured.last.stats
+                captured.main.stats = each.captured.main.stats
             each.captured = captured
 
     def __iter__(self) -> Iterator[Microbatch]:

@@ -166,7 +166,7 @@ class StepPlanner:
         if execution is not ExecutionMode.CAPTURE:
             self._count_windows([attention for attention, _ in made], len(repeated_ns))
             if self._reports is not None:
-                self._reports.add_step(plans.last.step_time, len(repeated_ns))
+                self._reports.add_step(plans.main.step_time, len(repeated_ns))
         if execution is ExecutionMode.REPLAY:
             self._allow_repeats(step_type, builder, plans)
         return plans
@@ -198,7 +198,7 @@ class StepPlanner:
             self._reuse.permit_skips(
                 min(step_type.steps_to_repeat(builder, plans.steps_left()), steps)
             )
-            self._skipped.begin(plans.last.step_tokens, len(shared.reqs))
+            self._skipped.begin(plans.main.step_tokens, len(shared.reqs))
 
     # --- CUDA graphs ---
 
@@ -252,7 +252,7 @@ class StepPlanner:
             self._windows_repeated.update(plans_reused=1, **tokens)
 
     def _plan_stats(self) -> list[PlanStats]:
-        stats = [plans.last.stats for each in self._microbatches for plans in each.plans()]
+        stats = [plans.main.stats for each in self._microbatches for plans in each.plans()]
         return [*stats, self._skipped.stats()]
 
 

@@ -15,22 +15,22 @@ from sglang_pat.window import WindowAttention
 class StepPlans:
     """The plans of one step: a PackAttention for each kind of layer.
 
-    All plans are made from the same batch, one after the other. The last PackAttention counts the
-    step's statistics, and the planning time that it records covers all plans of the step.
+    All plans are made from the same batch, one after the other. `main`, the last PackAttention, has
+    the step's rows, lengths and statistics. Its planning time covers all plans of the step.
     """
 
     def __init__(self, attentions: Mapping[LayerKind, PackAttention]):
         self.of_kind = attentions
-        self.last = [*attentions.values()][-1]  # has the step's rows, lengths and statistics
+        self.main = [*attentions.values()][-1]
 
     def add(self, more: StepPlans) -> None:
         """From now on, also plan for the kinds of layers in `more`."""
-        self.of_kind = {**more.of_kind, **self.of_kind}  # keeps `self.last` in last place
+        self.of_kind = {**more.of_kind, **self.of_kind}  # keeps `main` last
 
     @property
     def num_rows(self) -> int:
         """The number of rows of the last step, with padding."""
-        return len(self.last.seq_lens)
+        return len(self.main.seq_lens)
 
     def plan(
         self, batch: DecodeBatch, **tensors: torch.Tensor
