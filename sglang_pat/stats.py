@@ -105,8 +105,8 @@ class PlanStats:
     ) -> None:
         """Count a step. cause: why it built a plan, or None if it reused the last one.
 
-        Every step is counted here once: by `PackAttention.plan` or `plan_together`, or, if a replay
-        repeats the last step without planning, by `SkippedPlanning` (`sglang/step/plan_reuse.py`).
+        Every step is counted here once: by `PackAttention.plan` or `plan_together`, or, if it
+        repeats the last step, by `RepeatedSteps` (`sglang/step/repeated_steps.py`).
         """
         if cause is None:
             self.plans_reused += 1

@@ -6,7 +6,7 @@ A decode step:
    backends get a copy of the batch that lacks them.
 2. SGLang calls its backend once per step. The methods that pat overrides (`backend.py`) pass the
    step to the planner (`step/planner.py`).
-3. If the step repeats the last one, the planner only counts it (`step/plan_reuse.py`).
+3. If the step repeats the last one, the planner only counts it (`step/repeated_steps.py`).
 4. Otherwise the planner reads the step's inputs, and the radix-tree paths of requests that joined
    or moved (`tree/batch_builder.py`, `tree/radix_paths.py`). Both form a `DecodeBatch`.
 5. `PackAttention.plan()` reuses the last plan or makes a new one (`step/step_plans.py`). Layers

@@ -12,7 +12,7 @@ from sglang_trees import TREE_KINDS, Tree
 
 from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.step.debug_checks import StepChecker
-from sglang_pat.sglang.step.plan_reuse import PlanReuse
+from sglang_pat.sglang.step.repeated_steps import RepeatRule
 from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder, StepInputs
 from sglang_pat.sglang.tree.radix_paths import path_reader
 from sglang_pat.sglang.tree.request_tracker import RequestTracker
@@ -41,7 +41,7 @@ class Batch:
         self.tree.cache.req_to_token_pool = SimpleNamespace(req_to_token=self.req_to_token)
         self.tracker = RequestTracker()
         self.builder = DecodeBatchBuilder(self.tracker, strict=True)
-        self.reuse = PlanReuse(self.tracker)
+        self.rule = RepeatRule(self.tracker)
         self.why: StepReason | None = None  # why the last step was planned
         self.checker = StepChecker()
 
@@ -77,10 +77,10 @@ class Batch:
             assert view.requests is not None
             kind: Any = "decode"
             plans: Any = "of the graphs"
-            self.why = self.reuse.reason(kind, view.requests.reqs, plans, len(lens))
-            self.reuse.begin_plan(kind, view.requests.reqs, plans, len(lens), StepReason.PRIVATE)
+            self.why = self.rule.reason(kind, view.requests.reqs, plans, len(lens))
+            self.rule.begin_plan(kind, view.requests.reqs, plans, len(lens), StepReason.PRIVATE)
             self.batch = self.builder.read(view)
-            self.reuse.permit_skips(100)
+            self.rule.plan_after(100, StepReason.DUE)
         shared = self.builder.last_shared
         assert shared is not None
         rows = torch.tensor([1, 2, 5, 6][: len(lens)])

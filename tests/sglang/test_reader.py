@@ -18,7 +18,7 @@ from sglang_pat._scheduler import row_lengths
 from sglang_pat.batch import DecodeBatch
 from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.speculative.rows import DraftBatchBuilder, RowShape, SpeculativeInputs
-from sglang_pat.sglang.step.plan_reuse import PlanReuse
+from sglang_pat.sglang.step.repeated_steps import RepeatRule
 from sglang_pat.sglang.tree import batch_builder, request_tracker
 from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder, StepInputs
 from sglang_pat.sglang.tree.request_tracker import REQUEST_TRACKER, StepRequests
@@ -229,16 +229,16 @@ def test_only_a_step_right_after_one_of_the_same_requests_is_unchanged(
     reads: Reads, monkeypatch: pytest.MonkeyPatch, mode: ForwardMode
 ) -> None:
     a, chunk = reads.request("a", [1, 2, 3]), reads.request("chunk", [1])
-    original, reuse, reasons = reads.builder.read, PlanReuse(), []
+    original, rule, reasons = reads.builder.read, RepeatRule(), []
     kind: Any = "decode"
     plans: Any = "of the graphs"
 
     def note_and_read(view: StepInputs) -> Any:
         assert view.requests is not None
-        reasons.append(reuse.reason(kind, view.requests.reqs, plans, 1))
-        reuse.begin_plan(kind, view.requests.reqs, plans, 1, StepReason.PRIVATE)
+        reasons.append(rule.reason(kind, view.requests.reqs, plans, 1))
+        rule.begin_plan(kind, view.requests.reqs, plans, 1, StepReason.PRIVATE)
         batch = original(view)
-        reuse.permit_skips(100)
+        rule.plan_after(100, StepReason.DUE)
         return batch
 
     monkeypatch.setattr(reads.builder, "read", note_and_read)

@@ -6,13 +6,13 @@ import threading
 import time
 
 from sglang_pat.plan import KvTokens
-from sglang_pat.sglang.step.plan_reuse import SkippedPlanning
+from sglang_pat.sglang.step.repeated_steps import RepeatedSteps
 from sglang_pat.stats import PlanningTime
 
 TOKENS = KvTokens(100, 60, 50)
 
 
-def add(steps: SkippedPlanning, count: int = 1) -> None:
+def add(steps: RepeatedSteps, count: int = 1) -> None:
     for _ in range(count):
         steps.add(time.perf_counter_ns())
 
@@ -20,7 +20,7 @@ def add(steps: SkippedPlanning, count: int = 1) -> None:
 def test_each_step_is_counted_once_with_the_tokens_it_has() -> None:
     times: list[PlanningTime] = []
     marks: list[None] = []
-    steps = SkippedPlanning(times.append, lambda: marks.append(None))
+    steps = RepeatedSteps(times.append, lambda: marks.append(None))
     steps.begin(TOKENS, 3)
     add(steps, 2)
     for _ in range(2):  # a second call changes nothing
@@ -41,7 +41,7 @@ def test_each_step_is_counted_once_with_the_tokens_it_has() -> None:
 
 
 def test_other_threads_may_ask_at_any_time() -> None:
-    steps = SkippedPlanning(lambda planning: None)
+    steps = RepeatedSteps(lambda planning: None)
     done = threading.Event()
     seen = [0]
 
@@ -74,7 +74,7 @@ def test_counting_is_never_interrupted_by_the_next_step() -> None:
         entered.set()
         assert go_on.wait(10)
 
-    steps = SkippedPlanning(count)
+    steps = RepeatedSteps(count)
     steps.begin(TOKENS, 1)
     add(steps, 3)
     asking = threading.Thread(target=steps.stats)

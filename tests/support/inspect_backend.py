@@ -57,7 +57,7 @@ def reservation(owner: Any) -> Any:
 
 def num_repeated(owner: Any) -> int:
     """Return the number of steps that reused the plan of the step before."""
-    count: int = _planner(owner)._skipped.stats().plans_reused
+    count: int = _planner(owner)._repeated.stats().plans_reused
     return count
 
 

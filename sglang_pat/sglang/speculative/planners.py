@@ -46,7 +46,7 @@ class SpeculativePlanner(StepPlanner):
         why: StepReason | None,
     ) -> StepPlans:
         if isinstance(step_type, DraftExtendStep) and requests is not None:
-            plans = self._reuse.in_place(step_type.follows, requests.reqs)
+            plans = self._repeat_rule.in_place(step_type.follows, requests.reqs)
             if plans is not None and (
                 execution is ExecutionMode.EAGER
                 or (

@@ -128,7 +128,7 @@ class StepChecker:
 def check_growth(before: IntArray, now: IntArray) -> None:
     """Raise RuntimeError unless each length, except the 0 of padding, has grown by one.
 
-    A step that repeats the last one assumes this growth (`plan_reuse.py`).
+    A step that repeats the last one assumes this growth (`repeated_steps.py`).
     """
     if not np.array_equal(now, np.where(before > 0, before + 1, 0)):
         raise RuntimeError(

@@ -1,9 +1,9 @@
 """Plans the steps of one model, before its layers attend.
 
 SGLang's backend calls `plan_eager` or `plan_captured` once per step. A step that repeats the last
-one is only counted (`plan_reuse.py`). For any other step, the planner reads the step's inputs and
-paths (`tree/batch_builder.py`) and makes plans (`step/step_plans.py`). `StepType` says how a type
-of step differs from a plain decode step.
+one is only counted (`repeated_steps.py`). For any other step, the planner reads the step's inputs
+and paths (`tree/batch_builder.py`) and makes plans (`step_plans.py`). `StepType` says how a type of
+step differs from a plain decode step.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from sglang_pat.sglang.report.reports import StepReports
 from sglang_pat.sglang.start.layer_support import LayerSupport
 from sglang_pat.sglang.step.debug_checks import DebugChecks, RankChecker
 from sglang_pat.sglang.step.microbatches import Microbatch, Microbatches
-from sglang_pat.sglang.step.plan_reuse import PlanReuse, SkippedPlanning
+from sglang_pat.sglang.step.repeated_steps import RepeatedSteps, RepeatRule
 from sglang_pat.sglang.step.step_plans import StepPlans
 from sglang_pat.sglang.step.step_type import ExecutionMode, StepType
 from sglang_pat.sglang.tree.batch_builder import DecodeBatchBuilder
-from sglang_pat.sglang.tree.radix_paths import Request
 from sglang_pat.sglang.tree.request_tracker import StepRequests
 from sglang_pat.stats import Counters, PlanStats, read_counters
 from sglang_pat.window import AHEAD, WindowAttention
@@ -74,12 +73,12 @@ class StepPlanner:
         self._checks = DebugChecks() if environment.debug == "1" else None
         self._ranks = RankChecker.of_sglang() if environment.debug != "0" else None
         self._max_requests = 0  # requests of the largest graph
-        self._reuse = PlanReuse()
+        self._repeat_rule = RepeatRule()
         self._reasons: Counter[str] = Counter()  # why steps were planned
         self._windows: Counter[str] = Counter()  # plans and KV tokens, for layers with windows
         self._windows_repeated: Counter[str] = Counter()  # what a repeated step adds
         self._reports: StepReports | None = None
-        self._skipped = SkippedPlanning(lambda planning: None)
+        self._repeated = RepeatedSteps(lambda planning: None)
 
     # --- once per step ---
 
@@ -107,14 +106,14 @@ class StepPlanner:
         plans = microbatch.captured
         why: StepReason | None = StepReason.FIRST
         if requests is not None and not in_capture:
-            reuse, growth = self._reuse, None  # growth None: one token per request
-            why = reuse.reason(step_type, requests.reqs, plans, forward_batch.batch_size)
+            rule, growth = self._repeat_rule, None  # growth None: one token per request
+            why = rule.reason(step_type, requests.reqs, plans, forward_batch.batch_size)
             if why is None and step_type.repeat is not None:
                 growth = step_type.repeat(forward_batch, requests)
                 why = StepReason.LENGTHS if growth is None else None
             if why is None:
-                reuse.count()
-                self._skipped.add(begun_ns, growth)
+                rule.count()
+                self._repeated.add(begun_ns, growth)
                 return plans
         if forward_batch.batch_size == 0:
             return None
@@ -134,13 +133,18 @@ class StepPlanner:
         plans = microbatch.eager if execution is ExecutionMode.EAGER else microbatch.captured
         assert plans is not None
         begun_ns = time.perf_counter_ns()
-        builder, repeated_ns = microbatch.builder, self._skipped.end()
+        builder, repeated_ns = microbatch.builder, self._repeated.end()
         reqs = None if requests is None else requests.reqs
         step = step_type, reqs, plans, forward_batch.batch_size
-        would_repeat = self._checks is not None and self._would_repeat(*step)
+        # Whether a plain decode step would repeat the last one if checks were off.
+        would_repeat = (
+            self._checks is not None
+            and step_type.repeat is None
+            and self._repeat_rule.reason(*step) in _WOULD_REPEAT
+        )
         # Why the next step is planned, unless _allow_repeats() lets it repeat this one.
         why_next = StepReason.EAGER if execution is ExecutionMode.EAGER else StepReason.PRIVATE
-        self._reuse.begin_plan(*step, why_next)
+        self._repeat_rule.begin_plan(*step, why_next)
         inputs = step_type.read_inputs(forward_batch, requests)
         req_pool_indices, seq_lens = step_type.prepare_rows(inputs, forward_batch, execution)
         batch = builder.read(inputs)
@@ -171,13 +175,6 @@ class StepPlanner:
             self._allow_repeats(step_type, builder, plans)
         return plans
 
-    def _would_repeat(
-        self, step_type: StepType, reqs: list[Request] | None, plans: StepPlans, num_rows: int
-    ) -> bool:
-        """Return True if a plain decode step would repeat the last one if checks were off."""
-        reason = self._reuse.reason(step_type, reqs, plans, num_rows)
-        return step_type.repeat is None and reason in _WOULD_REPEAT
-
     def _allow_repeats(
         self, step_type: StepType, builder: DecodeBatchBuilder, plans: StepPlans
     ) -> None:
@@ -186,19 +183,18 @@ class StepPlanner:
         if shared is None:
             return
         if self._checks is not None:
-            self._reuse.block_skips(StepReason.CHECKED)
+            self._repeat_rule.plan_after(0, StepReason.CHECKED)
         elif not step_type.graphs_are_complete:
-            self._reuse.block_skips(StepReason.GRAPH)
+            self._repeat_rule.plan_after(0, StepReason.GRAPH)
         else:
             steps = sys.maxsize
             # Only one rank logs, and it plans a step whenever a line is due. If ranks are compared,
             # all ranks must plan the same steps, so the line waits for the next planned step.
             if self._reports is not None and self._ranks is None:
                 steps = self._reports.steps_left
-            self._reuse.permit_skips(
-                min(step_type.steps_to_repeat(builder, plans.steps_left()), steps)
-            )
-            self._skipped.begin(plans.main.step_tokens, len(shared.reqs))
+            steps = min(step_type.steps_to_repeat(builder, plans.steps_left()), steps)
+            self._repeat_rule.plan_after(steps, StepReason.DUE)
+            self._repeated.begin(plans.main.step_tokens, len(shared.reqs))
 
     # --- CUDA graphs ---
 
@@ -253,7 +249,7 @@ class StepPlanner:
 
     def _plan_stats(self) -> list[PlanStats]:
         stats = [plans.main.stats for each in self._microbatches for plans in each.plans()]
-        return [*stats, self._skipped.stats()]
+        return [*stats, self._repeated.stats()]
 
 
 class TargetPlanner(StepPlanner):
@@ -264,7 +260,7 @@ class TargetPlanner(StepPlanner):
     ) -> None:
         super().__init__(model_runner, environment, layer_support)
         self._reports = StepReports(environment, model_runner, self.counters)
-        self._skipped = SkippedPlanning(self._reports.add_repeated, self._reports.on_step)
+        self._repeated = RepeatedSteps(self._reports.add_repeated, self._reports.on_step)
         self._reports.start()
 
     def counters(self) -> Counters:

@@ -35,10 +35,10 @@ class LastPlan:
     steps_left: int = 0
 
 
-class PlanReuse:
+class RepeatRule:
     """Decides whether a captured step repeats the last one.
 
-    A target model and its draft model have separate buffers, and so separate PlanReuse objects.
+    A target model and its draft model have separate buffers, and so separate RepeatRule objects.
     """
 
     def __init__(self, tracker: RequestTracker = REQUEST_TRACKER) -> None:
@@ -96,33 +96,29 @@ class PlanReuse:
     ) -> None:
         """Record this step as the last one planned.
 
-        why: the reason for which no step may repeat it before permit_skips().
+        why: the reason for which no step may repeat it before plan_after().
         """
         self._last = None if reqs is None else LastPlan(step_type, reqs, plans, num_rows, why)
 
-    def permit_skips(self, steps: int) -> None:
-        """Allow the next `steps` steps to repeat the planned one."""
-        self.block_skips(StepReason.DUE, after=steps)
-
-    def block_skips(self, why: StepReason, after: int = 0) -> None:
-        """Plan a step again after `after` more steps, for the reason `why`. The plan stays."""
+    def plan_after(self, steps: int, why: StepReason) -> None:
+        """Allow `steps` more steps to repeat the planned one. Then plan, for the reason `why`."""
         last = self._last
         if last is not None and last.why is not StepReason.MOVED:
-            last.steps_left, last.why = after, why
+            last.steps_left, last.why = steps, why
 
     # --- PathCache ---
 
     def invalidate(self, ids: Collection[int]) -> None:
         """Force a new plan in the next step, unless `ids` is empty: then no path has changed."""
         if ids:
-            self.block_skips(StepReason.MOVED)
+            self.plan_after(0, StepReason.MOVED)
 
     def invalidate_all(self) -> None:
         """Force a new plan in the next step."""
-        self.block_skips(StepReason.MOVED)
+        self.plan_after(0, StepReason.MOVED)
 
 
-class SkippedPlanning:
+class RepeatedSteps:
     """Counts the steps that repeat a planned step. `begin()` sets the planned step.
 
     The thread that decodes calls begin(), end() and add(). Any thread may call stats().

@@ -1,4 +1,4 @@
-"""PlanReuse decides whether a captured step may reuse the last plan."""
+"""RepeatRule decides whether a captured step repeats the last one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from sglang_pat._scheduler import growth_of
 from sglang_pat.reasons import StepReason
-from sglang_pat.sglang.step.plan_reuse import PlanReuse
+from sglang_pat.sglang.step.repeated_steps import RepeatRule
 from sglang_pat.sglang.tree.request_tracker import RequestTracker
 
 DECODE: Any = SimpleNamespace(name="decode")
@@ -29,24 +29,24 @@ def tracker() -> RequestTracker:
 
 
 @pytest.fixture
-def reuse(tracker: RequestTracker) -> PlanReuse:
-    """Return the state after a decode step of two requests, whose plan two more steps may reuse."""
-    reuse = PlanReuse(tracker)
-    reuse.begin_plan(DECODE, REQS, GRAPHS, ROWS, StepReason.PRIVATE)
-    reuse.permit_skips(2)
-    return reuse
+def rule(tracker: RequestTracker) -> RepeatRule:
+    """Return the state after a decode step of two requests, which two more steps may repeat."""
+    rule = RepeatRule(tracker)
+    rule.begin_plan(DECODE, REQS, GRAPHS, ROWS, StepReason.PRIVATE)
+    rule.plan_after(2, StepReason.DUE)
+    return rule
 
 
-def asked(reuse: PlanReuse) -> StepReason | None:
-    return reuse.reason(DECODE, REQS, GRAPHS, ROWS)
+def asked(rule: RepeatRule) -> StepReason | None:
+    return rule.reason(DECODE, REQS, GRAPHS, ROWS)
 
 
-def test_a_step_repeats_the_last_one_as_often_as_allowed(reuse: PlanReuse) -> None:
+def test_a_step_repeats_the_last_one_as_often_as_allowed(rule: RepeatRule) -> None:
     for _ in range(2):
-        assert asked(reuse) is None
-        assert asked(reuse) is None, "asking changes nothing"
-        reuse.count()
-    assert asked(reuse) is StepReason.DUE
+        assert asked(rule) is None
+        assert asked(rule) is None, "asking changes nothing"
+        rule.count()
+    assert asked(rule) is StepReason.DUE
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_a_step_repeats_the_last_one_as_often_as_allowed(reuse: PlanReuse) -> No
         ((DECODE, REQS, GRAPHS, ROWS + 1), StepReason.ROWS),
     ],
 )
-def test_another_step_is_planned(reuse: PlanReuse, step: Any, reason: StepReason) -> None:
-    assert reuse.reason(*step) is reason
+def test_another_step_is_planned(rule: RepeatRule, step: Any, reason: StepReason) -> None:
+    assert rule.reason(*step) is reason
 
 
 @pytest.mark.parametrize(
@@ -72,25 +72,25 @@ def test_another_step_is_planned(reuse: PlanReuse, step: Any, reason: StepReason
     ],
 )
 def test_requests_that_moved_are_planned(
-    reuse: PlanReuse, tracker: RequestTracker, move: Callable[[RequestTracker], None]
+    rule: RepeatRule, tracker: RequestTracker, move: Callable[[RequestTracker], None]
 ) -> None:
     move(tracker)
-    reuse.block_skips(StepReason.CHECKED)
-    assert asked(reuse) is StepReason.MOVED, "which says more than what came later"
-    reuse.begin_plan(DECODE, REQS, GRAPHS, ROWS, StepReason.PRIVATE)
+    rule.plan_after(0, StepReason.CHECKED)
+    assert asked(rule) is StepReason.MOVED, "which says more than what came later"
+    rule.begin_plan(DECODE, REQS, GRAPHS, ROWS, StepReason.PRIVATE)
     move(tracker)
-    reuse.permit_skips(2)
-    assert asked(reuse) is StepReason.MOVED, "while the step was planned, too"
-    reuse.begin_plan(DECODE, REQS, GRAPHS, ROWS, StepReason.PRIVATE)
-    reuse.permit_skips(2)
-    assert asked(reuse) is None
+    rule.plan_after(2, StepReason.DUE)
+    assert asked(rule) is StepReason.MOVED, "while the step was planned, too"
+    rule.begin_plan(DECODE, REQS, GRAPHS, ROWS, StepReason.PRIVATE)
+    rule.plan_after(2, StepReason.DUE)
+    assert asked(rule) is None
 
 
 def test_a_mixed_batch_in_which_all_decode_moves_nothing(
-    reuse: PlanReuse, tracker: RequestTracker
+    rule: RepeatRule, tracker: RequestTracker
 ) -> None:
     tracker.invalidate([])
-    assert asked(reuse) is None
+    assert asked(rule) is None
 
 
 def test_growth_of_lengths_that_lie_apart_or_are_huge() -> None:
@@ -104,8 +104,8 @@ def test_growth_of_lengths_that_lie_apart_or_are_huge() -> None:
 
 
 def test_a_decoder_that_is_gone_is_not_told(tracker: RequestTracker) -> None:
-    reuse = PlanReuse(tracker)
+    rule = RepeatRule(tracker)
     assert len(tracker._caches) == 1
-    del reuse
+    del rule
     gc.collect()
     assert len(tracker._caches) == 0
