@@ -238,20 +238,23 @@ def test_two_ranks(engines: FamilyEngines, name: str, layout: dict[str, Any]) ->
     assert compared == 0 if "dp_size" in layout else compared >= planned > 0
 
 
-def drafts_of_a_head(family: Family, folder: Path) -> dict[str, Any]:
-    """Return options with an EAGLE head for a Llama, which is written to `folder`."""
+def drafts_of_a_head(family: Family, folder: Path, algorithm: str = "EAGLE") -> dict[str, Any]:
+    """Return options with an untrained head for a Llama, which is written to `folder`."""
     draft = family.write(folder)
     config = json.loads((draft / "config.json").read_text())
-    config |= {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
+    config |= {"architectures": [f"LlamaForCausalLM{algorithm.title()}"], "num_hidden_layers": 1}
+    read = {"eagle_aux_hidden_state_layer_ids": [0, 1]}  # the output of these layers, by EAGLE3
+    config |= {"draft_vocab_size": None, "eagle_config": read}
     (draft / "config.json").write_text(json.dumps(config))
-    return CHAINS | {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(draft)}
+    return CHAINS | {"speculative_algorithm": algorithm, "speculative_draft_model_path": str(draft)}
 
 
-@pytest.mark.nightly
-def test_a_head_that_drafts(engines: FamilyEngines, tmp_path: Path) -> None:
-    """An untrained EAGLE head drafts trees, of which hardly any token is accepted."""
+@pytest.mark.parametrize("algorithm", cases({each: each for each in ("EAGLE", "EAGLE3")}, "EAGLE3"))
+def test_a_head_that_drafts(engines: FamilyEngines, tmp_path: Path, algorithm: str) -> None:
+    """Hardly any token that an untrained head drafts is accepted."""
     small = FAMILIES["llama"]
-    _, _, found = run_with_drafts(engines, small, drafts_of_a_head(small, tmp_path / "draft"))
+    drafts = drafts_of_a_head(small, tmp_path / "draft", algorithm)
+    _, _, found = run_with_drafts(engines, small, drafts)
     assert_routes(found, small)
     assert found.routes is not None
     assert found.routes["draft_model"]["pat_layers"] == 1
@@ -298,14 +301,10 @@ def test_a_number_of_drafts_that_adapts(engines: FamilyEngines, tmp_path: Path) 
     for run in (expected, found):
         assert {*re.findall(r"steps \d+ -> (\d+)", run.log)} >= {"0", "1", "2", "3"}
     assert found.stats["steps_without_sharing"] == {}
-    verified = found.stats["verify"]
-    assert {*found.calls.values()} == {verified["steps"]}
+    assert {*found.calls.values()} == {found.stats["verify"]["steps"]}
     assert found.calls.keys() == {("pat", layer) for layer in range(4)}
-    assert found.draft_calls.keys() == {("pat", 0)}
-    assert (
-        found.stats["draft"]["steps"] + found.stats["draft_extend"]["steps"]
-        == (found.draft_calls["pat", 0])
-    )
+    steps = sum(found.stats[each]["steps"] for each in ("draft", "draft_extend"))
+    assert found.draft_calls == {("pat", 0): steps}
 
 
 BLOCKS = {"speculative_algorithm": "DFLASH", "speculative_num_draft_tokens": 5}

@@ -270,7 +270,7 @@ def _import_sglang() -> None:
     assert package.submodule_search_locations is not None
     models = Path(package.submodule_search_locations[0]) / "srt" / "models"
     needed = {module for family in FAMILIES.values() for module in family.modules}
-    needed |= {"llama_eagle", "dflash"}  # EAGLE heads and draft models
+    needed |= {"llama_eagle", "llama_eagle3", "dflash"}  # EAGLE heads and draft models
     os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(
         each.name for each in pkgutil.iter_modules([str(models)]) if each.name not in needed
     )
