@@ -102,8 +102,78 @@ def write_head(folder: Path, config: Mapping[str, Any]) -> Path:
     return path
 
 
-def write_blocks(folder: Path, config: Mapping[str, Any], layers: int, tokens: int) -> Path:
-    """Write the configuration of a DFLASH model, which drafts blocks for another model.
+def write_eagle3_head(folder: Path, config: Mapping[str, Any]) -> Path:
+    """Write an EAGLE3 head for the models that write_nested() wrote into `folder`.
+
+    Attention keeps its strongest key, that of the token itself, and copies a part of the token's
+    embedding, from which the models' head takes the next token. `fc` drops the models' hidden
+    states. In later steps the layer's input is the copy of the token before. The values subtract
+    it, because the layer adds it.
+
+    Parameters
+    ----------
+    folder : Path
+    config : mapping
+        Configuration of a Llama.
+
+    Returns
+    -------
+    Path
+        The head's folder.
+    """
+    path = folder / "eagle3"
+    path.mkdir()
+    head = {
+        **config,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": None,
+    }
+    (path / "config.json").write_text(json.dumps(head, indent=2) + "\n")
+    write_tokenizer(path, config["vocab_size"], config["eos_token_id"])
+    hidden, inner, width = (
+        config[name] for name in ("hidden_size", "intermediate_size", "head_dim")
+    )
+    q_heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    directions = torch.linalg.qr(
+        torch.randn(hidden, kv_heads * width, generator=torch.Generator().manual_seed(3))
+    )[0].T
+    nothing = torch.zeros_like(directions)
+    keys = torch.cat([2 * directions, nothing], dim=1)
+    by_head = keys.view(kv_heads, width, -1).repeat_interleave(q_heads // kv_heads, dim=0)
+    # Of the query heads that read a KV head, the first one writes.
+    output = torch.zeros(hidden, kv_heads, q_heads // kv_heads, width)
+    output[:, :, 0] = directions.T.view(hidden, kv_heads, width)
+    # The norm makes the copy longer, because it has a part of the embedding's directions.
+    longer = math.sqrt(hidden / (kv_heads * width))
+    layer = {
+        "self_attn.q_proj": by_head.flatten(0, 1),
+        "self_attn.k_proj": keys,
+        "self_attn.v_proj": torch.cat([directions, -directions / longer], dim=1),
+        "self_attn.o_proj": output.flatten(1),
+        "mlp.gate_proj": torch.zeros(inner, hidden),
+        "mlp.up_proj": torch.zeros(inner, hidden),
+        "mlp.down_proj": torch.zeros(hidden, inner),
+        **{
+            name: torch.ones(hidden)
+            for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+        },
+    }
+    weights = {f"midlayer.{name}.weight": weight for name, weight in layer.items()}
+    weights |= {"fc.weight": torch.zeros(hidden, 3 * hidden), "norm.weight": torch.ones(hidden)}
+    dtype = getattr(torch, config["torch_dtype"])
+    save_file(
+        {name: weight.to(dtype).contiguous() for name, weight in weights.items()},
+        path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    return path
+
+
+def write_blocks(
+    folder: Path, config: Mapping[str, Any], layers: int, tokens: int, algorithm: str
+) -> Path:
+    """Write the configuration of a DFLASH or DSPARK model, which drafts blocks for another model.
 
     Its weights will be SGLang's random ones (`speculative_draft_load_format=dummy`).
 
@@ -115,23 +185,29 @@ def write_blocks(folder: Path, config: Mapping[str, Any], layers: int, tokens: i
     layers : int
         Layers of the model for which it drafts.
     tokens : int
-        Tokens of a block.
+        Tokens to verify per request and step.
+    algorithm : str
+        DFLASH or DSPARK.
 
     Returns
     -------
     Path
         The folder of the configuration.
     """
-    path = folder / f"blocks-{layers}"
+    path = folder / f"{algorithm}-{layers}"
     path.mkdir(exist_ok=True)
+    is_dspark = algorithm == "DSPARK"
     blocks = {
         **config,
-        "architectures": ["DFlashDraftModel"],
+        "architectures": ["DSparkDraftModel" if is_dspark else "DFlashDraftModel"],
         "num_hidden_layers": BLOCK_LAYERS,
-        "block_size": tokens,
+        # DSPARK does not count the token before its block.
+        "block_size": tokens - 1 if is_dspark else tokens,
         "num_target_layers": layers,
         "dflash_config": {"mask_token_id": config["vocab_size"] - 1},
     }
+    if is_dspark:
+        blocks |= {"markov_rank": 256, "markov_head_type": "vanilla"}
     (path / "config.json").write_text(json.dumps(blocks, indent=2) + "\n")
     return path
 

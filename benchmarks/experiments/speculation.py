@@ -3,9 +3,10 @@
     python benchmarks/experiments speculation [--drafts NAME ...] [--quick] [--json FILE]
 
 Drafts come from earlier text (ngram) or from a model: the served model itself (same), its first
-layer (small), or that layer as a head on the model (eagle). These are chains of 3 steps. With 4
-branches, there are trees of 3 steps from the first layer (trees), and of 5 steps from the head
-(deep-trees), as SGLang chooses for a Llama. A model of 5 random layers drafts blocks of 8 (dflash).
+layer (small), or that layer as a head on the model (eagle). An EAGLE3 head knows only the order of
+tokens (eagle3). These are chains of 3 steps. With 4 branches, there are trees of 3 steps from the
+first layer (trees), and of 5 steps from the head (deep-trees), as SGLang chooses for a Llama. A
+model of 5 random layers drafts blocks, of which 8 tokens are verified (dflash, dspark).
 
 For each kind, a pat server and an FA3 server, with the same tokens to verify per step, start
 together and work in turn. The steps in which all requests decode are timed
@@ -67,7 +68,13 @@ from common.models import MODELS, TINY, ModelShape
 from common.results import at_most, write
 from common.suites import add_option
 from common.terminal import console, show_failure, table_of
-from experiments.nested_models import BLOCK_LAYERS, write_blocks, write_head, write_nested
+from experiments.nested_models import (
+    BLOCK_LAYERS,
+    write_blocks,
+    write_eagle3_head,
+    write_head,
+    write_nested,
+)
 from sglang_pat.bench.cases import Case
 from sglang_pat.bench.decoding import DecodeRun, held_up_ms
 from sglang_pat.bench.server import Server, Start, contender, sampling_of
@@ -93,7 +100,9 @@ KINDS = {
     "trees": Drafting("STANDALONE", 3, 4, 8, "small", 10),
     "deep-trees": Drafting("EAGLE", 5, 4, 8, "head", 10),
     "dflash": Drafting("DFLASH", 1, 1, 8, "blocks", 10),
+    "dspark": Drafting("DSPARK", 1, 1, 8, "blocks", 10),
     "eagle": Drafting("EAGLE", 3, 1, 4, "head", 10),
+    "eagle3": Drafting("EAGLE3", 3, 1, 4, "eagle3", 10),
     "ngram": Drafting("NGRAM", 3, 1, 4, None, 10),
     "small": Drafting("STANDALONE", 3, 1, 4, "small", 15),
     "same": Drafting("STANDALONE", 3, 1, 4, "same", 4),
@@ -151,7 +160,13 @@ def gigabytes(shape: ModelShape, drafts: str, layers: int, draft_layers: int, sl
     )
     layer = hidden * (2 * q_size + 2 * kv_size + 3 * inner)
     ends = 2 * config["vocab_size"] * hidden
-    drafting_layers = {"small": draft_layers, "same": layers, "head": 1, "blocks": BLOCK_LAYERS}
+    drafting_layers = {
+        "small": draft_layers,
+        "same": layers,
+        "head": 1,
+        "eagle3": 1,
+        "blocks": BLOCK_LAYERS,
+    }
     more = drafting_layers.get(kind.source or "", 0)
     numbers = (layers + more) * (layer + 2 * kv_size * slots) + ends
     if kind.source == "blocks":
@@ -330,7 +345,7 @@ def starts(
     if drafts == "ngram":
         paths = (str(NGRAM_TAILS), os.environ.get("PYTHONPATH", ""))
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    if drafts == "dflash":
+    if drafting(drafts).source == "blocks":
         environment["SGLANG_SIMULATE_ACC_LEN"] = str(TAKEN)
     options = {**arguments, **speculation(drafts, draft)}
     return {
@@ -447,15 +462,21 @@ def run(args: argparse.Namespace) -> int:
         models = write_nested(folder, shape.config, [*layers.values()], args.draft_layers)
         sources = {each: drafting(each).source for each in drafts}
         head = write_head(folder, shape.config) if "head" in sources.values() else None
+        eagle3 = write_eagle3_head(folder, shape.config) if "eagle3" in drafts else None
         arguments = shape.arguments | _shared_device(shape, cases)
 
         def starts_of(each: str) -> dict[str, Start]:
             model = models[layers[each]]
-            draft = {"same": model, "small": models[args.draft_layers], "head": head}.get(
-                sources[each] or ""
-            )
+            draft = {
+                "same": model,
+                "small": models[args.draft_layers],
+                "head": head,
+                "eagle3": eagle3,
+            }.get(sources[each] or "")
             if sources[each] == "blocks":
-                draft = write_blocks(folder, shape.config, layers[each], KINDS[each].tokens)
+                draft = write_blocks(
+                    folder, shape.config, layers[each], KINDS[each].tokens, KINDS[each].algorithm
+                )
             return starts(each, model, draft, arguments)
 
         slots = arguments["max_total_tokens"]
