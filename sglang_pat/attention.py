@@ -152,8 +152,8 @@ class PackAttention:
             device, except for float32, for which there are no kernels.
         max_requests : int, optional
             Allocate the buffers now, for batches of up to this many requests. Their addresses never
-            change, so run() can be captured in a CUDA graph and replayed with other plans. Default:
-            buffers grow with the batches.
+            change, so run() can be captured in a CUDA graph and replayed with other plans. Plain
+            torch refuses the same plans as the kernels. Default: buffers grow with the batches.
         max_shared_slots : int
             With `max_requests`: the most KV tokens of all shared ranges of a batch together.
         batch_invariant : bool
@@ -229,7 +229,7 @@ class PackAttention:
         self._executor: Executor
         if kernels is None:
             execution = InvariantExecution if batch_invariant else PlanExecution
-            self._executor = ReferenceExecutor(self.device, execution, self._window)
+            self._executor = ReferenceExecutor(self.device, execution, self._window, sizes)
         else:
             self._executor = CudaExecutor(kernels, num_qo_heads, self.device, sizes, self._window)
         self._begin()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Iterator
 from functools import cached_property
+from operator import le
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -340,6 +341,10 @@ def replan_cause(*, planned: bool, same_batch: bool, lengths_served: bool) -> St
     return None if lengths_served else StepReason.TAIL_GROWTH
 
 
+class PlanOverflowError(ValueError):
+    """A plan does not fit into the buffers that were reserved. Nothing was launched."""
+
+
 class BufferSizes(NamedTuple):
     """The capacity of a plan's buffers.
 
@@ -430,11 +435,15 @@ class BufferSizes(NamedTuple):
             _grown(self.num_cuts, needed.num_cuts),
         )
 
+    def hold(self, needed: BufferSizes) -> bool:
+        """Return True if no size is below the needed one."""
+        return all(map(le, needed._entries().values(), self._entries().values()))
+
+    def _entries(self) -> dict[str, int]:
+        return self.plan.entries() | {name: getattr(self, name) for name in self._fields[1:]}
+
     def __str__(self) -> str:
-        sizes = self.plan.entries()
-        sizes |= {"num_partials": self.num_partials, "num_shared_slots": self.num_shared_slots}
-        if self.num_cuts:
-            sizes["num_cuts"] = self.num_cuts
+        sizes = {name: n for name, n in self._entries().items() if n or name != "num_cuts"}
         return ", ".join(f"{size} {name.removeprefix('num_')}" for name, size in sizes.items())
 
 

@@ -29,7 +29,7 @@ from sglang_pat.executors.plan_buffers import (
     check_contiguous,
 )
 from sglang_pat.executors.window_rows import Window, WindowRows
-from sglang_pat.plan import BufferSizes, DecodePlan, write_plan
+from sglang_pat.plan import BufferSizes, DecodePlan, PlanOverflowError, write_plan
 
 # How many plans may be on their way to the device at the same time. SGLang plans step N + 1 while
 # step N runs, so two would be enough. The third absorbs jitter.
@@ -45,10 +45,6 @@ _SINK_TYPES = {
 }
 _MAX_INT32 = 2**31 - 1
 _MAX_UINT32 = 2**32 - 1
-
-
-class PlanOverflowError(ValueError):
-    """A plan does not fit into the buffers that were reserved. Nothing was launched."""
 
 
 class CudaExecutor:

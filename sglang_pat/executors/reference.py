@@ -20,8 +20,14 @@ import torch
 from sglang_pat._scheduler import DIRECT_STORE, OPEN_END, SHARED_KV, PackScheduler
 from sglang_pat.batch import IntArray, Step
 from sglang_pat.executors.layer import LayerInputs, Scale
-from sglang_pat.executors.window_rows import Window, WindowRows
-from sglang_pat.plan import DecodePlan, copy_plan, segment_interval
+from sglang_pat.executors.window_rows import Window, WindowRows, check_within
+from sglang_pat.plan import (
+    BufferSizes,
+    DecodePlan,
+    PlanOverflowError,
+    copy_plan,
+    segment_interval,
+)
 
 # A batched product gathers at most this many KV elements, to bound the memory for long contexts.
 _MAX_GATHERED_ELEMENTS = 1 << 25
@@ -225,9 +231,15 @@ class ReferenceExecutor:
         device: torch.device,
         execution: Callable[..., Execution] = PlanExecution,
         window: Window | None = None,
+        reservation: BufferSizes | None = None,
     ) -> None:
-        """execution: makes the execution of a step from the plan, the shared slots and the step."""
+        """Make an executor.
+
+        execution: makes the execution of a step from the plan, the shared slots and the step.
+        reservation: plans that exceed it are refused, as in buffers of these sizes.
+        """
         self._device = device
+        self._reservation = reservation
         self._new_execution = execution
         self._window = window
         self.rows: WindowRows | None = None  # rows that layers with a window read
@@ -243,6 +255,9 @@ class ReferenceExecutor:
 
         Later calls of run() read the tensors of the step.
         """
+        needed, sizes = BufferSizes.needed_by(scheduler), self._reservation
+        if sizes is not None and not sizes.hold(needed):
+            raise PlanOverflowError(f"the plan needs {needed}; reserved are {sizes}")
         self._plan = copy_plan(scheduler)
         if self._window is not None:
             self._cuts = torch.from_numpy(self._plan.cuts(scheduler.num_cuts)).to(self._device)
@@ -252,7 +267,7 @@ class ReferenceExecutor:
 
     def sharing_buffers(self) -> ReferenceExecutor:
         """Return another executor. It shares nothing with this one: torch needs no buffers."""
-        return ReferenceExecutor(self._device, self._new_execution, self._window)
+        return ReferenceExecutor(self._device, self._new_execution, self._window, self._reservation)
 
     def reuse_plan(self, step: Step, *, gather: bool = False) -> None:
         """Use the last plan for this step too. From now on, run() reads the tensors of this step.
@@ -299,7 +314,7 @@ class ReferenceExecutor:
 def _check_rows(step: Step) -> None:
     """Raise ValueError for a row index outside of `req_to_token`."""
     rows = step.req_pool_indices[torch.from_numpy(step.host_seq_lens > 0)]
-    _check_within("req_pool_indices must be rows of req_to_token", rows, len(step.req_to_token))
+    check_within("req_pool_indices must be rows of req_to_token", rows, len(step.req_to_token))
 
 
 def _check_lengths(step: Step, live: IntArray | slice, shorter: int = 1) -> None:
@@ -327,17 +342,7 @@ def _check_lengths(step: Step, live: IntArray | slice, shorter: int = 1) -> None
 
 def check_slots(slots: torch.Tensor, layer: LayerInputs) -> None:
     """Raise ValueError for a slot outside of the caches."""
-    _check_within("req_to_token must hold slots of the caches", slots, len(layer.k_cache))
-
-
-def _check_within(rule: str, indices: torch.Tensor, size: int) -> None:
-    """Raise ValueError, whose message begins with `rule`, for an index outside of 0 to `size` - 1.
-
-    Without this check, torch would count a negative index from the end.
-    """
-    if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < size:
-        wrong = indices[(indices < 0) | (indices >= size)][0]
-        raise ValueError(f"{rule}, 0 to {size - 1}, got {wrong}")
+    check_within("req_to_token must hold slots of the caches", slots, len(layer.k_cache))
 
 
 def _attend(

@@ -78,5 +78,19 @@ class WindowRows:
         positions -= in_window * (positions >= lens)
         positions = torch.minimum(positions, lens - 1).clamp_(min=0)
         slots = step.req_to_token[step.req_pool_indices.long()[:, None], positions]
-        self.slots[:size] = slots if slot_map is None else slot_map[slots.long()]
+        if slot_map is not None:
+            read = slots[torch.arange(self.window.tokens, device=lens.device) < in_window]
+            check_within("req_to_token must hold slots of slot_map", read, len(slot_map))
+            slots = slot_map[slots.long().clamp(0, len(slot_map) - 1)]
+        self.slots[:size] = slots
         self.seq_lens[:size] = in_window[:, 0]
+
+
+def check_within(rule: str, indices: torch.Tensor, size: int) -> None:
+    """Raise ValueError, whose message begins with `rule`, for an index outside of 0 to `size` - 1.
+
+    Without this check, torch would count a negative index from the end.
+    """
+    if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < size:
+        wrong = indices[(indices < 0) | (indices >= size)][0]
+        raise ValueError(f"{rule}, 0 to {size - 1}, got {wrong}")

@@ -25,9 +25,8 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_pat.executors.cuda import PlanOverflowError
 from sglang_pat.executors.reference import dense_attention
-from sglang_pat.plan import DecodePlan
+from sglang_pat.plan import DecodePlan, PlanOverflowError
 from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.attach import with_pat
 from sglang_pat.sglang.backend import PatMixin

@@ -16,8 +16,8 @@ from problems import Problem
 from sample_forests import make_case, three_level_case
 
 from sglang_pat import DecodeBatch, PackAttention, PathNode, PrefixPaths
-from sglang_pat.executors.cuda import PlanOverflowError
 from sglang_pat.executors.reference import dense_attention
+from sglang_pat.plan import PlanOverflowError
 
 HEADS = (8, 2, 64)
 
@@ -73,8 +73,7 @@ def test_lengths_of_the_device_are_those_of_the_host_or_a_few_more(
         lens = torch.tensor(steps.lens.tolist(), dtype=dtype)
         steps.attention.plan(batch, seq_lens=lens, **steps.tables)
         lens[1] += more  # changed after plan(), as by a graph
-        message = f"request 1 has {lens[1]}, and {steps.lens[1]} on the host"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"1 has {lens[1]}, and {steps.lens[1]} on the host"):
             steps.attention.run(q, *caches)
         q, caches = torch.randn(3, 8, 64), list(_caches(steps))
         for right in (3, -1):  # the last token's slot may not be set yet
@@ -119,17 +118,14 @@ def test_another_number_of_rows_is_another_batch() -> None:
 
 
 def test_a_plan_that_the_executor_refuses_leaves_none() -> None:
-    steps = Steps()
+    steps = Steps(max_requests=3, max_shared_slots=339)
+    steps.attention = steps.attention.sharing_buffers()  # has the same reservation
+    shared, steps.paths = steps.paths, PrefixPaths.private(3)
     steps.step(0)
-
-    def refuse(scheduler: object, step: object) -> None:
-        raise PlanOverflowError("too large")
-
-    executor = steps.attention._executor
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "load_plan", refuse)
-        with pytest.raises(PlanOverflowError):
-            steps.step(1, key="another batch")
+    private, steps.paths = steps.paths, shared
+    with pytest.raises(PlanOverflowError, match=r"340 shared_slots; .* 339 shared_slots$"):
+        steps.step(1, key="another batch")
+    steps.paths = private
     with pytest.raises(RuntimeError, match="run\\(\\) needs a plan"):
         steps.attention.run(*[torch.zeros(3, 8, 64)] * 3)
     assert steps.attention.steps_left() == 0
@@ -277,8 +273,7 @@ def test_torch_compile_breaks_its_graph_or_says_why_it_cannot() -> None:
     with pytest.raises(RuntimeError, match=r"cannot be part of torch.compile\(fullgraph=True\)"):
         whole(q)
     torch._dynamo.reset()
-    parts = torch.compile(layer, backend="eager")
-    assert torch.equal(parts(q), layer(q))
+    assert torch.equal(torch.compile(layer, backend="eager")(q), layer(q))
 
 
 def test_buffers_that_may_move_are_not_shared() -> None:

@@ -20,11 +20,11 @@ from sglang_pat._scheduler import PlanCapacity
 from sglang_pat.attention import default_workers
 from sglang_pat.batch import IntArray, Step
 from sglang_pat.executors import cuda, plan_buffers
-from sglang_pat.executors.cuda import CudaExecutor, PlanOverflowError
+from sglang_pat.executors.cuda import CudaExecutor
 from sglang_pat.executors.jit import KernelConfig
 from sglang_pat.executors.layer import LayerInputs
 from sglang_pat.executors.window_rows import Window
-from sglang_pat.plan import BufferSizes, PlanHeader, copy_plan
+from sglang_pat.plan import BufferSizes, PlanHeader, PlanOverflowError, copy_plan
 
 CASE = make_case([(-1, 3000)], [(0, 200)] * 4)
 SMALL = make_case([(-1, 100)], [(0, 10)] * 2)

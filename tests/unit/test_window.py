@@ -11,7 +11,7 @@ import torch
 from window_scenes import DIM, HEADS, KV_HEADS, Scene, prefix_scene
 
 from sglang_pat.attention import PackAttention, plan_together
-from sglang_pat.plan import BufferSizes
+from sglang_pat.plan import BufferSizes, PlanOverflowError
 from sglang_pat.stats import PlanStats
 from sglang_pat.window import AHEAD, WindowAttention
 
@@ -233,6 +233,13 @@ def test_bad_options_and_steps() -> None:
     with pytest.raises(ValueError, match="call plan"):
         attention.advance(tensors["seq_lens"], 1)
     assert attention.steps_left() == 0
+    with pytest.raises(PlanOverflowError, match=r"2 cuts; reserved are .* 1 cuts"):
+        attention.plan(batch, **tensors)
+    slots = int(scene.table[0, 20])  # request 0 reads a slot that the map lacks
+    mapped = OPTIONS | {"window": 8, "slot_map": torch.arange(slots)}
+    with pytest.raises(ValueError, match=rf"hold slots of slot_map, 0 to {slots - 1}, got \d"):
+        WindowAttention(HEADS, KV_HEADS, DIM, **mapped).plan(batch, **tensors)
+    attention = WindowAttention(HEADS, KV_HEADS, DIM, window=8, max_requests=2, **OPTIONS)
     attention.plan(batch, **tensors | {"seq_lens": tensors["seq_lens"] - 1})
     with pytest.raises(ValueError, match="request 0 has 20, and 21 on the host"):
         attention.run(scene.queries(), *scene.caches)

@@ -16,8 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang_pat.attention import PackAttention
-from sglang_pat.executors.cuda import PlanOverflowError
-from sglang_pat.plan import LayerKind
+from sglang_pat.plan import LayerKind, PlanOverflowError
 from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.report.reports import StepReports
 from sglang_pat.sglang.start.layer_support import LayerSupport
