@@ -53,7 +53,11 @@ def create_backend(model_runner: Any) -> Any:
     """Raise RuntimeError: SGLang calls this only if the argument rewrite did not replace `pat`."""
     from sglang_pat.sglang.start.argument_rewrite import not_substituted
 
-    raise RuntimeError(not_substituted(f"it asks for a backend of the name {BACKEND!r}"))
+    raise RuntimeError(
+        not_substituted(f"it asks for a backend of the name {BACKEND!r}")
+        + "; a program that makes ServerArgs itself must call sglang.srt.plugins.load_plugins() "
+        "before"
+    )
 
 
 def _with_pat(name: str, factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
