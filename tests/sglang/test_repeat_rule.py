@@ -105,7 +105,7 @@ def test_growth_of_lengths_that_lie_apart_or_are_huge() -> None:
 
 def test_a_decoder_that_is_gone_is_not_told(tracker: RequestTracker) -> None:
     rule = RepeatRule(tracker)
-    assert len(tracker._caches) == 1
+    assert len(tracker._listeners) == 1
     del rule
     gc.collect()
-    assert len(tracker._caches) == 0
+    assert len(tracker._listeners) == 0

@@ -106,7 +106,7 @@ class RepeatRule:
         if last is not None and last.why is not StepReason.MOVED:
             last.steps_left, last.why = steps, why
 
-    # --- PathCache ---
+    # --- PathListener ---
 
     def invalidate(self, ids: Collection[int]) -> None:
         """Force a new plan in the next step, unless `ids` is empty: then no path has changed."""

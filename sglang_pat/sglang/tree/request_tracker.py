@@ -30,8 +30,8 @@ class StepRequests(NamedTuple):
     has_beams: bool  # whether `reqs` has beam rows (`row_groups.VirtualRequest`)
 
 
-class PathCache(Protocol):
-    """An object that keeps paths of requests, and must be told when a path may have changed."""
+class PathListener(Protocol):
+    """An object that must be told when the paths of requests may have changed."""
 
     def invalidate(self, ids: Collection[int]) -> None: ...
 
@@ -57,16 +57,16 @@ class RequestTracker:
         # The last batch's requests, if pat decoded that batch. A step with the same requests
         # gets this list object.
         self.last_reqs: list[Request] = []
-        self._caches: WeakSet[PathCache] = WeakSet()
+        self._listeners: WeakSet[PathListener] = WeakSet()
 
     @property
     def is_within_step(self) -> bool:
         """True if the requests of the running step are known."""
         return self._step is not None
 
-    def subscribe(self, cache: PathCache) -> None:
-        """Report to `cache` which paths may have changed. Keeps only a weak reference."""
-        self._caches.add(cache)
+    def subscribe(self, listener: PathListener) -> None:
+        """Report to `listener` which paths may have changed. Keeps only a weak reference."""
+        self._listeners.add(listener)
 
     def on_target_batch(self, forward_batch: Any, batch: Any) -> None:
         """Note the requests of `forward_batch`, SGLang's copy of the scheduler's `batch`."""
@@ -117,13 +117,13 @@ class RequestTracker:
     def invalidate(self, reqs: Iterable[Request]) -> None:
         """Report that the paths or rows of these requests may have changed."""
         ids = [id(req) for req in reqs]
-        for cache in self._caches:
-            cache.invalidate(ids)
+        for listener in self._listeners:
+            listener.invalidate(ids)
 
     def invalidate_all(self) -> None:
         """Report that all paths may have changed."""
-        for cache in self._caches:
-            cache.invalidate_all()
+        for listener in self._listeners:
+            listener.invalidate_all()
 
 
 def requests_of(forward_batch: Any) -> StepRequests | None:
