@@ -40,14 +40,7 @@ from sglang_pat.executors.loaded_kernels import LoadedKernels, load_kernels
 from sglang_pat.executors.reference import PlanExecution, ReferenceExecutor
 from sglang_pat.executors.window_rows import Window, WindowRows
 from sglang_pat.messages import listed, quoted
-from sglang_pat.plan import (
-    BufferSizes,
-    DecodePlan,
-    HeadConfig,
-    KvTokens,
-    new_scheduler,
-    replan_cause,
-)
+from sglang_pat.plan import BufferSizes, DecodePlan, HeadConfig, KvTokens, new_scheduler
 from sglang_pat.reasons import StepReason
 from sglang_pat.stats import PlanningClass, PlanningTime, PlanStats
 from sglang_pat.support import GROWTH_TOKENS
@@ -355,13 +348,14 @@ class PackAttention:
         """
         paths = batch.read_paths() if batch.key is None else None
         key = batch.key if paths is None else paths_key(paths)
-        same_batch = key == self._key and len(batch.seq_lens) == self._num_requests
-        served, total = False, 0
-        if same_batch:
+        total = 0  # tokens of the step, if its batch is that of the plan
+        if self._plan is None:
+            self._cause = StepReason.FIRST
+        elif key != self._key or len(batch.seq_lens) != self._num_requests:
+            self._cause = StepReason.BATCH_CHANGED
+        else:
             served, total, _ = lengths or self._scheduler.check_lengths(batch.seq_lens)
-        self._cause = replan_cause(
-            planned=self._plan is not None, same_batch=same_batch, lengths_served=served
-        )
+            self._cause = None if served else StepReason.TAIL_GROWTH
         if self._cause is None:
             self._executor.reuse_plan(step, gather=paths is not None)
             self.step_kind = "unchanged"

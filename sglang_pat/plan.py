@@ -31,7 +31,6 @@ from sglang_pat._scheduler import (
     plan_bounds,
 )
 from sglang_pat.batch import IntArray
-from sglang_pat.reasons import StepReason
 from sglang_pat.support import GROWTH_TOKENS, is_latent
 
 MIN_ITEM_TOKENS = 256
@@ -325,20 +324,6 @@ def copy_plan(scheduler: PackScheduler) -> DecodePlan:
     plan = write_plan(scheduler, sizes, np.zeros(sizes.buffer_size, dtype=np.int32))
     assert plan is not None
     return plan
-
-
-def replan_cause(*, planned: bool, same_batch: bool, lengths_served: bool) -> StepReason | None:
-    """Return why the last plan cannot be used for a step, or None if it can.
-
-    planned: whether there is a plan. same_batch: whether the step has the plan's key.
-    lengths_served: whether the plan is usable for the step's lengths
-    (`PackScheduler.check_lengths`).
-    """
-    if not planned:
-        return StepReason.FIRST
-    if not same_batch:
-        return StepReason.BATCH_CHANGED
-    return None if lengths_served else StepReason.TAIL_GROWTH
 
 
 class PlanOverflowError(ValueError):

@@ -43,7 +43,7 @@ class SpeculativePlanner(StepPlanner):
         requests: StepRequests | None,
         forward_batch: Any,
         execution: ExecutionMode,
-        why: StepReason | None,
+        why: StepReason,
     ) -> StepPlans:
         if isinstance(step_type, DraftExtendStep) and requests is not None:
             plans = self._repeat_rule.in_place(step_type.follows, requests.reqs)

@@ -103,17 +103,18 @@ class StepPlanner:
         requests = step_type.requests(forward_batch)
         microbatch = self._microbatches.find(requests)
         plans = microbatch.captured
-        why: StepReason | None = StepReason.FIRST
+        why = StepReason.FIRST
         if requests is not None and not in_capture:
             rule, growth = self._repeat_rule, None  # growth None: one token per request
-            why = rule.reason(step_type, requests.reqs, plans, forward_batch.batch_size)
-            if why is None and step_type.repeat is not None:
+            reason = rule.reason(step_type, requests.reqs, plans, forward_batch.batch_size)
+            if reason is None and step_type.repeat is not None:
                 growth = step_type.repeat(forward_batch, requests)
-                why = StepReason.LENGTHS if growth is None else None
-            if why is None:
+                reason = StepReason.LENGTHS if growth is None else None
+            if reason is None:
                 rule.count()
                 self._repeated.add(begun_ns, growth)
                 return plans
+            why = reason
         if forward_batch.batch_size == 0:
             return None
         execution = ExecutionMode.CAPTURE if in_capture else ExecutionMode.REPLAY
@@ -126,7 +127,7 @@ class StepPlanner:
         requests: StepRequests | None,
         forward_batch: Any,
         execution: ExecutionMode,
-        why: StepReason | None,
+        why: StepReason,
     ) -> StepPlans:
         """Read a step's paths and plan the step."""
         plans = microbatch.eager if execution is ExecutionMode.EAGER else microbatch.captured
@@ -165,7 +166,7 @@ class StepPlanner:
             self._checks.check(made, builder, inputs.seq_lens, tensors)
         if requests is not None:
             step_type.count_planned(forward_batch, batch, plans)
-            self._reasons[why or StepReason.FIRST] += 1
+            self._reasons[why] += 1
         if execution is not ExecutionMode.CAPTURE:
             self._count_windows([attention for attention, _ in made], len(repeated_ns))
             if self._reports is not None:
