@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_pat.sglang.backend import BackendState, PatMixin, attach
+from sglang_pat.sglang.backend import BackendState, PatMixin, mix_in
 from sglang_pat.sglang.compat import resolved
 from sglang_pat.sglang.report.layer_report import report_layer_support
 from sglang_pat.sglang.speculative.attach import attach_verification, await_draft_model
@@ -55,7 +55,7 @@ def with_pat(default: AttentionBackend, name: str, model_runner: Any) -> Attenti
         attach_verification(default, model_runner, environment, layer_support)
     else:
         parts = [(default, PatMixin, new_state)]
-        attach(parts, layer_support, is_strict=environment.strict)
+        mix_in(parts, layer_support, is_strict=environment.strict)
         if layer_support.shapes:
             default.needs_cpu_seq_lens = True  # makes SGLang pass lengths on the host
         await_draft_model(None, model_runner)  # drops the state of an earlier model

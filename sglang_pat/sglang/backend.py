@@ -247,7 +247,7 @@ def _graph(forward_batch: Any) -> tuple[ForwardMode, int]:
     return forward_batch.forward_mode, forward_batch.batch_size
 
 
-def attach(
+def mix_in(
     parts: Sequence[tuple[Any, type, Callable[[], Any]]],
     layer_support: LayerSupport,
     *,

@@ -31,7 +31,7 @@ def register() -> None:
     server_args.add_radix_supported_deterministic_attention_backend_choices([BACKEND])
     for name, factory in list(ATTENTION_BACKENDS.items()):
         if name != BACKEND and not hasattr(factory, WRAPPED):
-            ATTENTION_BACKENDS[name] = _with_pat(name, factory)
+            ATTENTION_BACKENDS[name] = _wrapped(name, factory)
     ATTENTION_BACKENDS[BACKEND] = create_backend
     # See `Hook.target` for the reason for the colon.
     target = f"sglang.srt.server_args:ServerArgs.{compat.resolution_method(ServerArgs)}"
@@ -60,7 +60,7 @@ def create_backend(model_runner: Any) -> Any:
     )
 
 
-def _with_pat(name: str, factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _wrapped(name: str, factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return a factory whose backend decodes with pat if the user chose pat."""
 
     @wraps(factory)

@@ -259,7 +259,7 @@ def model_runner(*, asks: bool = True, decode: str = "fa3", draft: bool = False)
 
 
 def test_the_backend_that_decodes_is_given_to_pat(built: list[tuple[Any, str]]) -> None:
-    build = plugin._with_pat("fa3", lambda runner: "default")
+    build = plugin._wrapped("fa3", lambda runner: "default")
     assert build(model_runner()) == "with pat"
     plugin._after_backends(None, SimpleNamespace(**vars(model_runner()), attn_backend="other"))
     assert built == [("default", "fa3"), ("other", "str")]  # of no factory
@@ -271,7 +271,7 @@ def test_the_backend_that_decodes_is_given_to_pat(built: list[tuple[Any, str]]) 
     ids=lambda each: next(iter(each)),
 )
 def test_other_backends_are_not(built: list[tuple[Any, str]], other: dict[str, Any]) -> None:
-    build = plugin._with_pat("fa3", lambda runner: "default")
+    build = plugin._wrapped("fa3", lambda runner: "default")
     assert build(model_runner(**other)) == "default"
     assert built == []
 

@@ -14,7 +14,7 @@ from typing import Any
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
-from sglang_pat.sglang.backend import BackendState, PatMixin, attach
+from sglang_pat.sglang.backend import BackendState, PatMixin, mix_in
 from sglang_pat.sglang.compat import draft_backend, resolved
 from sglang_pat.sglang.layer.attention import LayerAttention
 from sglang_pat.sglang.report.layer_report import report_draft_support, report_layer_support
@@ -99,7 +99,7 @@ def attach_verification(
         )
 
     parts = [(default, PatSpeculativeMixin, new_state)]
-    attach(parts, layer_support, is_strict=environment.strict)
+    mix_in(parts, layer_support, is_strict=environment.strict)
     if planner is not None and resolved(arguments, "speculative_algorithm") in TREES:
         # SGLang's watermark expects full masks from the n-gram worker.
         others_read = layer_support.fallback or resolved(arguments, "enable_watermark")
@@ -281,7 +281,7 @@ def attach_draft_steps(steps: Any, model_runner: Any, target: VerifyPlanner) -> 
     reason = None if backends else closed
     if window := getattr(steps, "draft_window_size", 0):  # not in 0.5.17
         reason = _window_reason(window)
-    attach([*of_steps, (steps, PatDraftSteps, new_state)], layer_support, reason=reason)
+    mix_in([*of_steps, (steps, PatDraftSteps, new_state)], layer_support, reason=reason)
     report_draft_support(layer_support)
 
 
@@ -310,7 +310,7 @@ def attach_block_drafts(worker: Any, model_runner: Any, target: VerifyPlanner) -
         )
 
     parts = [(backend, PatSpeculativeMixin, new_state)]
-    attach(parts, layer_support, reason=_block_reason(worker, arguments))
+    mix_in(parts, layer_support, reason=_block_reason(worker, arguments))
     report_draft_support(layer_support)
 
 
@@ -338,7 +338,7 @@ def attach_draft_extend(backend: Any, model_runner: Any, target: VerifyPlanner) 
         return BackendState(target, model_runner, layer_support, [extend], report=report)
 
     parts = [(backend, PatSpeculativeMixin, new_state)]
-    attach(parts, layer_support, reason=_extend_reason(model_runner, target))
+    mix_in(parts, layer_support, reason=_extend_reason(model_runner, target))
     report(layer_support)
 
 
