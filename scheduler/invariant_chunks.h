@@ -29,7 +29,7 @@ class InvariantChunks {
         tiles_(tiles),
         item_costs_(item_costs_of(cost, tiles)) {}
 
-  // Divides the requests of each chunk, in tree order, into runs that fit into a tile. It chooses runs as SubtreeTiler
+  // Divides the requests of each chunk, in tree order, into runs that fit into a tile. It chooses runs as SubtreePacker
   // does, but also avoids items that are much longer than others. Takes time linear in requests * chunks + segments; in
   // the worst case, that is multiplied by the number of requests per tile.
   //

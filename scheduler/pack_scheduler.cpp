@@ -213,8 +213,8 @@ PlanBounds plan_bounds(int32_t max_requests, int32_t num_workers, const TileSele
   const int64_t packed_segments = int64_t{kMaxSegmentsPerRequest} * max_requests;
   // The number of tiles is bounded by this sum. The nodes' sets of holders are nested or disjoint, all different, and
   // have at least two requests, so there are fewer nodes than requests. Each node is at most one pack, and each request
-  // has at most one private pack. All tiles of a pack are full, except perhaps the last one. SubtreeTiler makes at most
-  // as many packs as there are requests.
+  // has at most one private pack. All tiles of a pack are full, except perhaps the last one. SubtreePacker makes at
+  // most as many packs as there are requests.
   const int64_t tiles_of_packs =
       2 * int64_t{max_requests} - 1 + packed_requests / tiles.requests_per_tile();
   const int64_t cut_requests = max_cut_requests(num_workers, tiles);

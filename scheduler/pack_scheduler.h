@@ -12,7 +12,7 @@
 #include "decode_plan.h"
 #include "invariant_chunks.h"
 #include "kv_split/kv_split.h"
-#include "packing.h"
+#include "packer.h"
 #include "prefix_forest.h"
 #include "tile_selection.h"
 #include "window_cut.h"

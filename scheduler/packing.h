@@ -1,101 +1,85 @@
-// Stage 2 of the scheduler turns a forest into packs. The requests of a pack read KV ranges together.
+// The result of stage 2 of the scheduler: packs, whose requests read KV ranges together.
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <span>
-#include <string_view>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
-#include "cost_model.h"
 #include "plan_format.h"
-#include "prefix_forest.h"
-#include "subtree_tiles.h"
-#include "tile_selection.h"
 
 namespace pat {
 
-// How requests are divided into packs. The default, kMemory, is in subtree_tiles.h; the others are in Packer::merges().
-// To add a policy, add it here, to kPolicies and to Packer::merges(), and add its name to POLICIES in
-// sglang_pat/support.py.
-enum class Policy {
-  kMemory,        // packs of neighbours in the tree, chosen to move the fewest bytes (SubtreeTiler)
-  kPaper,         // PAT's Algorithm 1 as printed: merges if 4 * child's requests >= parent's tokens
-  kCompute,       // FastTree's cost model: merges a child if padding and partials then cost less
-  kPerNode,       // never merges: every forest node is a pack
-  kQueryCentric,  // always merges: every request is a pack
+// A KV range that an interval of a pack's requests attends to.
+struct Segment {
+  static constexpr int32_t kPrivate = -1;
+
+  int32_t span;      // index in Packing::spans, or kPrivate: slots of the interval's only request
+  int32_t kv_begin;  // a position, the same for all requests of the interval
+  int32_t kv_end;    // end of the range when planned
+  int32_t first;     // requests [first, end) of the pack
+  int32_t end;
+  bool is_open;       // the segment ends where its request ends, and grows with it
+  bool is_read_once;  // no other tile reads any of the segment; false if unknown
+
+  bool is_private() const { return span == kPrivate; }
+  int32_t num_tokens() const { return kv_end - kv_begin; }
 };
 
-struct NamedPolicy {
-  std::string_view name;
-  Policy policy;
+struct Pack {
+  int32_t request_begin;  // index in Packing::requests
+  int32_t num_requests;
+  int32_t segment_begin;  // index in Packing::segments
+  int32_t num_segments;
 };
-inline constexpr NamedPolicy kPolicies[] = {{"memory", Policy::kMemory},
-                                            {"paper", Policy::kPaper},
-                                            {"compute", Policy::kCompute},
-                                            {"per-node", Policy::kPerNode},
-                                            {"query-centric", Policy::kQueryCentric}};
 
-// If no policy has this name, throws std::invalid_argument with the allowed names.
-Policy policy_from_name(std::string_view name);
+// The packs of a batch. A pack's segments are in pre-order: ancestors before descendants, requests ascending. So the
+// segments of a request ascend in position, within a pack and from pack to pack. A pack with more requests than fit
+// into a tile has only one segment.
+struct Packing {
+  std::vector<Pack> packs;
+  std::vector<int32_t> requests;
+  std::vector<Segment> segments;
+  std::vector<GatherSpan> spans;  // shared ranges, in the order of the slot buffer
+  int64_t packing_slack = 0;      // how many more entries kMaxPacksPerRequest allows in requests
+
+  std::span<const int32_t> requests_of(const Pack& pack) const {
+    return std::span(requests).subspan(pack.request_begin, pack.num_requests);
+  }
+  std::span<const Segment> segments_of(const Pack& pack) const {
+    return std::span(segments).subspan(pack.segment_begin, pack.num_segments);
+  }
+  void clear() {
+    packs.clear();
+    requests.clear();
+    segments.clear();
+    spans.clear();
+  }
+  // Adds a span and returns its index. Throws std::length_error if int32 cannot count the slots of all spans.
+  int32_t add_span(int32_t request, int32_t kv_begin, int32_t kv_end) {
+    const int64_t slot_begin = num_slots();
+    const int32_t num_tokens = kv_end - kv_begin;
+    if (slot_begin + num_tokens > std::numeric_limits<int32_t>::max()) {
+      throw std::length_error("shared slots of this plan do not fit into int32: " +
+                              std::to_string(slot_begin + num_tokens));
+    }
+    spans.push_back({.request = request,
+                     .kv_begin = kv_begin,
+                     .num_tokens = num_tokens,
+                     .slot_begin = static_cast<int32_t>(slot_begin)});
+    return static_cast<int32_t>(spans.size()) - 1;
+  }
+  int64_t num_slots() const {
+    return spans.empty() ? 0 : int64_t{spans.back().slot_begin} + spans.back().num_tokens;
+  }
+};
 
 // On average over a batch, a request is in at most this many packs, private packs included. This bounds the partials,
 // for which memory is reserved if CUDA graphs are used.
 inline constexpr int32_t kMaxPacksPerRequest = 12;
-
-class Packer {
- public:
-  Packer(Policy policy, const PackingCosts& cost, const TileSelection& tiles)
-      : policy_(policy), cost_(cost), tiles_(tiles), tiler_(cost, tiles) {}
-
-  // All policies but kMemory follow PAT's Algorithm 1 (section 5.1), generalised to any group size and to packs of
-  // several tiles. They decide once per edge, parents before children, in time linear in nodes, edges and the requests
-  // of all packs.
-  //
-  // In very deep trees, requests may be in more packs than kMaxPacksPerRequest allows. pack() then doubles the price of
-  // partials and decides again, until the packs are within the limit. A higher price makes more children merge, first
-  // the children that save the most partials per token that they then read again.
-  //
-  // Throws std::length_error if int32 cannot count the requests of all packs, or their shared slots.
-  void pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out);
-
- private:
-  struct NodeState {
-    // First position of the node's pack. It lies before the node if the node was merged into its parent.
-    int32_t pack_begin;
-    int32_t remaining;  // requests that are still in the node's pack
-    int32_t cursor;     // the pack's next free place in Packing::requests
-    int32_t below;      // number of holders that also hold a child; they come first in tree order
-    int32_t passed;     // number of holders that emit_requests() has handled
-    bool left_parent;   // the node was merged: its requests have left the parent's pack
-  };
-
-  // A child (a node or a private range) and its parent's pack. If the child is merged, its requests leave the parent's
-  // pack, and the child's pack reads the parent's range too.
-  struct Edge {
-    int32_t parent_tokens;    // of the parent's pack, including merged ranges
-    int32_t parent_requests;  // of the parent's pack, including the child's
-    int32_t child_tokens;
-    int32_t child_requests;
-    bool leaves_single_partial;  // if the child is merged, each of its requests is in one pack only
-  };
-
-  // Decides for each edge whether to merge. Returns how many requests all packs have together.
-  int64_t decide(const PrefixForest& forest, std::span<const int32_t> seq_lens);
-  void emit(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out);
-  // Fills Packing::requests for the packs of nodes, each pack in tree order.
-  void emit_requests(const PrefixForest& forest, Packing& out);
-  bool merges(const Edge& edge) const;
-  bool merging_moves_less(const Edge& edge) const;
-  bool merging_computes_less(const Edge& edge) const;
-
-  Policy policy_;
-  PackingCosts cost_;
-  TileSelection tiles_;
-  SubtreeTiler tiler_;
-  // Price of a partial row, in 1 / kCostUnit tokens. 0: only the policy decides about merges.
-  int64_t raised_price_ = 0;
-  std::vector<NodeState> state_;
-  std::vector<int32_t> private_begin_;  // per request: start of its private pack
-};
+// The packs of a batch have, on average, at most this many segments per request.
+inline constexpr int32_t kMaxSegmentsPerRequest = 24;
 
 }  // namespace pat

@@ -3,7 +3,7 @@
 #include <map>
 
 #include "batches.h"
-#include "packing.h"
+#include "packer.h"
 #include "runner.h"
 
 namespace pat::testing {

@@ -1,4 +1,4 @@
-#include "packing.h"
+#include "packer.h"
 
 #include <algorithm>
 #include <limits>
@@ -74,7 +74,7 @@ bool Packer::merging_computes_less(const Edge& edge) const {
 void Packer::pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out) {
   const int64_t most = kMaxPacksPerRequest * static_cast<int64_t>(seq_lens.size());
   if (policy_ == Policy::kMemory) {
-    tiler_.pack(forest, seq_lens, out);
+    subtree_packer_.pack(forest, seq_lens, out);
     out.packing_slack = most - static_cast<int64_t>(out.requests.size());
     return;
   }

@@ -6,65 +6,16 @@
 #include <vector>
 
 #include "cost_model.h"
-#include "plan_format.h"
+#include "packing.h"
 #include "prefix_forest.h"
 #include "tile_selection.h"
 
 namespace pat {
 
-// A KV range that an interval of a pack's requests attends to.
-struct Segment {
-  static constexpr int32_t kPrivate = -1;
-
-  int32_t span;  // index in Packing::spans, or kPrivate: the slots of the interval's only request
-  int32_t kv_begin;  // a position, the same for all requests of the interval
-  int32_t kv_end;    // end of the range when planned
-  int32_t first;     // requests [first, end) of the pack
-  int32_t end;
-  bool is_open;       // the segment ends where its request ends, and grows with it
-  bool is_read_once;  // no other tile reads any of the segment; false if unknown
-
-  bool is_private() const { return span == kPrivate; }
-  int32_t num_tokens() const { return kv_end - kv_begin; }
-};
-
-struct Pack {
-  int32_t request_begin;  // index in Packing::requests
-  int32_t num_requests;
-  int32_t segment_begin;  // index in Packing::segments
-  int32_t num_segments;
-};
-
-// The packs of a batch. A pack's segments are in pre-order: ancestors before descendants, requests ascending. So the
-// segments of a request ascend in position, within a pack and from pack to pack. A pack with more requests than fit
-// into a tile has only one segment.
-struct Packing {
-  std::vector<Pack> packs;
-  std::vector<int32_t> requests;
-  std::vector<Segment> segments;
-  std::vector<GatherSpan> spans;  // shared ranges, in the order of the slot buffer
-  int64_t packing_slack = 0;      // how many more entries kMaxPacksPerRequest allows in requests
-
-  std::span<const int32_t> requests_of(const Pack& pack) const {
-    return std::span(requests).subspan(pack.request_begin, pack.num_requests);
-  }
-  std::span<const Segment> segments_of(const Pack& pack) const {
-    return std::span(segments).subspan(pack.segment_begin, pack.num_segments);
-  }
-  void clear();
-  // Adds a span and returns its index. Throws std::length_error if int32 cannot count the slots of all spans.
-  int32_t add_span(int32_t request, int32_t kv_begin, int32_t kv_end);
-  int64_t num_slots() const {
-    return spans.empty() ? 0 : int64_t{spans.back().slot_begin} + spans.back().num_tokens;
-  }
-};
-
-// The packs of a batch have, on average, at most this many segments per request.
-inline constexpr int32_t kMaxSegmentsPerRequest = 24;
-
-class SubtreeTiler {
+class SubtreePacker {
  public:
-  SubtreeTiler(const PackingCosts& cost, const TileSelection& tiles) : cost_(cost), tiles_(tiles) {}
+  SubtreePacker(const PackingCosts& cost, const TileSelection& tiles)
+      : cost_(cost), tiles_(tiles) {}
 
   // Divides the requests, in tree order, into runs that fit into a tile. Each run is a pack. A cut between two
   // neighbours costs one more work item, and one more read of the KV that both share. All other KV is read once,

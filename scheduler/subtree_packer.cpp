@@ -1,9 +1,6 @@
-#include "subtree_tiles.h"
+#include "subtree_packer.h"
 
 #include <algorithm>
-#include <limits>
-#include <stdexcept>
-#include <string>
 
 namespace pat {
 
@@ -22,29 +19,8 @@ bool is_short(const ForestNode& node) { return node.kv_end - node.kv_begin <= kS
 
 }  // namespace
 
-void Packing::clear() {
-  packs.clear();
-  requests.clear();
-  segments.clear();
-  spans.clear();
-}
-
-int32_t Packing::add_span(int32_t request, int32_t kv_begin, int32_t kv_end) {
-  const int64_t slot_begin = num_slots();
-  const int32_t num_tokens = kv_end - kv_begin;
-  if (slot_begin + num_tokens > std::numeric_limits<int32_t>::max()) {
-    throw std::length_error("shared slots of this plan do not fit into int32: " +
-                            std::to_string(slot_begin + num_tokens));
-  }
-  spans.push_back({.request = request,
-                   .kv_begin = kv_begin,
-                   .num_tokens = num_tokens,
-                   .slot_begin = static_cast<int32_t>(slot_begin)});
-  return static_cast<int32_t>(spans.size()) - 1;
-}
-
-void SubtreeTiler::pack(const PrefixForest& forest, std::span<const int32_t> seq_lens,
-                        Packing& out) {
+void SubtreePacker::pack(const PrefixForest& forest, std::span<const int32_t> seq_lens,
+                         Packing& out) {
   find_common_nodes(forest);
   choose_cuts(forest);
   even_out_runs();
@@ -54,7 +30,7 @@ void SubtreeTiler::pack(const PrefixForest& forest, std::span<const int32_t> seq
   }
 }
 
-void SubtreeTiler::find_common_nodes(const PrefixForest& forest) {
+void SubtreePacker::find_common_nodes(const PrefixForest& forest) {
   const std::vector<ForestNode>& nodes = forest.nodes();
   common_before_.clear();
   depth_.clear();
@@ -72,12 +48,12 @@ void SubtreeTiler::find_common_nodes(const PrefixForest& forest) {
   }
 }
 
-int64_t SubtreeTiler::cost_of_cut(const PrefixForest& forest, int32_t place) const {
+int64_t SubtreePacker::cost_of_cut(const PrefixForest& forest, int32_t place) const {
   const int64_t tokens = common_[place] < 0 ? 0 : forest.nodes()[common_[place]].kv_end;
   return cost_.item + cost_.reread_token * tokens;
 }
 
-void SubtreeTiler::choose_cuts(const PrefixForest& forest) {
+void SubtreePacker::choose_cuts(const PrefixForest& forest) {
   const int32_t num_places = static_cast<int32_t>(common_.size());
   const int32_t longest = tiles_.requests_per_tile();
   best_.assign(num_places + 1, 0);
@@ -100,8 +76,8 @@ void SubtreeTiler::choose_cuts(const PrefixForest& forest) {
   std::reverse(candidates_.begin(), candidates_.end());
 }
 
-bool SubtreeTiler::emit(const PrefixForest& forest, std::span<const int32_t> seq_lens,
-                        int32_t fused_levels, Packing& out) {
+bool SubtreePacker::emit(const PrefixForest& forest, std::span<const int32_t> seq_lens,
+                         int32_t fused_levels, Packing& out) {
   const std::vector<ForestNode>& nodes = forest.nodes();
   out.clear();
   known_spans_.assign(nodes.size(), {.top = -1, .span = -1});
@@ -126,7 +102,7 @@ bool SubtreeTiler::emit(const PrefixForest& forest, std::span<const int32_t> seq
   return true;
 }
 
-void SubtreeTiler::even_out_runs() {
+void SubtreePacker::even_out_runs() {
   std::vector<int32_t>& ends = candidates_;
   const auto all_share = [&](int32_t node, int32_t begin, int32_t end) {
     return std::all_of(common_.begin() + begin, common_.begin() + end,
@@ -147,7 +123,7 @@ void SubtreeTiler::even_out_runs() {
   }
 }
 
-int64_t SubtreeTiler::num_common_segments() const {
+int64_t SubtreePacker::num_common_segments() const {
   int64_t num_segments = 0;
   int32_t begin = 0;
   for (const int32_t end : candidates_) {
@@ -160,8 +136,8 @@ int64_t SubtreeTiler::num_common_segments() const {
   return num_segments;
 }
 
-int32_t SubtreeTiler::span_of(const PrefixForest& forest, int32_t top, int32_t bottom,
-                              int32_t request, Packing& out) {
+int32_t SubtreePacker::span_of(const PrefixForest& forest, int32_t top, int32_t bottom,
+                               int32_t request, Packing& out) {
   KnownSpan& known = known_spans_[bottom];
   if (known.top != top) {
     known.top = top;
@@ -170,8 +146,8 @@ int32_t SubtreeTiler::span_of(const PrefixForest& forest, int32_t top, int32_t b
   return known.span;
 }
 
-void SubtreeTiler::emit_pack(const PrefixForest& forest, std::span<const int32_t> seq_lens,
-                             int32_t begin, int32_t end, Packing& out) {
+void SubtreePacker::emit_pack(const PrefixForest& forest, std::span<const int32_t> seq_lens,
+                              int32_t begin, int32_t end, Packing& out) {
   const std::vector<ForestNode>& nodes = forest.nodes();
   const std::vector<int32_t>& order = forest.requests_in_tree_order();
   const auto segment_begin = static_cast<int32_t>(out.segments.size());
