@@ -84,33 +84,16 @@ bool InvariantChunks::enter_chunk(const PrefixForest& forest, std::span<const in
 }
 
 void InvariantChunks::choose_runs(int32_t begin, int64_t longest) {
-  const auto count = static_cast<int32_t>(holders_.size());
-  const int32_t most = tiles_.requests_per_tile();
-  best_.assign(count + 1, 0);
-  run_begin_.assign(count + 1, 0);
-  own_tokens_.assign(count + 1, 0);
-  candidates_.resize(count);
-  int32_t front = 0, back = 0;  // candidates in use, ascending in cost and index
-  for (int32_t i = 0; i < count; ++i) {
-    const int32_t shared = holders_[i].shared_end - begin;
+  own_tokens_.assign(holders_.size() + 1, 0);
+  for (size_t i = 0; i < holders_.size(); ++i) {
     own_tokens_[i + 1] = own_tokens_[i] + (holders_[i].end - holders_[i].shared_end);
-    // Here best_[i] becomes the cost of the cheapest cuts up to i, including a cut at i.
-    if (shared == 0) front = back = 0;  // requests that share nothing are in different runs
-    if (i > 0) best_[i] += cost_.packing.item + int64_t{cost_.packing.reread_token} * shared;
-    while (back > front && best_[candidates_[back - 1]] > best_[i]) --back;
-    candidates_[back++] = i;
-    const auto fits = [&](int32_t first) {
-      const int64_t tokens =
-          own_tokens_[i + 1] - own_tokens_[first] + (holders_[first].shared_end - begin);
-      return first > i - most && tokens <= longest;
-    };
-    while (candidates_[front] < i && !fits(candidates_[front])) ++front;
-    run_begin_[i + 1] = candidates_[front];
-    best_[i + 1] = best_[candidates_[front]];
   }
-  run_ends_.clear();
-  for (int32_t end = count; end > 0; end = run_begin_[end]) run_ends_.push_back(end);
-  std::reverse(run_ends_.begin(), run_ends_.end());
+  const auto shared_tokens = [&](int32_t i) { return holders_[i].shared_end - begin; };
+  const auto fits = [&, most = tiles_.requests_per_tile()](int32_t first, int32_t last) {
+    const int64_t tokens = own_tokens_[last + 1] - own_tokens_[first] + shared_tokens(first);
+    return last - first < most && tokens <= longest;
+  };
+  runs_.find(static_cast<int32_t>(holders_.size()), shared_tokens, fits, run_ends_);
 }
 
 void InvariantChunks::add_item(const PrefixForest& forest, std::span<const int32_t> seq_lens,

@@ -17,6 +17,7 @@
 #include "kv_split/ticket_rule.h"
 #include "packing.h"
 #include "prefix_forest.h"
+#include "run_finder.h"
 #include "tile_selection.h"
 
 namespace pat {
@@ -27,11 +28,12 @@ class InvariantChunks {
       : num_workers_(num_workers),
         cost_(cost),
         tiles_(tiles),
-        item_costs_(item_costs_of(cost, tiles)) {}
+        item_costs_(item_costs_of(cost, tiles)),
+        runs_(cost.packing) {}
 
-  // Divides the requests of each chunk, in tree order, into runs that fit into a tile. It chooses runs as SubtreePacker
-  // does, but also avoids items that are much longer than others. Takes time linear in requests * chunks + segments; in
-  // the worst case, that is multiplied by the number of requests per tile.
+  // Divides the requests of each chunk, in tree order, into runs that fit into a tile, and avoids items that are much
+  // longer than others. Takes time linear in requests * chunks + segments; in the worst case, that is multiplied by the
+  // number of requests per tile.
   //
   // Fills only the spans of `packing`. Throws std::length_error if int32 cannot count the slots of all spans.
   void plan(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& packing,
@@ -73,13 +75,10 @@ class InvariantChunks {
   CostModel cost_;
   TileSelection tiles_;
   std::vector<ItemCost> item_costs_;
+  RunFinder runs_;
 
   std::vector<Holder> holders_;
-  std::vector<int64_t>
-      own_tokens_;  // running sum of the tokens that a holder does not share with its predecessor
-  std::vector<int64_t> best_;        // per holder: cost of the cheapest cuts before it
-  std::vector<int32_t> run_begin_;   // per holder: start of the run that ends before it
-  std::vector<int32_t> candidates_;  // holders at which the next run may begin, best first
+  std::vector<int64_t> own_tokens_;  // running sum of what holders do not share with the one before
   std::vector<int32_t> run_ends_;
   struct Reach {
     int32_t last;  // the last holder that shares the range

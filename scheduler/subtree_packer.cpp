@@ -22,7 +22,13 @@ bool is_short(const ForestNode& node) { return node.kv_end - node.kv_begin <= kS
 void SubtreePacker::pack(const PrefixForest& forest, std::span<const int32_t> seq_lens,
                          Packing& out) {
   find_common_nodes(forest);
-  choose_cuts(forest);
+  const auto shared_tokens = [&](int32_t place) {
+    return common_[place] < 0 ? 0 : forest.nodes()[common_[place]].kv_end;
+  };
+  const auto fits = [most = tiles_.requests_per_tile()](int32_t first, int32_t last) {
+    return last - first < most;
+  };
+  runs_.find(static_cast<int32_t>(common_.size()), shared_tokens, fits, run_ends_);
   even_out_runs();
   // The loop ends, because a pack has at most two segments per request once a segment may span all levels.
   for (int32_t levels = 0; !emit(forest, seq_lens, levels, out);) {
@@ -48,34 +54,6 @@ void SubtreePacker::find_common_nodes(const PrefixForest& forest) {
   }
 }
 
-int64_t SubtreePacker::cost_of_cut(const PrefixForest& forest, int32_t place) const {
-  const int64_t tokens = common_[place] < 0 ? 0 : forest.nodes()[common_[place]].kv_end;
-  return cost_.item + cost_.reread_token * tokens;
-}
-
-void SubtreePacker::choose_cuts(const PrefixForest& forest) {
-  const int32_t num_places = static_cast<int32_t>(common_.size());
-  const int32_t longest = tiles_.requests_per_tile();
-  best_.assign(num_places + 1, 0);
-  run_begin_.assign(num_places + 1, 0);
-  candidates_.resize(num_places);
-  int32_t front = 0, back = 0;  // candidates in use, ascending in cost and place
-  for (int32_t place = 0; place < num_places; ++place) {
-    // Here best_[place] becomes the cost of the cheapest cuts up to `place`, including a cut at `place`.
-    if (common_[place] < 0) front = back = 0;  // requests that share nothing are in different runs
-    if (place > 0) best_[place] += cost_of_cut(forest, place);
-    while (back > front && best_[candidates_[back - 1]] > best_[place]) --back;
-    candidates_[back++] = place;
-    while (candidates_[front] <= place - longest) ++front;
-    run_begin_[place + 1] = candidates_[front];
-    best_[place + 1] = best_[candidates_[front]];
-  }
-  // Collects the ends of the runs from the last to the first, then reverses them.
-  candidates_.clear();
-  for (int32_t end = num_places; end > 0; end = run_begin_[end]) candidates_.push_back(end);
-  std::reverse(candidates_.begin(), candidates_.end());
-}
-
 bool SubtreePacker::emit(const PrefixForest& forest, std::span<const int32_t> seq_lens,
                          int32_t fused_levels, Packing& out) {
   const std::vector<ForestNode>& nodes = forest.nodes();
@@ -94,7 +72,7 @@ bool SubtreePacker::emit(const PrefixForest& forest, std::span<const int32_t> se
   const int64_t most = int64_t{kMaxSegmentsPerRequest} * static_cast<int64_t>(seq_lens.size());
   if (num_common_segments() > most) return false;
   int32_t begin = 0;
-  for (const int32_t end : candidates_) {
+  for (const int32_t end : run_ends_) {
     emit_pack(forest, seq_lens, begin, end, out);
     if (static_cast<int64_t>(out.segments.size()) > most) return false;
     begin = end;
@@ -103,7 +81,7 @@ bool SubtreePacker::emit(const PrefixForest& forest, std::span<const int32_t> se
 }
 
 void SubtreePacker::even_out_runs() {
-  std::vector<int32_t>& ends = candidates_;
+  std::vector<int32_t>& ends = run_ends_;
   const auto all_share = [&](int32_t node, int32_t begin, int32_t end) {
     return std::all_of(common_.begin() + begin, common_.begin() + end,
                        [&](int32_t common) { return common == node; });
@@ -126,7 +104,7 @@ void SubtreePacker::even_out_runs() {
 int64_t SubtreePacker::num_common_segments() const {
   int64_t num_segments = 0;
   int32_t begin = 0;
-  for (const int32_t end : candidates_) {
+  for (const int32_t end : run_ends_) {
     if (end - begin > 1) {  // on a path, the uppermost node has the smallest index
       const auto common = std::min_element(common_.begin() + begin + 1, common_.begin() + end);
       num_segments += segments_above_[*common];

@@ -8,6 +8,7 @@
 #include "cost_model.h"
 #include "packing.h"
 #include "prefix_forest.h"
+#include "run_finder.h"
 #include "tile_selection.h"
 
 namespace pat {
@@ -15,22 +16,18 @@ namespace pat {
 class SubtreePacker {
  public:
   SubtreePacker(const PackingCosts& cost, const TileSelection& tiles)
-      : cost_(cost), tiles_(tiles) {}
+      : tiles_(tiles), runs_(cost) {}
 
-  // Divides the requests, in tree order, into runs that fit into a tile. Each run is a pack. A cut between two
-  // neighbours costs one more work item, and one more read of the KV that both share. All other KV is read once,
-  // wherever the cuts are. Finds the cheapest cuts in time linear in nodes, requests and segments. Requests that share
-  // nothing are never in the same run.
+  // Divides the requests, in tree order, into the cheapest runs that fit into a tile. Each run is a pack. Takes time
+  // linear in nodes, requests and segments.
   void pack(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& out);
 
  private:
   // For each place in tree order, finds the deepest node that its request shares with the request before it.
   void find_common_nodes(const PrefixForest& forest);
-  void choose_cuts(const PrefixForest& forest);
   // If all neighbours in some consecutive runs share the same node, a cut between any two of them costs the same. Makes
   // such runs equally long, so that their tiles need the same time for the shared KV.
   void even_out_runs();
-  int64_t cost_of_cut(const PrefixForest& forest, int32_t place) const;
   // Fills `out` with the chosen runs. A node shares a segment with its parent if the same requests of a pack hold both
   // nodes. In addition, both nodes must be short if `fused_levels` is 0, or else be in the same group of `fused_levels`
   // levels. Returns false if the batch then has too many segments.
@@ -44,21 +41,17 @@ class SubtreePacker {
   int32_t span_of(const PrefixForest& forest, int32_t top, int32_t bottom, int32_t request,
                   Packing& out);
 
-  PackingCosts cost_;
   TileSelection tiles_;
+  RunFinder runs_;
 
   std::vector<int32_t> depth_;  // per node: its level, 0 for a root
   // Per node: the deepest node that its first holder shares with the request before, in tree order; -1: none.
   std::vector<int32_t> common_before_;
-  std::vector<int32_t> common_;     // per place in tree order: see find_common_nodes(); -1: none
-  std::vector<int64_t> best_;       // per place: cost of the cheapest cuts before it
-  std::vector<int32_t> run_begin_;  // per place: start of the run that ends before it
-  // In choose_cuts(): places where the next run may begin, best first. Afterwards: the ends of all runs.
-  std::vector<int32_t> candidates_;
+  std::vector<int32_t> common_;  // per place in tree order: see find_common_nodes(); -1: none
+  std::vector<int32_t> run_ends_;
   // Per node: first node of the segment that ends with this node, if the same requests of a pack hold both nodes.
   std::vector<int32_t> segment_top_;
-  std::vector<int32_t>
-      segments_above_;  // per node: number of such segments from the root to this node
+  std::vector<int32_t> segments_above_;  // per node: such segments from the root to this node
   struct Range {
     int32_t top;     // first node
     int32_t bottom;  // last node
