@@ -63,14 +63,14 @@ class Executor(Protocol):
 
     A step begins with load_plan(), which loads the scheduler's last plan, or with reuse_plan(). One
     run() per layer follows. With `gather`, reuse_plan() reads the slots of shared KV again, because
-    they may have changed since the last step. rows and refill() are for layers with a window
+    they may have changed since the last step. window_rows and refill() are for layers with a window
     (`WindowAttention`).
     """
 
     name: str
 
     @property
-    def rows(self) -> WindowRows | None: ...
+    def window_rows(self) -> WindowRows | None: ...
 
     def load_plan(self, scheduler: PackScheduler, step: Step) -> DecodePlan: ...
 

@@ -128,7 +128,7 @@ class WindowAttention(PackAttention):
 
     def slots(self) -> list[torch.Tensor]:
         """Return the slots that each request currently reads, on the CPU. For checks."""
-        rows = self._executor.rows
+        rows = self._executor.window_rows
         assert rows is not None
         lens = rows.seq_lens[: len(self.seq_lens)].tolist()
         return [row[:n].cpu() for row, n in zip(rows.slots, lens, strict=False)]

@@ -101,7 +101,7 @@ class CudaExecutor:
         if self.buffers.staging is not self._sent or gather:
             self._send(self._sent, step)
             return
-        if self.rows is not None:
+        if self.window_rows is not None:
             self.buffers.bind(step)
             with torch.cuda.device(self._device):
                 stream = torch.cuda.current_stream()
@@ -110,9 +110,9 @@ class CudaExecutor:
         self.step = step
 
     @property
-    def rows(self) -> WindowRows | None:
+    def window_rows(self) -> WindowRows | None:
         """The rows that layers with a window read in place of `req_to_token`."""
-        return self.buffers.rows
+        return self.buffers.window_rows
 
     def refill(self) -> None:
         """Write the window rows of the current step. In a graph, each replay writes them again."""
@@ -122,8 +122,8 @@ class CudaExecutor:
             self._fill(self.step, torch.cuda.current_stream())
 
     def _fill(self, step: Step, stream: torch.cuda.Stream) -> None:
-        assert self.rows is not None
-        grid = len(step.seq_lens), -(-self.rows.window.tokens // _FILL_COLUMNS)
+        assert self.window_rows is not None
+        grid = len(step.seq_lens), -(-self.window_rows.window.tokens // _FILL_COLUMNS)
         if grid[0] > 0:
             self.kernels.fill_rows(self.buffers.fill.address, stream.cuda_stream, grid)
 
@@ -242,7 +242,7 @@ class CudaExecutor:
             stream = torch.cuda.current_stream()
             buffers.take_over(stream)
             staging.copy_to(buffers.plan, stream)
-            if self.rows is not None:
+            if self.window_rows is not None:
                 self._fill(step, stream)
             if header.num_gather_spans > 0:
                 grid = kernels.num_sms, _GATHER_CHUNKS

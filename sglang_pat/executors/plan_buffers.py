@@ -64,7 +64,7 @@ class PlanBuffers:
     plan : torch.Tensor
         int32, the plan in the layout for `sizes.plan` (plan_format.h). If layers have a window, the
         cuts follow the plan.
-    rows : WindowRows or None
+    window_rows : WindowRows or None
         The rows that layers with a window read in place of `req_to_token`.
     shared_slots : torch.Tensor
         int32, the KV slots of all shared ranges.
@@ -73,7 +73,7 @@ class PlanBuffers:
     partial_lse : torch.Tensor
         float32 `[num_partials, num_qo_heads]`.
     counters : torch.Tensor
-        int32 `[num_counters, 2]`. Row 0 identifies the launch that wrote the partials last. The
+        int32 `[COUNTERS, 2]`. Row 0 identifies the launch that wrote the partials last. The
         other rows count the tickets that CTAs have drawn: row 1 outside of graphs, and one of the
         following rows in each graph. These counts are 0 between steps.
     staging : StagingBuffer or None
@@ -105,7 +105,7 @@ class PlanBuffers:
         self.loaded = NO_PLAN
         self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self.entries = [*sizes.plan.entries().values()]
-        self.rows = None if window is None else WindowRows(sizes.num_cuts, window, device)
+        self.window_rows = None if window is None else WindowRows(sizes.num_cuts, window, device)
         self.fill, self.gather, self.decode = FillArgument(), GatherArgument(), DecodeArgument()
         self.decode.set_buffers(
             self.plan.data_ptr(),
@@ -125,9 +125,9 @@ class PlanBuffers:
             raise ValueError(f"req_to_token must have dense rows, got strides {table.stride()}")
         check_contiguous(rows, "req_pool_indices")
         check_contiguous(lens, "seq_lens")
-        if self.rows is not None:
-            self._bind_fill(self.rows, step)
-            table, rows, lens, _ = self.rows.step(step)
+        if self.window_rows is not None:
+            self._bind_fill(self.window_rows, step)
+            table, rows, lens, _ = self.window_rows.step(step)
         self.gather.set(
             self.plan.data_ptr(),
             self.entries,
@@ -164,8 +164,8 @@ class PlanBuffers:
             # work.
             tensors = [self.plan, self.shared_slots, self.partial_out, self.partial_lse]
             tensors.append(self.counters)
-            if self.rows is not None:
-                tensors += [self.rows.slots, self.rows.seq_lens, self.rows.indices]
+            if (rows := self.window_rows) is not None:
+                tensors += [rows.slots, rows.seq_lens, rows.indices]
             for tensor in tensors:
                 tensor.record_stream(stream)
         self.stream = stream

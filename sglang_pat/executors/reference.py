@@ -242,12 +242,12 @@ class ReferenceExecutor:
         self._reservation = reservation
         self._new_execution = execution
         self._window = window
-        self.rows: WindowRows | None = None  # rows that layers with a window read
+        self.window_rows: WindowRows | None = None
         self._cuts = torch.empty(0, dtype=torch.int32, device=device)
         self._plan: DecodePlan | None = None
         self._shared_slots = torch.empty(0, dtype=torch.int64, device=device)
         self._step: Step | None = None
-        self._row_step: Step | None = None  # `_step`; with a window, rows.step(_step)
+        self._row_step: Step | None = None  # `_step`; with a window, window_rows.step(_step)
         self._execution: Execution | None = None  # made by the first run() of a step
 
     def load_plan(self, scheduler: PackScheduler, step: Step) -> DecodePlan:
@@ -261,7 +261,7 @@ class ReferenceExecutor:
         self._plan = copy_plan(scheduler)
         if self._window is not None:
             self._cuts = torch.from_numpy(self._plan.cuts(scheduler.num_cuts)).to(self._device)
-            self.rows = WindowRows(scheduler.num_cuts, self._window, self._device)
+            self.window_rows = WindowRows(scheduler.num_cuts, self._window, self._device)
         self.reuse_plan(step, gather=True)
         return self._plan
 
@@ -277,8 +277,8 @@ class ReferenceExecutor:
         assert self._plan is not None
         _check_rows(step)
         self._step = self._row_step = step
-        if self.rows is not None:
-            self._row_step = self.rows.step(step)
+        if self.window_rows is not None:
+            self._row_step = self.window_rows.step(step)
             self.refill()
         if gather:
             table, rows, *_ = self._row_step
@@ -287,9 +287,9 @@ class ReferenceExecutor:
 
     def refill(self) -> None:
         """Write the window rows of the current step."""
-        assert self.rows is not None
+        assert self.window_rows is not None
         assert self._step is not None
-        self.rows.fill(self._step, self._cuts)
+        self.window_rows.fill(self._step, self._cuts)
         self._execution = None
 
     def run(self, layer: LayerInputs) -> None:
@@ -298,7 +298,7 @@ class ReferenceExecutor:
         assert self._row_step is not None
         if self._execution is None:
             live = self._plan.live_requests()
-            if self.rows is not None:  # a row does not show its request's length
+            if self.window_rows is not None:  # a row does not show its request's length
                 assert self._step is not None
                 _check_lengths(self._step, slice(None), shorter=0)
             _check_lengths(self._row_step, live)

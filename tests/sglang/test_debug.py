@@ -179,7 +179,7 @@ def test_a_row_that_is_not_its_window() -> None:
     lens = np.array([5, 17], dtype=np.int32)
     attention.plan(DecodeBatch(lens, PrefixPaths.private(2)), **tensors)
     check_windows(attention, *tensors.values())
-    assert attention._executor.rows is not None
-    attention._executor.rows.slots[1, 3] += 1
+    assert attention._executor.window_rows is not None
+    attention._executor.window_rows.slots[1, 3] += 1
     with pytest.raises(RuntimeError, match="request 1 does not read the slots of its window"):
         check_windows(attention, *tensors.values())

@@ -254,11 +254,11 @@ def test_what_the_rows_of_windows_are_written_from(slot_map: torch.Tensor | None
     table = torch.zeros(9, 500, dtype=torch.int32)[:, :400]  # rows have a larger stride
     step = Step(table, torch.arange(4), torch.ones(4).int(), np.ones(4, dtype=np.int32))
     buffers.bind(step)
-    assert buffers.rows is not None
+    rows = buffers.window_rows
+    assert rows is not None
     tensors = {name: each for name, each in step._asdict().items() if name != "host_seq_lens"}
-    tensors |= {"plan": buffers.plan, "rows": buffers.rows.slots, "row_lens": buffers.rows.seq_lens}
-    if slot_map is not None:
-        tensors["slot_map"] = slot_map
+    tensors |= {"plan": buffers.plan, "rows": rows.slots, "row_lens": rows.seq_lens}
+    tensors |= {} if slot_map is None else {"slot_map": slot_map}
     assert read(buffers.fill.address, "FillParams", tensors) == {
         "cuts": "plan+" + str(4 * sizes.plan.layout()["size"]),
         "req_to_token": "req_to_token",
