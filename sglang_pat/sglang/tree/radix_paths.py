@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
-from itertools import count
 from operator import attrgetter
 from typing import Any
 
@@ -250,21 +249,6 @@ def _checked(
             )
             checked[i] = ()
     return checked
-
-
-NODE_IDS = count(1 << 62)  # for nodes outside of trees; trees count from 0
-
-
-def extended_path(path: Path, node_id: int, end: int) -> Path:
-    """Return the path with one more node, which is not in the tree and ends at `end`."""
-    begin = path[-1][_END] if path else 0
-    parent = path[-1][_ID] if path else -1
-    node = (node_id, parent, begin, end, end - begin, 0)
-    if not path:
-        return [node]
-    # Counts the new node as a child of the last node, because the tree does not know the new node.
-    last = path[-1]
-    return [*path[:-1], (*last[:-1], last[-1] + 1), node]
 
 
 def _joined(slots: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -13,14 +13,16 @@ For draft tokens, see `speculative/rows.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from typing import Any
 
 import torch
 
 from sglang_pat.sglang.compat import RequestFields
-from sglang_pat.sglang.tree.radix_paths import NODE_IDS, Path, PathReader, Request, extended_path
+from sglang_pat.sglang.tree.radix_paths import Path, PathReader, Request
 
 _GROUP = "_sglang_pat_rows"  # attribute of a BeamGroup
+_NODE_IDS = count(1 << 62)  # for nodes outside of trees; trees count from 0
 
 
 class VirtualRequest:
@@ -78,12 +80,16 @@ class RequestRows:
 
     def extended(self, path: Path) -> Path:
         """Return the request's path in the tree plus the node below it."""
-        begin = path[-1][3] if path else 0
+        last_id, begin = (path[-1][0], path[-1][3]) if path else (-1, 0)
         if begin >= self.end:
             return path
         if self._span != (begin, self.end):
-            self._node_id, self._span = next(NODE_IDS), (begin, self.end)
-        return extended_path(path, self._node_id, self.end)
+            self._node_id, self._span = next(_NODE_IDS), (begin, self.end)
+        node = (self._node_id, last_id, begin, self.end, self.end - begin, 0)
+        if not path:
+            return [node]
+        # The tree does not know the new node, so it does not count it as a child of the last one.
+        return [*path[:-1], (*path[-1][:-1], path[-1][-1] + 1), node]
 
 
 def _with_group(req: Request | VirtualRequest) -> tuple[Request, RequestRows | None]:
