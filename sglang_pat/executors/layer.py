@@ -11,24 +11,9 @@ Scale = float | torch.Tensor
 
 
 class LayerInputs(NamedTuple):
-    """The inputs of one layer of a decode step, in addition to the plan and the step.
+    """The arguments of `PackAttention.run`, which checks them and says what they are.
 
-    Attributes
-    ----------
-    q : `[num_requests, num_qo_heads, head_dim]`. In latent attention, it may also be
-        `[num_requests, num_qo_heads, v_head_dim]`; then `q_rope` has the other columns.
-    k_cache : `[num_slots, num_kv_heads, head_dim]`.
-    v_cache : `[num_slots, num_kv_heads, v_head_dim]`. In latent attention, a view of `k_cache`.
-    out : `[num_requests, num_qo_heads, v_head_dim]`; written.
-    lse : float32 `[num_requests, num_qo_heads]`, natural log; written if given.
-    sm_scale : softmax scale.
-    logit_cap : the cap if logits become `cap * tanh(logit / cap)`. 0: they are not capped.
-    sinks : `[num_qo_heads]`, float32, bfloat16 or float16: one more logit per head, without a
-        value. This logit is neither scaled nor capped.
-    k_scale, v_scale : factors for the numbers in the caches. A tensor must be float32 with one
-        element, and is allowed only if the caches have one-byte numbers.
-    q_rope : `[num_requests, num_qo_heads, head_dim - v_head_dim]`: the columns of the queries that
-        `q` does not have. Only for latent attention.
+    `out` is written, and so is `lse`, float32 `[num_requests, num_qo_heads]`, if it is given.
     """
 
     q: torch.Tensor
