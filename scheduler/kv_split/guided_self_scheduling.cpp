@@ -128,7 +128,7 @@ int64_t Stream::assign_ticket(int64_t budget, int32_t ticket) {
   int64_t budget_left = budget;
   while (!is_empty()) {
     const Tile& tile = tiles_[tile_];
-    if (tile.is_chunked) break;  // assign() begins the next ticket with it
+    if (tile.is_chunked) break;  // choose() begins the next ticket with it
     const Position& at = part_.begin;
     Cut& cut = part_.cut;
     cut_finder_.take_rest(tile, at, cut);

@@ -1,7 +1,7 @@
-"""All differences between the supported versions of SGLang, with one function for each difference.
+"""Differences between the supported versions of SGLang, with one function for each difference.
 
-No other module of the adapter tests which features SGLang has. Functions import SGLang when they
-run, because the command line imports this module and must not import SGLang.
+Functions import SGLang when they run, because the command line imports this module and must not
+import SGLang.
 """
 
 from __future__ import annotations
