@@ -42,7 +42,7 @@ from sglang_pat.executors.window_rows import Window, WindowRows
 from sglang_pat.messages import listed, quoted
 from sglang_pat.plan import BufferSizes, DecodePlan, HeadConfig, KvTokens, new_scheduler
 from sglang_pat.reasons import StepReason
-from sglang_pat.stats import PlanningClass, PlanningTime, PlanStats
+from sglang_pat.stats import PlanningKind, PlanningTime, PlanStats
 from sglang_pat.support import GROWTH_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -255,7 +255,7 @@ class PackAttention:
         self._key: Hashable = None
         # These attributes describe the last step. plan_together() sets only its last object's
         # step_time.
-        self.step_kind: PlanningClass = "cold"
+        self.step_kind: PlanningKind = "cold"
         self._cause: StepReason | None = None  # why a plan was built
         self.step_tokens = KvTokens(0, 0, 0)
         self.step_time = PlanningTime("cold", 0)
@@ -642,9 +642,9 @@ class PackAttention:
 
     def _build(
         self, batch: DecodeBatch, read_paths: PrefixPaths | None, key: Hashable, step: Step
-    ) -> PlanningClass:
+    ) -> PlanningKind:
         """Plan the batch. read_paths: its paths if they were already read."""
-        kind: PlanningClass = "cold"
+        kind: PlanningKind = "cold"
         if isinstance(batch.paths, PrefixForest):
             self._scheduler.plan(batch.paths, batch.seq_lens)
             # A request has outgrown the plan, or only some requests have joined or left.

@@ -17,13 +17,13 @@ from typing import Any, Literal, NamedTuple
 from sglang_pat.plan import KvTokens
 from sglang_pat.reasons import StepReason
 
-PlanningClass = Literal["unchanged", "changed", "cold"]
+PlanningKind = Literal["unchanged", "changed", "cold"]
 
 
 class PlanningTime(NamedTuple):
     """The host time of one step."""
 
-    kind: PlanningClass
+    kind: PlanningKind
     nanoseconds: int
 
 
@@ -44,7 +44,7 @@ class PlanningTimes(dict[str, Counter[int]]):
     one path. "cold": a plan was built, and all paths were new or came as arrays.
     """
 
-    def record(self, kind: PlanningClass, nanoseconds: int) -> None:
+    def record(self, kind: PlanningKind, nanoseconds: int) -> None:
         bound = bound_of(nanoseconds)
         histogram = self.get(kind)
         if histogram is None:
@@ -65,7 +65,7 @@ class PlanningTimes(dict[str, Counter[int]]):
                 total.setdefault(kind, Counter()).update(dict(histogram))
         return total
 
-    def percentile_us(self, kind: PlanningClass, percent: float) -> float:
+    def percentile_us(self, kind: PlanningKind, percent: float) -> float:
         """Return the bound, in us, below which `percent` % of the times lie; nan if there are none.
 
         Raises ValueError if percent is not above 0 and at most 100.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple, get_args
 
-from sglang_pat.stats import Counters, PlanningClass, PlanningTime
+from sglang_pat.stats import Counters, PlanningKind, PlanningTime
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class StepMetrics:
             buckets=_TIME_BUCKETS,
         )
         self._plan_seconds = {
-            kind: seconds.labels(**labels, kind=kind) for kind in get_args(PlanningClass)
+            kind: seconds.labels(**labels, kind=kind) for kind in get_args(PlanningKind)
         }
         self._read_counters = read_counters
         self._published: Counters = {}

@@ -27,7 +27,7 @@ from sglang_pat.sglang import compat
 from sglang_pat.sglang.report.metrics import MetricClasses, StepMetrics
 from sglang_pat.sglang.report.stats_file import StatsFile
 from sglang_pat.sglang.start.environment import Environment
-from sglang_pat.stats import Counters, PlanningClass, PlanningTime, PlanningTimes
+from sglang_pat.stats import Counters, PlanningKind, PlanningTime, PlanningTimes
 
 logger = logging.getLogger(__name__)
 
@@ -218,7 +218,7 @@ def _reasons(before: Counters, counters: Counters) -> str:
 
 def _times(planning_ns: PlanningTimes) -> str:
     """Return p50/p99 planning times by kind of step, the cheapest kind first. "": no times."""
-    kinds = [kind for kind in get_args(PlanningClass) if planning_ns.get(kind)]
+    kinds = [kind for kind in get_args(PlanningKind) if planning_ns.get(kind)]
     percentiles = [[planning_ns.percentile_us(kind, p) for p in (50, 99)] for kind in kinds]
     return ", ".join(
         f"{kind} {p50:.1f}/{p99:.1f}" for kind, (p50, p99) in zip(kinds, percentiles, strict=True)
