@@ -17,7 +17,15 @@ struct ItemCost {
 };
 
 // The cost of an item, indexed by its number of requests: 0 to TileSelection::requests_per_tile().
-std::vector<ItemCost> item_costs_of(const CostModel& cost, const TileSelection& tiles);
+inline std::vector<ItemCost> item_costs_of(const CostModel& cost, const TileSelection& tiles) {
+  std::vector<ItemCost> costs{{.fixed = 0, .token = 0}};
+  for (int32_t requests = 1; requests <= tiles.requests_per_tile(); ++requests) {
+    const int64_t rows = int64_t{requests} * tiles.group_size();
+    costs.push_back({.fixed = cost.split.item + cost.split.query_row * rows,
+                     .token = cost.split.token_of(tiles.table()[tiles.select(requests)])});
+  }
+  return costs;
+}
 
 // What the assignment of tiles to tickets depends on. A load is the time that a CTA needs to load KV, in tokens. A cost
 // is the time of a whole work item, in 1 / kCostUnit tokens.
