@@ -61,10 +61,10 @@ class DecodeBatchBuilder:
     steps_without_sharing
         Numbers of steps in which nothing could be shared, by reason.
     changes
-        Numbers of requests, by kind of change. "join", "leave": the request joined or left.
+        Numbers of rows, by kind of change. "join", "leave": the row joined or left.
         "last_node_changed": it got another last node while it ran. "split": its path was read again
         because the tree had split a node. "mismatch": it shares nothing because its path does not
-        match it.
+        match it; counts requests.
     events
         The monitor of the prefix cache, None before the first step that has a readable cache.
     lens
