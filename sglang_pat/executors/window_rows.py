@@ -77,7 +77,8 @@ class WindowRows:
         positions = first + torch.arange(self.window.tokens, device=lens.device)
         positions -= in_window * (positions >= lens)
         positions = torch.minimum(positions, lens - 1).clamp_(min=0)
-        slots = step.req_to_token[step.req_pool_indices.long()[:, None], positions]
+        rows = step.req_pool_indices.long().clamp(0, len(step.req_to_token) - 1)  # of padding: any
+        slots = step.req_to_token[rows[:, None], positions]
         if slot_map is not None:
             read = slots[torch.arange(self.window.tokens, device=lens.device) < in_window]
             check_within("req_to_token must hold slots of slot_map", read, len(slot_map))
