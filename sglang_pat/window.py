@@ -39,7 +39,7 @@ class WindowAttention(PackAttention):
 
     It is used like PackAttention, with three differences. First, a request may be up to `ahead`
     tokens longer on the device than in `batch.seq_lens`, but neither shorter nor longer than a row
-    of `req_to_token`. Plain torch refuses these; the kernels stop at the end of the row. Second,
+    of `req_to_token`. Plain torch refuses others; the kernels stop at the end of the row. Second,
     only plan() and refill() read the `seq_lens` on the device, so a captured graph must begin with
     refill(). Third, there is no advance().
     """

@@ -244,6 +244,7 @@ class ReferenceExecutor:
         self._window = window
         self.window_rows: WindowRows | None = None
         self._cuts = torch.empty(0, dtype=torch.int32, device=device)
+        self._scheduler: PackScheduler | None = None
         self._plan: DecodePlan | None = None
         self._shared_slots = torch.empty(0, dtype=torch.int64, device=device)
         self._step: Step | None = None
@@ -258,7 +259,7 @@ class ReferenceExecutor:
         needed, sizes = BufferSizes.needed_by(scheduler), self._reservation
         if sizes is not None and not sizes.hold(needed):
             raise PlanOverflowError(f"the plan needs {needed}; reserved are {sizes}")
-        self._plan = copy_plan(scheduler)
+        self._scheduler, self._plan = scheduler, copy_plan(scheduler)
         if self._window is not None:
             self._cuts = torch.from_numpy(self._plan.cuts(scheduler.num_cuts)).to(self._device)
             self.window_rows = WindowRows(scheduler.num_cuts, self._window, self._device)
@@ -301,6 +302,7 @@ class ReferenceExecutor:
             if self.window_rows is not None:  # a row does not show its request's length
                 assert self._step is not None
                 _check_lengths(self._step, slice(None), shorter=0)
+                self._check_windows(self._step)
             _check_lengths(self._row_step, live)
             self._execution = self._new_execution(self._plan, self._shared_slots, self._row_step)
         # As in the kernels, there are no gradients, and autocast has no effect.
@@ -309,6 +311,19 @@ class ReferenceExecutor:
             layer.out.copy_(out)
             if layer.lse is not None:
                 layer.lse.copy_(lse)
+
+    def _check_windows(self, step: Step) -> None:
+        """Raise ValueError if the windows have moved on further than the plan serves."""
+        assert self._window is not None
+        assert self._scheduler is not None
+        host, width = step.host_seq_lens, step.req_to_token.shape[1]
+        most = self._scheduler.steps_left(host, width) + self._window.ahead
+        grown = int((step.seq_lens.cpu().numpy() - host)[host > 0].max(initial=0))
+        if grown > most:
+            raise ValueError(
+                f"requests must be at most {most} tokens longer than batch.seq_lens, got {grown}; "
+                "call plan()"
+            )
 
 
 def _check_rows(step: Step) -> None:

@@ -133,8 +133,7 @@ def test_a_batch_within_its_windows_is_planned_as_ever() -> None:
     windows = WindowAttention(HEADS, KV_HEADS, DIM, window=10_000, **OPTIONS)
     plain = PackAttention(HEADS, KV_HEADS, DIM, **OPTIONS)
     batch, tensors = scene.step(0)
-    windows.plan(batch, **tensors)
-    plain.plan(batch, **tensors)
+    plan_together([windows, plain], batch, **tensors)
     assert windows.step_tokens == plain.step_tokens
 
 
@@ -236,7 +235,11 @@ def test_bad_options_and_steps() -> None:
     mapped = OPTIONS | {"window": 8, "slot_map": torch.arange(slots)}
     with pytest.raises(ValueError, match=rf"hold slots of slot_map, 0 to {slots - 1}, got \d"):
         WindowAttention(HEADS, KV_HEADS, DIM, **mapped).plan(batch, **tensors)
-    attention = WindowAttention(HEADS, KV_HEADS, DIM, window=8, max_requests=2, **OPTIONS)
-    attention.plan(batch, **tensors | {"seq_lens": tensors["seq_lens"] - 1})
-    with pytest.raises(ValueError, match="request 0 has 20, and 21 on the host"):
-        attention.run(scene.queries(), *scene.caches)
+    attention = WindowAttention(HEADS, KV_HEADS, DIM, window=64, max_requests=2, **OPTIONS)
+    attention.plan(batch, **tensors)
+    most = attention.steps_left() + AHEAD
+    for more, message in ((-1, "0 has 20, and 21 on"), (most + 2, f"{most} .* got {most + 1};")):
+        tensors["seq_lens"] += more
+        attention.refill()
+        with pytest.raises(ValueError, match=message):
+            attention.run(scene.queries(), *scene.caches)
