@@ -7,6 +7,7 @@ client runs in a process of its own.
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import signal
 import socket
@@ -20,7 +21,6 @@ import orjson
 import requests
 
 from sglang_pat.bench.http_server import HttpServer, running_process, wait_for_all
-from sglang_pat.sglang.report.stats_file import read_stats
 
 START_SECONDS = 420  # with FlashInfer, the server compiles kernels before it answers
 ANSWER_SECONDS = 600  # FlashInfer also compiles for each new shape
@@ -141,15 +141,15 @@ class Server:
         return info
 
     def stats(self) -> dict[str, Any]:
-        """Wait until all requests are answered, and return pat's counters.
+        """Return pat's counters, which include all steps of the answers received so far.
 
         Returns {} if the server runs without pat, or if pat decodes no layer.
         """
-        if self.stats_file is None:
+        # info() makes the scheduler write the file.
+        if self.stats_file is None or not self.info()["pat"]["pat_layers"]:
             return {}
-        if not self.stats_file.exists() and not self.info()["pat"]["pat_layers"]:
-            return {}
-        return read_stats(self.stats_file)
+        stats: dict[str, Any] = json.loads(self.stats_file.read_text())
+        return stats
 
     def _post(self, path: str, body: dict[str, Any], *, stream: bool = False) -> requests.Response:
         """Send a request. If it fails, raise RuntimeError with the answer or the end of the log."""

@@ -26,8 +26,6 @@ from sglang_engines import (
     running_server,
 )
 
-from sglang_pat.sglang.report.stats_file import read_stats
-
 pytestmark = pytest.mark.engine
 
 SHUTDOWN_SECONDS = 60
@@ -119,9 +117,7 @@ def assert_routes_are_published(server: Server) -> None:
     routes = [each for each in server.metrics() if each.name == "sglang:pat_layers"]
     assert [(each.labels["route"], each.labels["reason"]) for each in routes] == [("pat", "")]
     assert [each.value for each in routes] == [TINY.num_layers]
-    response = requests.get(f"{server.url}/server_info", timeout=30)
-    response.raise_for_status()
-    info = response.json()
+    info = server.info()
     assert info["attention_backend"] == "torch_native"  # prefill
     assert info["decode_attention_backend"] == "pat"
     assert info["pat"] == {
@@ -148,9 +144,9 @@ def test_sglang_serve_answers_and_ends_on_sigterm(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stats = Stats(tmp_path / "stats.json")
+    stats_file = tmp_path / "stats.json"
     monkeypatch.setenv("SGLANG_PAT_DEBUG", "1")
-    monkeypatch.setenv("SGLANG_PAT_STATS_FILE", str(stats.path))
+    monkeypatch.setenv("SGLANG_PAT_STATS_FILE", str(stats_file))
     arguments = {
         "attention_backend": "pat",
         "max_total_tokens": 8192,
@@ -162,10 +158,10 @@ def test_sglang_serve_answers_and_ends_on_sigterm(
     with running_server(SGLANG_SERVE, tiny_model, tmp_path / "log", **arguments) as server:
         assert_answers_concurrent_clients(server, workload, expected)
         assert_survives_clients_that_leave(server, workload, expected)
-        counted = stats.new()
+        counted = Stats(stats_file, server.info).new()
         assert counted["kv_tokens_planned"] < 0.7 * counted["kv_tokens_query_centric"]
         assert counted["steps_without_sharing"] == {}
-        assert_metrics_are_published(server, read_stats(stats.path))
+        assert_metrics_are_published(server, json.loads(stats_file.read_text()))
         assert_routes_are_published(server)
         assert_steps_are_logged(server.log.read_text())
 
@@ -175,7 +171,7 @@ def test_sglang_serve_answers_and_ends_on_sigterm(
             time.sleep(0.2)
         assert server.processes() == [], f"still running after SIGTERM:\n{server.tail()}"
         assert "Traceback" not in server.log.read_text()
-        assert json.loads(stats.path.read_text())["plans_built"] > 0  # a complete file
+        assert json.loads(stats_file.read_text())["plans_built"] > 0  # a complete file
 
 
 @pytest.mark.nightly

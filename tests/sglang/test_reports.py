@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from pathlib import Path
@@ -15,7 +16,7 @@ from fakes.backends import decode_batch, pat_backend, runner
 from sglang_pat.reasons import StepReason
 from sglang_pat.sglang.report import reports
 from sglang_pat.sglang.report.reports import StepLog, log_line, scheduler_labels
-from sglang_pat.sglang.report.stats_file import read_stats
+from sglang_pat.sglang.report.stats_file import StatsFile
 from sglang_pat.stats import PlanningTimes, PlanStats, read_counters
 
 
@@ -25,20 +26,27 @@ def decode(backend: Any, steps: int) -> None:
 
 
 @pytest.mark.usefixtures("server_context")
-def test_the_file_says_what_has_been_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_state_of_the_scheduler_comes_after_a_file_with_all_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("SGLANG_PAT_STATS_FILE", str(tmp_path / "stats.json"))
+    file = tmp_path / "stats.json"
+    monkeypatch.setenv("SGLANG_PAT_STATS_FILE", str(file))
+    monkeypatch.setattr(StatsFile, "_run", lambda self: None)  # a thread that is late
     backend = pat_backend(runner())
     for step in range(3):
-        counted = read_stats(tmp_path / "stats.json")
+        assert reports._after_get_internal_state({"a": 1}) == {"a": 1}
+        counted = json.loads(file.read_text())
         assert counted["plans_built"] + counted["plans_reused"] == step
         assert counted["kv_tokens_query_centric"] == sum(2 + i for i in range(step))
         assert counted["causes"] == ({"first": 1} if step else {})
         assert counted["steps_without_sharing"] == ({StepReason.NO_REQUESTS: step} if step else {})
         backend.init_forward_metadata(decode_batch([1], [2 + step], [9]))
-    read_stats(tmp_path / "stats.json")  # until the last write is done
-    assert [path.name for path in tmp_path.iterdir()] == ["stats.json"]
+    assert [*tmp_path.iterdir()] == [file]
+    file.unlink()
+    file.mkdir()
+    assert reports._after_get_internal_state({"a": 1}) == {"a": 1}, "the scheduler goes on"
+    assert "pat could not write the stats file" in caplog.text
+    file.rmdir()  # the file is written again when the process ends
 
 
 def test_only_the_first_rank_writes(

@@ -100,7 +100,7 @@ def test_attributes_are_those_of_the_list() -> None:
 def test_objects_of_sglang_are_written_where_the_list_says() -> None:
     """Attributes that no class of the adapter declares belong to SGLang's objects."""
     trees = list(modules())
-    ours = {*PlanStats.__dataclass_fields__, "rid"}  # beam rows declare `rid`, like Reqs
+    ours = {*PlanStats.__dataclass_fields__, "rid", "stats"}  # of beam rows and PackAttention
     ours |= {
         node.target.id
         for _, tree in trees

@@ -373,8 +373,6 @@ def _answer_prompts(family: Family, folder: Path, arguments: dict[str, Any], ask
     import sglang
     from fakes import draft_blocks
 
-    from sglang_pat.sglang.report.stats_file import read_stats
-
     os.environ[_CALLS] = str(folder / "calls")
     os.environ["SGLANG_PAT_STATS_FILE"] = str(folder / "stats.json")
     os.environ["SGLANG_PAT_DEBUG"] = str(int(not asked.has_graphs))
@@ -434,11 +432,9 @@ def _answer_prompts(family: Family, folder: Path, arguments: dict[str, Any], ask
             (turn.get("cached_tokens_details") or {}).get("host", 0) for turn in chain(*told)
         ),
         "aborted": aborted,
-        "routes": engine.get_server_info().get("pat"),
+        "routes": engine.get_server_info().get("pat"),  # pat writes the stats file now
     }
     (folder / "run.json").write_text(json.dumps(run))
-    if Path(os.environ["SGLANG_PAT_STATS_FILE"]).exists():
-        read_stats(Path(os.environ["SGLANG_PAT_STATS_FILE"]))  # waits for the last step
     engine.shutdown()
 
 

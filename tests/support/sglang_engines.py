@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import json
 import os
 import pkgutil
 import random
@@ -12,7 +13,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -30,7 +31,6 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from common.tiny_model import NUM_SPECIAL_TOKENS, TinyModel
 from sglang_pat.bench.http_server import HttpServer, as_flags
-from sglang_pat.sglang.report.stats_file import read_stats
 
 START_SECONDS = 300  # a busy machine of two cores needs a minute and a half
 
@@ -235,14 +235,15 @@ def running_pat_engine(
 
     has_graphs: simulate CUDA graphs (`fakes.cuda_graphs`) instead of checking steps.
     """
-    stats = Stats(folder / "stats.json")
+    stats_file = folder / "stats.json"
     with pytest.MonkeyPatch.context() as environment:
         if has_graphs:  # debug mode reuses no plan
             act_out_graphs(folder, environment)
         environment.setenv("SGLANG_PAT_DEBUG", str(int(not has_graphs)))
-        environment.setenv("SGLANG_PAT_STATS_FILE", str(stats.path))
+        environment.setenv("SGLANG_PAT_STATS_FILE", str(stats_file))
         with running_engine(model, backend, **arguments) as engine:
-            yield engine, stats
+            state = engine.tokenizer_manager.get_internal_state
+            yield engine, Stats(stats_file, lambda: run(engine, state()))
 
 
 COMMON_ARGUMENTS: dict[str, Any] = {
@@ -303,12 +304,14 @@ def run(engine: Any, coroutine: Coroutine[Any, Any, Any]) -> Any:
 class Stats:
     """The counters of an engine's backend since the last call of `new()`."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, ask: Callable[[], object]) -> None:
+        """path: the stats file. ask: asks the scheduler, which then writes the file."""
+        self._path, self._ask = path, ask
         self._before: dict[str, Any] = {}
 
     def new(self) -> dict[str, Any]:
-        now = read_stats(self.path)
+        self._ask()
+        now = json.loads(self._path.read_text())
         before, self._before = self._before, now
         counted = {
             name: value - before.get(name, 0) for name, value in now.items() if type(value) is int
@@ -327,6 +330,10 @@ class Server(HttpServer):
         response.raise_for_status()
         answer: list[int] = response.json()["output_ids"]
         return answer
+
+    def info(self) -> dict[str, Any]:
+        info: dict[str, Any] = requests.get(f"{self.url}/server_info", timeout=30).json()
+        return info
 
     def metrics(self) -> list[Sample]:
         """Return all samples of /metrics."""

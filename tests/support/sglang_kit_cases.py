@@ -137,16 +137,16 @@ def write_model(folder: Path) -> Path:
 def running_kit_server(name: str, model: Path, folder: Path) -> Iterator[KitServer]:
     """Run one of `SERVERS`, with its log and counters in `folder`."""
     variables, arguments = SERVERS[name]
-    stats = Stats(folder / "stats.json")
+    stats_file = folder / "stats.json"
     with pytest.MonkeyPatch.context() as environment:
         for variable, value in (VARIABLES | variables).items():
             environment.setenv(variable, value)
-        environment.setenv("SGLANG_PAT_STATS_FILE", str(stats.path))
+        environment.setenv("SGLANG_PAT_STATS_FILE", str(stats_file))
         given = ARGUMENTS | arguments
         with running_server(LAUNCH_SERVER, model, folder / "log", **given) as server:
             if "skip_server_warmup" in arguments:
                 ask_until_answered(server)
-            yield KitServer(server, model, stats)
+            yield KitServer(server, model, Stats(stats_file, server.info))
 
 
 def ask_until_answered(server: Server) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from sglang_pat.bench.answers import Candidate
 from sglang_pat.cli.demo.report import Served, console
 from sglang_pat.cli.demo.workload import DemoRequest
 from sglang_pat.cli.progress import sign_of_life
-from sglang_pat.sglang.report.stats_file import read_stats
 
 MAX_RUNNING_REQUESTS = 32
 
@@ -96,8 +96,10 @@ def serve(
         seconds = time.perf_counter() - began
         tokens = [answer["output_ids"] for answer in answers]
         candidates = None if machine.exact else list(map(_candidates, answers))
-        # Read before the shutdown, which kills the process that writes the file.
-        stats = {} if stats_file is None else read_stats(stats_file)
+        stats = {}
+        if stats_file is not None:
+            engine.get_server_info()  # makes the scheduler write the file
+            stats = json.loads(stats_file.read_text())
         return Served(tokens, seconds, candidates, stats)
     finally:
         engine.shutdown()

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-import sys
 from typing import Any, ClassVar
 
 from sglang_pat.sglang.report import reports
 from sglang_pat.sglang.report.metrics import LayerMetrics
-from sglang_pat.sglang.start.hooks import AFTER, Hook, install_hooks
+from sglang_pat.sglang.start.hooks import AFTER, Hook
 from sglang_pat.sglang.start.layer_support import LayerSupport
 from sglang_pat.support import BACKEND
 
 logger = logging.getLogger(__name__)
 
 SERVER_INFO_KEY = "pat"
-_SCHEDULER = "managers.scheduler"
 
 # Types of a draft model's steps: the key in `/server_info` -> the name in the log.
 _DRAFTS = {"draft_model": "draft model", "draft_extend": "draft model, reading what was accepted"}
@@ -53,10 +51,7 @@ def report_layer_support(layer_support: LayerSupport, model_runner: Any = None) 
         if model_runner is not _LastReport.model_runner:
             _LastReport.drafts.clear()
         _LastReport.model_runner = model_runner
-        # Only a scheduler process has imported this module. In others, the hook would import it,
-        # which is slow.
-        if f"sglang.srt.{_SCHEDULER}" in sys.modules:
-            install_hooks([_SERVER_INFO_HOOK])
+        reports.install_in_scheduler(_INFO_HOOK)
         if reports.rank_publishes():
             labels = reports.scheduler_labels(model_runner)
             _LastReport.metrics = LayerMetrics(labels, reports.metric_classes())
@@ -86,4 +81,4 @@ def _after_get_init_info(result: dict[str, Any], *_: object) -> dict[str, Any]:
     return result | decode_backend | {SERVER_INFO_KEY: report}
 
 
-_SERVER_INFO_HOOK = Hook(f"{_SCHEDULER}:Scheduler.get_init_info", _after_get_init_info, AFTER)
+_INFO_HOOK = Hook(f"{reports.SCHEDULER}:Scheduler.get_init_info", _after_get_init_info, AFTER)

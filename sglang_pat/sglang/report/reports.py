@@ -27,9 +27,12 @@ from sglang_pat.sglang import compat
 from sglang_pat.sglang.report.metrics import MetricClasses, StepMetrics
 from sglang_pat.sglang.report.stats_file import StatsFile
 from sglang_pat.sglang.start.environment import Environment
+from sglang_pat.sglang.start.hooks import AFTER, Hook, install_hooks
 from sglang_pat.stats import Counters, PlanningKind, PlanningTime, PlanningTimes
 
 logger = logging.getLogger(__name__)
+
+SCHEDULER = "managers.scheduler"
 
 
 class StepReports:
@@ -56,6 +59,7 @@ class StepReports:
             self._metrics.start()
         if self._stats_file is not None:
             self._stats_file.start()
+            install_in_scheduler(_STATE_HOOK)
 
     def add_step(self, planning: PlanningTime, num_repeated: int = 0) -> None:
         """Report a planned decode step. num_repeated: how many repeated steps preceded it."""
@@ -80,6 +84,24 @@ class StepReports:
     def steps_left(self) -> int:
         """Return how many steps may repeat the last one before the log needs add_step()."""
         return sys.maxsize if self._log is None else self._log.steps_left
+
+
+def install_in_scheduler(hook: Hook) -> None:
+    """Install a hook on SGLang's scheduler if this process has imported it. The import is slow."""
+    if f"sglang.srt.{SCHEDULER}" in sys.modules:
+        install_hooks([hook])
+
+
+def _after_get_internal_state(state: Any, *_: object) -> Any:
+    """Hook AFTER Scheduler.get_internal_state, which `/server_info` calls: write the stats file."""
+    try:
+        StatsFile.started[-1].write()
+    except Exception:
+        logger.exception("pat could not write the stats file")
+    return state
+
+
+_STATE_HOOK = Hook(f"{SCHEDULER}:Scheduler.get_internal_state", _after_get_internal_state, AFTER)
 
 
 def warn_without_prefix_cache(memory: Any, disaggregation: Any) -> None:

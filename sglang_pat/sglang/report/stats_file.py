@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 from sglang_pat.output_file import replace_file
 from sglang_pat.stats import Counters
@@ -19,8 +19,6 @@ logger = logging.getLogger(__name__)
 # Pause between two writes. SIGKILL loses at most what was counted in one pause and one write.
 WRITE_SECONDS = 0.05
 _QUIET_WRITES = 10  # after this many writes without a change, the thread sleeps until mark()
-_SETTLED_SECONDS = 0.25
-_READ_SECONDS = 0.02
 
 
 class StatsFile:
@@ -29,6 +27,8 @@ class StatsFile:
     The file is replaced atomically within 0.1 s of a step, so no reader sees half of it. It is
     written once more when the process ends, unless a signal kills the process.
     """
+
+    started: ClassVar[list[StatsFile]] = []  # of this process
 
     def __init__(self, path: Path, read_counters: Callable[[], Counters]) -> None:
         self._path = path
@@ -40,6 +40,7 @@ class StatsFile:
     def start(self) -> None:
         """Write the file, and keep it up to date until the process ends."""
         self.write()
+        self.started.append(self)
         atexit.register(self.write)
         threading.Thread(target=self._run, name="sglang-pat stats file", daemon=True).start()
 
@@ -71,22 +72,3 @@ class StatsFile:
                     time.sleep(WRITE_SECONDS)
         except Exception:
             logger.exception("pat no longer writes %s; decode continues", self._path)
-
-
-def read_stats(path: Path, timeout_seconds: float = 30.0) -> dict[str, Any]:
-    """Return the contents of a stats file once all requests have been answered.
-
-    Waits until the file has not changed for longer than a write takes. Raises TimeoutError that
-    names the file if the file keeps changing.
-    """
-    text, changed = path.read_text(), time.monotonic()
-    deadline = changed + timeout_seconds
-    while (now := time.monotonic()) - changed < _SETTLED_SECONDS:
-        if now > deadline:
-            raise TimeoutError(f"{path} has not stopped changing for {timeout_seconds} s")
-        time.sleep(_READ_SECONDS)
-        before, text = text, path.read_text()
-        if text != before:
-            changed = time.monotonic()
-    stats: dict[str, Any] = json.loads(text)
-    return stats
