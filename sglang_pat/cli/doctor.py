@@ -148,7 +148,7 @@ _AS_A_DRAFT_MODEL = (
     "what was verified; {} reads its prompts."
 )
 _DRAFT_WINDOW = "--speculative-draft-window-size"
-_APPLY_IT = ("triton", "flashinfer", "trtllm_mha")  # to a draft model without a window of its own
+_APPLY_IT = ("triton", "flashinfer")  # to a draft model without a window of its own
 _DRAFTS = "Drafts: pat verifies those of {}. Otherwise {}."
 
 

@@ -13,7 +13,8 @@ import inspect_backend as inside
 import pytest
 import torch
 from fakes.backends import KVPool
-from scene import BRANCHES, Scene, Steps, assert_left, grown
+from scene import BRANCHES, DefaultSteps, Scene, Steps, assert_left, grown
+from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnMultiStepDraftBackend
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang_trees import late_lengths
 
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("as_on_a_gpu")
 DRAFTS, STEPS = 3, 3
 NAMED = "speculative_draft_attention_backend"
 NAMED_FLAG = "--speculative-draft-attention-backend"
+WINDOW, WINDOW_FLAG = "speculative_draft_window_size", "--speculative-draft-window-size"
 
 
 def served(algorithm: str | None, is_checked: bool) -> Steps:
@@ -190,8 +192,23 @@ def test_a_request_that_stopped_takes_no_one_with_it(kind: Kind | None, is_repea
     reader.assert_exact(view, lens, reads, requests=[left], table=table, steps=backwards)
 
 
+CLOSED = SimpleNamespace(init_forward_metadata=None)
+IN_BF16 = {"token_to_kv_pool": KVPool(torch.bfloat16)}
+IN_BF16 |= dict.fromkeys(("dtype", "kv_cache_dtype"), torch.bfloat16)
 OF_NO_STEPS = SimpleNamespace(attn_backends=[])
 OF_WINDOWS = SimpleNamespace(attn_backends=[object()], draft_window_size=64)  # over Triton
+
+
+def test_a_window_of_drafts_that_trtllm_mha_ignores() -> None:
+    """Its steps inherit the window from FlashInfer's, whose common_template() would apply it."""
+    for name in ("", "_out_graph", "_in_graph"):
+        method = vars(TRTLLMHAAttnMultiStepDraftBackend)[f"init_forward_metadata{name}"]
+        assert "common_template" not in method.__code__.co_names
+    steps = DefaultSteps(STEPS)
+    steps.draft_window_size = 64
+    Scene(drafts=STEPS + 2, attention_backend="trtllm_mha").rounds(steps)
+    assert inside.server_info()["draft_model"]["pat_layers"] == 2
+
 
 # The kind of steps, server options, changes of the runner or default backend, and the reason.
 LEFT: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
@@ -200,7 +217,7 @@ LEFT: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("rounds", {}, {"draft_attention_backend": "fa3"}, f"{NAMED_FLAG} fa3"),
     ("rounds", {}, {"steps": OF_NO_STEPS}, "SimpleNamespace, which is closed"),
     ("rounds", {}, {"steps": SimpleNamespace(attn_backends=[object()])}, "object, which is closed"),
-    ("rounds", {}, {"steps": OF_WINDOWS}, "--speculative-draft-window-size 64"),
+    ("rounds", {}, {"steps": OF_WINDOWS}, f"{WINDOW_FLAG} 64"),
     ("extends", {}, {"device": "npu"}, "device npu"),
     ("extends", {}, {"draft_attention_backend": "fa3"}, f"{NAMED_FLAG} fa3"),
     (
@@ -209,30 +226,11 @@ LEFT: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         {"req_to_token_pool": HybridReqToTokenPool.__new__(HybridReqToTokenPool)},
         "--enable-multi-layer-eagle with states",
     ),
-    ("extends", {}, {"default": SimpleNamespace()}, "SimpleNamespace, which is closed"),
-    (
-        "extends",
-        {},
-        {
-            "dtype": torch.bfloat16,
-            "kv_cache_dtype": torch.bfloat16,
-            "token_to_kv_pool": KVPool(torch.bfloat16),
-        },
-        "dtype of queries and KV cache torch.bfloat16 and torch.bfloat16",
-    ),
+    ("extends", {}, {"default": CLOSED}, "SimpleNamespace, which is closed"),
+    ("extends", {}, IN_BF16, "dtype of queries and KV cache torch.bfloat16 and torch.bfloat16"),
     ("blocks", {NAMED: "fa3"}, {}, f"{NAMED_FLAG} fa3"),
-    (
-        "blocks",
-        {"speculative_draft_window_size": 64},
-        {"has_table": True},
-        "--speculative-draft-window-size 64",
-    ),
-    (
-        "blocks",
-        {},
-        {"default": SimpleNamespace(init_forward_metadata=None)},
-        "SimpleNamespace, which is closed",
-    ),
+    ("blocks", {WINDOW: 64}, {"has_table": True}, f"{WINDOW_FLAG} 64"),
+    ("blocks", {}, {"default": CLOSED}, "SimpleNamespace, which is closed"),
 ]
 
 

@@ -85,6 +85,7 @@ class DefaultSteps:
         self.attn_backends = [DefaultBackend() for _ in range(num_steps)]
         self.calls: list[str] = []
         self.needs_cpu_seq_lens = False
+        self.draft_window_size = 0
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self.calls.append("eager")

@@ -279,7 +279,8 @@ def attach_draft_steps(steps: Any, model_runner: Any, target: VerifyPlanner) -> 
     ]
     closed = Unsupported("default backend", f"{type(steps).__name__}, which is closed")
     reason = None if backends else closed
-    if window := getattr(steps, "draft_window_size", 0):  # not in 0.5.17
+    window = getattr(steps, "draft_window_size", 0)  # not in 0.5.17
+    if window and layer_support.default != "trtllm_mha":  # which inherits it from FlashInfer
         reason = _window_reason(window)
     mix_in([*of_steps, (steps, PatDraftSteps, new_state)], layer_support, reason=reason)
     report_draft_support(layer_support)
