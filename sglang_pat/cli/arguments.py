@@ -23,6 +23,8 @@ _OF_SGLANG = {  # other names of SGLang's options -> ours
     "--model-path": "--model",
     "--tp-size": "--tp",
     "--tensor-parallel-size": "--tp",
+    "--dp": "--dp-size",
+    "--data-parallel-size": "--dp-size",
     "--max-total-tokens": "--kv-tokens",
 }
 _words: list[str] = []  # words of the last parsed command line

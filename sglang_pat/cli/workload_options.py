@@ -110,6 +110,11 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="GPUs that share the model (default: 1)",
     )
+    server.add_argument(
+        "--dp-size", type=whole_number(1, 1024), default=1, metavar="N",
+        help="groups of these GPUs with requests of their own, as with SGLang's "
+        "--enable-dp-attention (default: 1)",
+    )  # fmt: skip
     pool = server.add_mutually_exclusive_group()
     pool.add_argument(
         "--kv-pool-gb",
@@ -220,6 +225,9 @@ def read(arguments: argparse.Namespace, progress: Progress) -> GivenWorkload:
     # The import of SGLang is slow, so everything that can be checked without it is checked first.
     policies = _policies(arguments.policies)
     page, chunk = arguments.page_size, arguments.chunked_prefill_size
+    tp, dp = arguments.tp, arguments.dp_size
+    if tp % dp:
+        raise ValueError(f"--dp-size {dp}; allowed: a divisor of --tp {tp}")
     if chunk < page:
         raise ValueError(f"--chunked-prefill-size {chunk}; a page is {page} tokens")
     name, config = check_model(arguments.model)
@@ -233,20 +241,20 @@ def read(arguments: argparse.Namespace, progress: Progress) -> GivenWorkload:
     limit = arguments.limit or _LIMIT
     requests = trace.first(limit, progress)
     with sign_of_life("reading the model, by SGLang's class where SGLang is installed"):
-        model = read_model(arguments.model, arguments.tp, arguments.kv_cache_dtype)
+        model = read_model(arguments.model, tp // dp, arguments.kv_cache_dtype)
     if model.note:
         print(f"{model.note}; the rules of sglang-pat tell its layers", file=sys.stderr)
     with naming(name):
         kv = arguments.kv_cache_dtype
-        time = StepTime.of_model(config, gpu, arguments.tp, model.layers, model.weights, kv)
+        time = StepTime.of_model(config, gpu, tp, model.layers, model.weights, kv, dp)
         pool = _pool_tokens(time, arguments)
 
     # Only now, after wrong input has been refused: this also imports numpy and the scheduler.
     from sglang_pat.workload.run import Setup
 
-    rules = Rules(
-        max_running_requests=arguments.max_running_requests,
-        chunked_prefill_size=chunk,
+    rules = Rules(  # SGLang divides both among the groups
+        max_running_requests=max(1, arguments.max_running_requests // dp),
+        chunked_prefill_size=max(page, chunk // dp),
         context_length=context_length,
         max_new_tokens=arguments.max_new_tokens,
         ignore_eos=arguments.max_new_tokens is None,
@@ -272,13 +280,13 @@ def _check_by_rules(config: Mapping[str, Any], arguments: argparse.Namespace) ->
     from sglang_pat.workload.cost import StepTime
     from sglang_pat.workload.weights import read_weights
 
-    tp, gpu = arguments.tp, GPUS[arguments.gpu]
+    tp, dp, gpu = arguments.tp, arguments.dp_size, GPUS[arguments.gpu]
     try:
-        layers = read_layers(config, tp)
+        layers = read_layers(config, tp // dp)
         weights = read_weights(config, layers)
     except ValueError:  # the rules do not know the model's class, or its default values
         return
-    time = StepTime.of_model(config, gpu, tp, layers, weights, arguments.kv_cache_dtype)
+    time = StepTime.of_model(config, gpu, tp, layers, weights, arguments.kv_cache_dtype, dp)
     larger = replace(gpu, memory_bytes=gpu.memory_bytes * 5 // 4)
     try:
         _pool_tokens(replace(time, gpu=larger), arguments)

@@ -74,10 +74,18 @@ _PREFILL_REQUEST_SECONDS = 0.001  # fixed time of a request in a pass
 
 _MEMORY_SHARE = 0.86  # fraction of a GPU's memory for weights and KV, about SGLang's default
 
-# Time of an all-reduce. Every layer has two, after attention and after the MLP. The times are those
-# of SGLang's own all-reduce on eight H200s, where NCCL's takes three times as long.
-_ALL_REDUCE_SECONDS = 5e-6
-_ALL_REDUCE_BYTES_PER_SECOND = 300e9
+
+class _Collective(NamedTuple):
+    """The time of a collective of several GPUs: a fixed time, and that of the bytes of each GPU."""
+
+    seconds: float
+    bytes_per_second: float
+
+
+# All-reduces, of which every layer has two, after attention and after the MLP. Both kinds were
+# fitted to a 70B model on eight H200s.
+_ALL_REDUCE = _Collective(5e-6, 300e9)  # SGLang's own
+_NCCL = _Collective(18.5e-6, 210e9)
 
 _PARTIAL_BYTES, _LSE_BYTES = 2, 4  # of each number in a partial output, and of the LSE
 _STATE_BYTES_PER_REQUEST = 4 << 20  # read and written per step for a layer's state
@@ -142,6 +150,9 @@ class StepSeconds(NamedTuple):
 class StepTime:
     """Computes the time of steps of one model on `tp` GPUs.
 
+    With data-parallel attention, `dp` groups of GPUs have requests of their own. All arguments and
+    results are those of one group; the others are assumed to do the same at the same time.
+
     Attributes
     ----------
     layers
@@ -159,6 +170,7 @@ class StepTime:
     hidden_size: int
     gpu: GpuModel
     tp: int = 1
+    dp: int = 1
     bytes_of_weights: WeightBytes = field(default_factory=WeightBytes)
     kv_bytes: float = 2.0
     quantisation: str = ""
@@ -172,6 +184,7 @@ class StepTime:
         layers: Sequence[Layer] | None = None,
         weights: Weights | None = None,
         kv_cache_dtype: str = "auto",
+        dp: int = 1,
     ) -> StepTime:
         """Return the StepTime of the model that a `config.json` describes.
 
@@ -188,7 +201,7 @@ class StepTime:
             `tp` or a key of the configuration is not valid. The message names the key.
         """
         dtype, stored = served_dtype(config), quantisation_of(config)
-        layers = read_layers(config, max(1, tp)) if layers is None else layers
+        layers = read_layers(config, max(1, tp // dp)) if layers is None else layers
         if kv_cache_dtype == "auto":
             is_float8 = has_float8_cache(config)
         else:
@@ -201,21 +214,27 @@ class StepTime:
                 replace(each, refusal=each.refusal or mixed) if each.num_qo_heads else each
                 for each in layers
             ]
-        check_ranks(layers, tp)
+        check_ranks(layers, tp // dp)
         return cls(
             layers=layers,
             weights=read_weights(config, layers) if weights is None else weights,
             hidden_size=positive(config, "hidden_size"),
             gpu=gpu,
             tp=tp,
+            dp=dp,
             bytes_of_weights=weight_bytes(config),
             kv_bytes=kv_bytes,
             quantisation=str(stored.get("quant_method") or stored.get("quant_algo") or ""),
         )
 
+    @property
+    def group(self) -> int:
+        """Return how many GPUs attend for the same requests."""
+        return self.tp // self.dp
+
     def kv_heads(self, layer: Layer) -> int:
         """Return how many KV heads one GPU has: at least 1, as GPUs may hold the same head."""
-        return max(1, layer.num_kv_heads // self.tp)
+        return max(1, layer.num_kv_heads // self.group)
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -226,8 +245,8 @@ class StepTime:
     def held_weight_bytes(self) -> float:
         """Return the bytes of the weights on one GPU."""
         weights, size = self.weights, self.bytes_of_weights
-        held = self._dense_bytes + weights.experts * size.experts + weights.embedding * WHOLE_BYTES
-        return held / self.tp
+        shared = weights.experts * size.experts + weights.embedding * WHOLE_BYTES
+        return self._dense_bytes + shared / self.tp
 
     def pool_tokens(self, pool_bytes: float | None = None) -> int:
         """Return how many tokens fit into a GPU's KV pool of `pool_bytes`.
@@ -252,14 +271,15 @@ class StepTime:
     def without_attention(self, batch: int) -> float:
         """Return the seconds of a decode step without its attention."""
         weights, gpu = self.weights, self.gpu
-        untouched = (1 - weights.experts_per_token / weights.num_experts) ** batch
-        read = self._dense_bytes
-        read += weights.experts * (1 - untouched) * self.bytes_of_weights.experts
-        from_memory = read / self.tp / gpu.bytes_per_second / _WEIGHT_SHARE
-        flops = 2 * batch * self._active / self.tp
+        tokens = batch * self.dp  # of all groups
+        untouched = (1 - weights.experts_per_token / weights.num_experts) ** tokens
+        experts = weights.experts * (1 - untouched) * self.bytes_of_weights.experts
+        read = self._dense_bytes + experts / self.tp
+        from_memory = read / gpu.bytes_per_second / _WEIGHT_SHARE
+        flops = 2 * tokens * self._active / self.tp
         computed = flops / gpu.flops_per_second / _FLOPS_SHARE
-        moved = self._states * batch * _STATE_BYTES_PER_REQUEST / self.tp
-        fixed = len(self.layers) * (_LAYER_SECONDS + self._all_reduces(batch))
+        moved = self._states * batch * _STATE_BYTES_PER_REQUEST / self.group
+        fixed = len(self.layers) * (_LAYER_SECONDS + self._collectives(batch))
         fixed += len(self.layers) * _EXPERTS_SECONDS * (weights.experts > 0)
         fixed += self._states * _STATE_SECONDS + self._latent * _LATENT_SECONDS
         return fixed + math.hypot(from_memory, computed) + moved / gpu.bytes_per_second
@@ -290,11 +310,11 @@ class StepTime:
             per_token *= 2 / self.kv_bytes  # over fp8 KV, FA3 takes as long as over 16-bit KV
         memory = (reads.once + reads.again) * per_token / gpu.bytes_per_second / _KV_SHARE
         row_bytes = layer.v_head_dim * _PARTIAL_BYTES + _LSE_BYTES
-        partial_bytes = 2 * reads.partials * layer.num_qo_heads / self.tp * row_bytes
+        partial_bytes = 2 * reads.partials * layer.num_qo_heads / self.group * row_bytes
         merge = partial_bytes / gpu.bytes_per_second / _PARTIAL_SHARE
         row_flops = 2 * (layer.head_dim + layer.v_head_dim) / gpu.flops_per_second
         if layer.kind == LATENT:
-            tiles = math.ceil(layer.num_qo_heads / self.tp / MAX_LATENT_GROUP_SIZE)
+            tiles = math.ceil(layer.num_qo_heads / self.group / MAX_LATENT_GROUP_SIZE)
             rows = tiles * MAX_LATENT_GROUP_SIZE
             computed = reads.tokens * rows * row_flops / _LATENT_FLOPS_SHARE
             return _ATTENTION_SECONDS + math.hypot(memory, computed) + merge
@@ -350,7 +370,7 @@ class StepTime:
             )
         )
         seconds = matrices / _PREFILL_SHARE + attention / _PREFILL_ATTENTION_SHARE
-        computed = seconds / self.tp / gpu.flops_per_second
+        computed = seconds / self.group / gpu.flops_per_second  # each group prefills
         read = self.held_weight_bytes / gpu.bytes_per_second / _WEIGHT_SHARE
         launched = len(self.layers) * _PREFILL_LAYER_SECONDS
         longest = max(read, computed, launched)
@@ -380,22 +400,29 @@ class StepTime:
 
     @property
     def _dense_bytes(self) -> float:
-        """Return the bytes of `weights.dense`. Its output head is unquantised."""
+        """Return the bytes of `weights.dense` on one GPU. Its output head is unquantised."""
         weights, size = self.weights, self.bytes_of_weights
         mlps = weights.dense - weights.vocabulary - weights.attention
-        attention = weights.attention * size.attention
-        return attention + mlps * size.dense + weights.vocabulary * WHOLE_BYTES
+        shared = mlps * size.dense + weights.vocabulary * WHOLE_BYTES
+        return weights.attention * size.attention / self.group + shared / self.tp
 
     def _token_bytes(self, layer: Layer) -> float:
         """Return the bytes that a token takes in one KV head of a layer."""
         return layer.kv_elements / max(layer.num_kv_heads, 1) * self.kv_bytes
 
-    def _all_reduces(self, batch: int) -> float:
-        """Return the seconds of both all-reduces of a layer."""
-        if self.tp == 1:
-            return 0.0
-        moved = 2 * (self.tp - 1) / self.tp * batch * self.hidden_size * 2
-        return 2 * (_ALL_REDUCE_SECONDS + moved / _ALL_REDUCE_BYTES_PER_SECOND)
+    def _collectives(self, batch: int) -> float:
+        """Return the seconds of the collectives of a layer.
+
+        An all-reduce is a reduce-scatter and an all-gather. With data-parallel attention, SGLang
+        calls NCCL for both, once within the group and once among all GPUs, around a layer's
+        experts. Each is assumed to take half as long as NCCL's all-reduce.
+        """
+        each = _ALL_REDUCE if self.dp == 1 else _NCCL
+        seconds = 0.0
+        for gpus, tokens in ((self.group, batch), (self.tp, batch * self.dp)):
+            moved = 2 * (gpus - 1) / gpus * tokens * self.hidden_size * 2
+            seconds += (gpus > 1) * (each.seconds + moved / each.bytes_per_second)
+        return seconds
 
 
 def _on_gpu(layer: Layer, gpu: GpuModel, *, one_byte: bool) -> Layer:

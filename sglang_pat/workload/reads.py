@@ -86,7 +86,7 @@ class Planner:
             is_latent = layer.kind == LATENT
             heads, workers = layer.num_qo_heads, time.gpu.workers(time.kv_heads(layer))
             if is_latent:  # all GPUs have the one KV head; an SM runs one CTA
-                heads, workers = heads // time.tp, time.gpu.num_sms
+                heads, workers = heads // time.group, time.gpu.num_sms
             self._schedulers = {
                 policy: new_scheduler(
                     group_size=max(1, heads // layer.num_kv_heads),

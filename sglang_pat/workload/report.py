@@ -126,6 +126,7 @@ class ReplayReport:
             "model": self.model,
             "gpu": time.gpu.name,
             "tp": time.tp,
+            "dp": time.dp,
             "layers": [
                 {"layers": count, "what": words, "accelerated": accelerated}
                 for count, words, accelerated in summary(time.layers)

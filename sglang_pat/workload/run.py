@@ -299,6 +299,9 @@ def answer(
 ) -> WorkloadAnswer:
     """Serve a workload with both backends.
 
+    With data-parallel attention, the results of a server are those of one group of its GPUs, but
+    requests per second are those of all groups. SGLang deals requests to the groups in turn.
+
     Parameters
     ----------
     watch
@@ -317,21 +320,27 @@ def answer(
             f"{setup.rules.context_length or pool:,} or the KV pool of {pool:,} tokens, so there "
             "is no verdict; raise --context-length or the pool"
         )
+    groups = setup.time.dp
+    stream = stream[::groups]
     default = serve(stream, setup, DEFAULT, progress=progress)
     pat = serve(stream, setup, PAT, watch, progress)
     at_once = [each._replace(arrival=0.0) for each in stream]
     most = {
-        name: stats.requests_per_second
-        if stats.starved < _STARVED
-        else serve(at_once, setup, name, progress=progress).requests_per_second
+        name: groups
+        * (
+            stats.requests_per_second
+            if stats.starved < _STARVED
+            else serve(at_once, setup, name, progress=progress).requests_per_second
+        )
         for name, stats in ((DEFAULT, default), (PAT, pat))
     }
-    distinct = distinct_tokens(each.prompt for each in served)
+    distinct = distinct_tokens(each.prompt for each in served[::groups])
     by_weight = None
     if setup.rules.schedule_policy == "fcfs" and pat.new_tokens > _REPEATED * distinct:
         weighted = replace(setup, rules=replace(setup.rules, schedule_policy="dfs-weight"))
         fcfs, dfs = (
-            serve(at_once[:_ORDERED], each, PAT).requests_per_second for each in (setup, weighted)
+            groups * serve(at_once[:_ORDERED], each, PAT).requests_per_second
+            for each in (setup, weighted)
         )
         by_weight = (fcfs, dfs) if dfs > fcfs else None
     return WorkloadAnswer(setup, default, pat, most, refused, distinct, by_weight)

@@ -59,6 +59,7 @@ def unchecked(time: StepTime) -> list[str]:
     reasons = {
         f"{time.gpu.name} is scaled by its data sheet": time.gpu.name not in ERRORS,
         f"communication between {time.tp} GPUs": time.tp > 1,
+        "data-parallel attention": time.dp > 1,
         "mixtures of experts": time.weights.experts > 0,
         "quantised weights": bool(time.quantisation),
         f"weights of {time.quantisation}, counted as 2 bytes each": bool(time.quantisation)
@@ -155,6 +156,7 @@ def _basis(
 ) -> str:
     time = found.setup.time
     gpus = time.gpu.name if time.tp == 1 else f"{time.tp} x {time.gpu.name}"
+    gpus += f" in {time.dp} groups" * (time.dp > 1)
     guess = f", a guess (not recorded: {'; '.join(not_recorded)})" if not_recorded else ""
     return (
         f"{model} on {gpus}, {workload}: {time.gpu.default_backend} against pat. "

@@ -114,9 +114,9 @@ def test_no_second_value_wins_silently(name: str, capsys: pytest.CaptureFixture[
 
 
 def test_options_of_the_server_have_all_of_sglangs_names() -> None:
-    words = ["--trace", "x", "--model-path", "m", "--tp-size=2", "--max-total-tokens", "9"]
+    words = ["--trace", "x", "--model-path", "m", "--tp-size=4", "--dp=2", "--max-total-tokens=9"]
     found = commands()["advise"].parse_args(words)
-    assert (found.model, found.tp, found.kv_tokens) == ("m", 2, 9)
+    assert (found.model, found.tp, found.dp_size, found.kv_tokens) == ("m", 4, 2, 9)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

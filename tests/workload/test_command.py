@@ -132,6 +132,7 @@ WRONG: tuple[tuple[tuple[object, ...], str], ...] = (
     (("--trace", TRACE, "--policies", "paper,paper"), "each is named once"),
     (("--trace", TRACE, "--model", "gpt-9"), "model 'gpt-9'; allowed: llama-3.1-8b"),
     (("--trace", TRACE, "--tp", "5"), "--tp 5: 32 query heads; allowed: a divisor of 32"),
+    (("--trace", TRACE, "--tp", "4", "--dp-size", "3"), "--dp-size 3; allowed: a divisor of --tp"),
     (("--trace", TRACE, "--gpu", "l4", "--model", "llama-3.1-70b"), "raise --tp"),
     (("--trace", "missing.jsonl"), "missing.jsonl: there is no such file"),
     (("--trace", TRACE, "--kv-tokens", "10", "--page-size", "16"), "two pages of 16 are needed"),
@@ -139,16 +140,10 @@ WRONG: tuple[tuple[tuple[object, ...], str], ...] = (
     (("--trace", TRACE, "--format", "csv"), "format 'csv'; allowed: auto, mooncake"),
     (("--trace", TRACE, "--limit", "2", "--forest-step", "9999999"), "has steps 0 to "),
     (("--generate", "toolagent", "--json", "x", "--csv", "./x"), "are the same file"),
-    (
-        ("--trace", TRACE, "--page-size", "16", "--chunked-prefill-size", "8"),
-        "--chunked-prefill-size 8; a page is 16 tokens",
-    ),
+    (("--trace", TRACE, "--page-size", "16", "--chunked-prefill-size", "8"), "8; a page is 16"),
     # The parser refuses these, and names the option.
     (("--trace", TRACE, "--rate", "nan"), "--rate: 'nan'; allowed: a number from 0.001 to 1,000,0"),
-    (
-        ("--trace", TRACE, "--schedule-policy", "sjf"),
-        "--schedule-policy: invalid choice: 'sjf' (ch",
-    ),
+    (("--trace", TRACE, "--schedule-policy", "sjf"), "--schedule-policy: invalid choice: 'sjf'"),
     (("--trace", TRACE, "--json", "no/folder/x"), "does not exist"),
     (("--trace", TRACE, "--generate", "toolagent"), "not allowed with argument --trace"),
 )

@@ -18,6 +18,7 @@ from sglang_pat import support
 from sglang_pat.batch import PrefixPaths
 from sglang_pat.model_config import decoder_config
 from sglang_pat.model_layers import WINDOW
+from sglang_pat.workload import cost
 from sglang_pat.workload.cost import Reads, StepTime
 from sglang_pat.workload.models import GPUS, read_config
 from sglang_pat.workload.reads import Planner
@@ -56,14 +57,8 @@ def steps() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any], dict[str
     whole = recorded("h100/serving.json")["models"]["llama-3-8b"]
     for case in recorded("h100/bench.json")["cases"]:
         batch = dict(case, batch=case["requests"], groups=1, generated=case["tokens"])
-        times = {name: case["tpot_ms"][name]["median"] for name in case["tpot_ms"]}
-        yield (
-            "H100",
-            "h100/bench.json",
-            whole,
-            batch,
-            {"pat": times["pat"], "fa3": times["default"]},
-        )
+        times = {key: case["tpot_ms"][backend]["median"] for backend, key in KINDS}
+        yield "H100", "h100/bench.json", whole, batch, times
     for name in ("h100/serving-gates.json", "h200/serving-gates.json"):
         data = recorded(name)
         for case in data["cases"]:
@@ -110,7 +105,6 @@ def modelled_cases(path: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 COMPARED = list(filter(modelled_cases, sorted(RESULTS.glob("*/compare-*.json"))))
 # Allowed errors. The time model was not fitted to windows; the second is for one request.
 WITH_WINDOWS = 0.22, 0.42
-WITH_NCCL = 0.22  # its collectives are slower than SGLang's all-reduce
 
 
 def is_triton(scenario: dict[str, Any], server: str) -> bool:
@@ -119,7 +113,7 @@ def is_triton(scenario: dict[str, Any], server: str) -> bool:
 
 
 @pytest.mark.parametrize("path", COMPARED, ids=lambda path: path.stem)
-def test_compared_servers_are_predicted(path: Path) -> None:
+def test_compared_servers_are_predicted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cases have long prefixes, hybrid models, experts, latent attention or several GPUs.
 
     Weights have unit scale, so that experts are used as evenly as in a trained model.
@@ -129,18 +123,17 @@ def test_compared_servers_are_predicted(path: Path) -> None:
         gpu = GPUS[path.parent.name.upper()]
         given = scenario["arguments"]
         kv = given.get("kv_cache_dtype", "auto")
-        time = StepTime.of_model(
-            decoder_config(scenario["config"]), gpu, given.get("tp_size", 1), kv_cache_dtype=kv
-        )
+        if "disable_custom_all_reduce" in given:
+            monkeypatch.setattr(cost, "_ALL_REDUCE", cost._NCCL)
+        config, dp = decoder_config(scenario["config"]), given.get("dp_size", 1)
+        time = StepTime.of_model(config, gpu, given.get("tp_size", 1), kv_cache_dtype=kv, dp=dp)
         predicted: dict[str, float] = {}
         for backend, names in ((PAT, ("pat", "pat-64")), (DEFAULT, ("fa3", "default"))):
             for name in case["tpot_ms"].keys() & {*names}:
                 asked += 1
-                stats = serve(batch_of(case), Setup(time, 8_000_000), backend)
+                stats = serve(batch_of(case)[::dp], Setup(time, 8_000_000), backend)
                 has_windows = any(layer.kind == WINDOW for layer in time.layers)
                 error = WITH_WINDOWS[case["batch"] == 1] if has_windows else 0.15
-                if {"disable_custom_all_reduce", "enable_dp_attention"} & given.keys():
-                    error = WITH_NCCL
                 predicted[backend] = stats.step_ms
                 if is_triton(scenario, name):  # slower than what the time model knows
                     assert 0.7 < stats.step_ms / case["tpot_ms"][name] < 1, case["case"]
@@ -151,6 +144,14 @@ def test_compared_servers_are_predicted(path: Path) -> None:
             gain = predicted[DEFAULT] / predicted[PAT]
             assert gain == pytest.approx(case["over_pat"]["default"]["median"], rel=0.13), case
     assert asked
+
+
+def test_data_parallel_attention_keeps_more_weights_and_heads_on_a_gpu() -> None:
+    _, config = read_config("llama-3.1-8b")
+    one, two = (StepTime.of_model(config, GPUS["H100"], 4, dp=dp) for dp in (1, 2))
+    assert (one.kv_heads(one.layers[0]), two.kv_heads(two.layers[0])) == (2, 4)
+    more = two.held_weight_bytes - one.held_weight_bytes
+    assert more == pytest.approx(2 * one.weights.attention / 4)
 
 
 def alone_on(gpu: str, heads_kv: int, head_dim: int, kv_bytes: float) -> dict[str, float]:

@@ -124,6 +124,18 @@ def test_the_rate_of_the_trace_is_the_users(answered: Any) -> None:
     assert rates == pytest.approx([rates[0]] * 3, rel=0.02)
 
 
+def test_groups_have_requests_of_their_own(answered: Any) -> None:
+    """Each group of two GPUs attends for 30 requests, and for all heads on two GPUs."""
+    words = ["--generate", "few-shot", "--limit", "60", "--rate", "inf", "--tp", "4", *SMALL]
+    whole, found = (answered(*words, "--dp-size", size) for size in (1, 2))
+    assert (whole["dp"], whole["pat"]["requests"]) == (1, 60)
+    assert (found["dp"], found["pat"]["requests"]) == (2, 30)
+    assert found["server"]["max_running_requests"] == 32
+    rate = found["verdict"]["requests_per_second"]["pat"]
+    assert rate == pytest.approx(60 / found["pat"]["seconds"], abs=1e-3)
+    assert "on 4 x H100 in 2 groups" in found["verdict"]["basis"]
+
+
 def test_dfs_weight_is_named_where_it_helps() -> None:
     """32 prefixes come in turn, but the pool holds only a few: FCFS recomputes them repeatedly."""
     requests = [
