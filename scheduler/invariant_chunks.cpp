@@ -16,16 +16,11 @@ constexpr int64_t kLongestChunks = 2;
 }  // namespace
 
 void InvariantChunks::plan(const PrefixForest& forest, std::span<const int32_t> seq_lens,
-                           Packing& packing, Split& split) {
+                           int64_t num_distinct, Packing& packing, Split& split) {
   packing.clear();
   split.clear();
   known_spans_.assign(forest.nodes().size(), {.kv_begin = -1, .kv_end = -1, .span = -1});
-  int64_t total = 0;  // distinct KV tokens
-  for (const ForestNode& node : forest.nodes()) total += node.kv_end - node.kv_begin;
-  for (const int32_t request : forest.requests_in_tree_order()) {
-    total += seq_lens[request] - forest.private_begin(request);
-  }
-  const int64_t longest = kLongestShares * total / num_workers_;
+  const int64_t longest = kLongestShares * num_distinct / num_workers_;
   list_requests(forest);
   for (int64_t begin = 0; begin <= std::numeric_limits<int32_t>::max();) {
     const auto chunk = static_cast<int32_t>(begin);

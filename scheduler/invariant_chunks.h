@@ -35,9 +35,10 @@ class InvariantChunks {
   // longer than others. Takes time linear in requests * chunks + segments; in the worst case, that is multiplied by the
   // number of requests per tile.
   //
-  // Fills only the spans of `packing`. Throws std::length_error if int32 cannot count the slots of all spans.
-  void plan(const PrefixForest& forest, std::span<const int32_t> seq_lens, Packing& packing,
-            Split& split);
+  // num_distinct: KV tokens of the batch, each counted once. Fills only the spans of `packing`. Throws
+  // std::length_error if int32 cannot count the slots of all spans.
+  void plan(const PrefixForest& forest, std::span<const int32_t> seq_lens, int64_t num_distinct,
+            Packing& packing, Split& split);
 
  private:
   // A request that has KV in the chunk.

@@ -119,15 +119,15 @@ void PackScheduler::plan(PrefixForest& batch, std::span<const int32_t> seq_lens)
   }
   const PrefixForest& forest = window > 0 ? window_.rows() : batch;
   const std::span<const int32_t> row_lens = window > 0 ? window_.row_lens() : seq_lens;
-  int64_t lower_bound = 0;
-  for (const ForestNode& node : forest.nodes()) lower_bound += node.kv_end - node.kv_begin;
+  int64_t num_distinct = 0;  // KV tokens
+  for (const ForestNode& node : forest.nodes()) num_distinct += node.kv_end - node.kv_begin;
   for (size_t request = 0; request < row_lens.size(); ++request) {
-    lower_bound += row_lens[request] - forest.private_begin(static_cast<int32_t>(request));
+    num_distinct += row_lens[request] - forest.private_begin(static_cast<int32_t>(request));
   }
   times_.forest = stopwatch.lap();
 
   if (config_.batch_invariant) {
-    chunks_.plan(forest, row_lens, packing_, split_);
+    chunks_.plan(forest, row_lens, num_distinct, packing_, split_);
     times_.packing = stopwatch.lap();
     times_.split = 0;
   } else {
@@ -135,7 +135,7 @@ void PackScheduler::plan(PrefixForest& batch, std::span<const int32_t> seq_lens)
     times_.packing = stopwatch.lap();
 
     const SplitTask task{.num_requests = static_cast<int32_t>(row_lens.size()),
-                         .num_unique = lower_bound};
+                         .num_distinct = num_distinct};
     splitter_.split(packing_, task, split_);
     try_other_packings(forest, row_lens, task);
     times_.split = stopwatch.lap();
@@ -168,7 +168,7 @@ void PackScheduler::plan(PrefixForest& batch, std::span<const int32_t> seq_lens)
     }
     range.longest = static_cast<int32_t>(std::min(longest, kMaxLength));
   }
-  next_.plan.set_kv_tokens(query_centric, lower_bound);
+  next_.plan.set_kv_tokens(query_centric, num_distinct);
   if (window > 0) next_.cuts.assign(window_.cuts().begin(), window_.cuts().end());
   next_.expected_time = split_.time;
   std::swap(last_, next_);

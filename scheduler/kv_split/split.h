@@ -60,7 +60,7 @@ struct Split {
 // What a splitter must know about a batch, in addition to its packs.
 struct SplitTask {
   int32_t num_requests;
-  int64_t num_unique;  // KV tokens, each counted once
+  int64_t num_distinct;  // KV tokens, each counted once
   // Expected time of another split of the batch. If no new split can take less time, the result has no tickets.
   int64_t time_to_beat = std::numeric_limits<int64_t>::max();
   // KvSplitter sets the next two fields itself.

@@ -18,7 +18,7 @@ constexpr int64_t kSlowestPercent = 100;
 constexpr int64_t kAlonePercent = 226;
 // Weights of the mean chain per worker, and of the distinct KV per worker, which device memory must deliver.
 constexpr int64_t kMeanPercent = 97;
-constexpr int64_t kUniquePercent = 433;
+constexpr int64_t kDistinctPercent = 433;
 // Penalties for a plan that shares nothing although requests have KV in common: one per plan, and one per token that is
 // read again. Without these penalties, the planner chose plans without sharing that took up to 1.3 times as long as
 // plans with sharing (H200, both kinds of plan for 101 small batches).
@@ -48,10 +48,10 @@ int64_t time_of_merge(const SplitContext& context, int64_t partials) {
 }  // namespace
 
 int64_t time_of_chains(const SplitTask& task, int32_t num_workers, int64_t slowest, int64_t total) {
-  const int64_t shared = kMeanPercent * total + kUniquePercent * task.num_unique;
+  const int64_t shared = kMeanPercent * total + kDistinctPercent * task.num_distinct;
   const int64_t chains =
       std::max(kAlonePercent * slowest, kSlowestPercent * slowest + shared / num_workers);
-  const int64_t reread = task.num_read - task.num_unique;
+  const int64_t reread = task.num_read - task.num_distinct;
   if (!task.shares_nothing || reread <= 0) return chains;
   return chains + 100 * kSharingNothing + kRereadPercent * reread / num_workers;
 }

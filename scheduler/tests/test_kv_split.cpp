@@ -14,7 +14,7 @@ namespace pat::testing {
 namespace {
 
 struct Made {
-  int64_t num_unique = 0;
+  int64_t num_distinct = 0;
   Packing packing;
   Split split;
 };
@@ -25,9 +25,9 @@ Made split(const Batch& batch, const SchedulerConfig& config) {
   const PathArrays arrays = batch.arrays();
   forest.build(arrays.view());
   forest.arrange(batch.seq_lens);
-  for (const ForestNode& node : forest.nodes()) made.num_unique += node.kv_end - node.kv_begin;
+  for (const ForestNode& node : forest.nodes()) made.num_distinct += node.kv_end - node.kv_begin;
   for (size_t request = 0; request < batch.seq_lens.size(); ++request) {
-    made.num_unique +=
+    made.num_distinct +=
         batch.seq_lens[request] - forest.private_begin(static_cast<int32_t>(request));
   }
   const TileSelection tiles(tiles_of(config.latent), config.group_size, config.max_block_q);
@@ -35,7 +35,7 @@ Made split(const Batch& batch, const SchedulerConfig& config) {
   KvSplitter({config.num_workers, config.min_item_tokens}, config.cost, tiles)
       .split(made.packing,
              {.num_requests = static_cast<int32_t>(batch.seq_lens.size()),
-              .num_unique = made.num_unique},
+              .num_distinct = made.num_distinct},
              made.split);
   return made;
 }
@@ -317,10 +317,10 @@ TEST(kv_split_gives_up_where_another_split_is_as_good) {
   const TileSelection tiles(tiles_of(made.latent), made.group_size, made.max_block_q);
   KvSplitter splitter({made.num_workers, made.min_item_tokens}, made.cost, tiles);
   Split other;
-  splitter.split(usual.packing, {40, usual.num_unique, usual.split.time / 2}, other);
+  splitter.split(usual.packing, {40, usual.num_distinct, usual.split.time / 2}, other);
   CHECK(other.tickets.empty() && other.work_items.empty());
   CHECK_EQ(other.time, 0);
-  splitter.split(usual.packing, {40, usual.num_unique, 2 * usual.split.time}, other);
+  splitter.split(usual.packing, {40, usual.num_distinct, 2 * usual.split.time}, other);
   CHECK_EQ(other.time, usual.split.time);
   CHECK_EQ(other.tickets.size(), usual.split.tickets.size());
 }
