@@ -76,8 +76,10 @@ MODELS = {
 DRAFTS = {
     "trees": "STANDALONE, trees 3,4,8",
     "deep-trees": "EAGLE, trees 5,4,8",
-    "dflash": "DFLASH, blocks of 8, acceptance simulated",
+    "dflash": "DFLASH, 8 to verify, acceptance simulated",
+    "dspark": "DSPARK, 8 to verify, acceptance simulated",
     "eagle": "EAGLE, chains 3,1,4",
+    "eagle3": "EAGLE3, chains 3,1,4",
     "ngram": "NGRAM, 4 to verify",
     "small": "STANDALONE, chains 3,1,4: the first layer",
     "same": "STANDALONE, chains 3,1,4: the model itself",
