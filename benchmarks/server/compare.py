@@ -118,6 +118,7 @@ def server_bytes(scenario: Scenario) -> float:
         GPUS["H100"],
         scenario.gpus,
         kv_cache_dtype=arguments.get("kv_cache_dtype", "auto"),
+        dp=scenario.dp_groups,
     )
     pool = time_of_step.kv_bytes_per_token * arguments["max_total_tokens"]
     states = arguments.get("max_mamba_cache_size", 0) * len(time_of_step.layers) * 2e6
