@@ -324,6 +324,8 @@ class PackAttention:
         begun_ns = batch.begun_ns or time.perf_counter_ns()
         if type(begun_ns) is not int:
             raise TypeError(f"batch.begun_ns must be an integer, got {quoted(begun_ns)}")
+        if batch.key.__hash__ is None:  # may change in place, and then equals itself
+            raise TypeError(f"batch.key must be hashable, got {quoted(batch.key)}")
         lens = batch.seq_lens
         check_seq_lens(lens)
         if req_to_token is not self._checked_table:

@@ -120,10 +120,10 @@ class DecodeBatch(NamedTuple):
         marks a padding row, whose output is 0 and whose LSE is -inf.
     paths: the batch's paths, or a forest that has these paths until its next update(). Rows after
         the forest's last request have no path.
-    key: batches with equal keys must have the same paths, the same rows in the same order, and
-        shared KV in the same slots. A plan may then be reused while `seq_lens` grow. If the key is
-        None, plan() compares the paths themselves, and reads the slots of shared KV again in each
-        step.
+    key: hashable. Batches with equal keys must have the same paths, the same rows in the same
+        order, and shared KV in the same slots. A plan may then be reused while `seq_lens` grow. If
+        the key is None, plan() compares the paths themselves, and reads the slots of shared KV
+        again in each step.
     begun_ns: `time.perf_counter_ns()` at the time from which the step's planning time counts. 0:
         it counts from the call of plan().
     """

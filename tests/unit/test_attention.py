@@ -420,8 +420,9 @@ INT_VECTOR = "must be 1-D torch.int64 or torch.int32, got"
         (
             "batch",
             batch_of(np.array([4, 0, 5, 0], np.int32)[::2]),
-            r"batch.seq_lens must be contiguous, got strides \(8,\)",
+            r"contiguous, got strides \(8,\)",
         ),
+        ("batch", batch_of([4, 5])._replace(key=[7]), r"batch.key must be hashable, got \[7\]"),
         (
             "batch",
             batch_of([4, 5], [[(1, 0, 4)], []]),
