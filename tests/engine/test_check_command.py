@@ -154,4 +154,4 @@ def test_the_command(error: str, tiny_model: Path, tmp_path: Path) -> None:
     assert all(each["retractions"] > 0 for each in result["servers"].values())
     counted = result["stats"]
     assert counted["kv_tokens_planned"] < 0.8 * counted["kv_tokens_query_centric"]
-    assert counted["tree_events"].keys() >= {"split", "evict"}
+    assert min(counted["batch_changes"]["split"], counted["tree_events"]["evict"]) > 0
