@@ -59,7 +59,7 @@ def test_routes_of_a_model_without_its_weights(tmp_path: Path) -> None:
     assert h100 == "No GPU here: the answer is for an H100."
     assert assumed.startswith("Assumed: one GPU and default options")
     assert f"those of {support.row_of('speculative decoding').supported}. Otherwise" in drafts
-    assert "pat decodes the same layers without windows, and reads" in as_a_draft_model
+    assert "pat decodes the same layers without windows, and pat reads in them" in as_a_draft_model
     assert as_a_draft_model.endswith("fa3 reads its prompts.")
     assert head == ("pat decodes 4 of 4 layers, 2 of them with sliding windows; prefill on fa3")
     assert [row.split(maxsplit=2) for row in rows] == [["0-3", "pat"]]
