@@ -2,9 +2,9 @@
 
 - LoRA makes tensors in pinned memory. The plug-in pins nothing.
 - The hierarchical cache copies KV between its tiers with kernels. The plug-in copies with torch, as
-far as an
-  engine with HICACHE_ARGUMENTS needs.
-- Data parallelism pads a batch on a CPU with a fill length that `torch_native` lacks.
+  far as an engine with HICACHE_ARGUMENTS needs.
+- Data parallelism pads a batch on a CPU with a fill length that `torch_native` lacks, and in 0.5.17
+  gathers it by an operator without a CPU version. The plug-in gathers with `torch.distributed`.
 
 With a driver nothing is replaced. The replacements apply to every backend.
 """
@@ -37,6 +37,7 @@ def register() -> None:
     """The plug-in's entry point, in every process of the engine."""
     if cuda_driver_is_present():
         return
+    from sglang.srt.distributed.parallel_state import GroupCoordinator as Group
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.pool_host import common, mha
 
@@ -45,6 +46,8 @@ def register() -> None:
     for device in ("cpu", "cuda"):  # 0.5.17 uses the GPU's entry
         name = f"get_{device}_graph_seq_len_fill_value"
         setattr(TorchNativeAttnBackend, name, lambda self: 1)
+    Group.all_gather_into_tensor = Group._all_gather_into_tensor
+    Group.reduce_scatter_tensor = Group._reduce_scatter_tensor
     torch.Tensor.pin_memory = lambda self, *args: self
     mha.transfer_kv_direct = transfer_kv_direct
     common.ALLOC_MEMORY_FUNCS["cpu"] = new_host_memory
