@@ -53,10 +53,7 @@ print("registered")
 
 @pytest.mark.nightly
 def test_a_scheduler_imports_pat_in_a_fraction_of_a_second() -> None:
-    """The second import is measured, since the first may write bytecode.
-
-    Of SGLang, pat adds one module of 81 lines, which most of its attention backends import too.
-    """
+    """The second import is measured, as the first may write bytecode; `verify_mask` is small."""
     code = """
 import sys, time
 import sglang.srt.managers.scheduler
