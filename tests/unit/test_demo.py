@@ -65,7 +65,7 @@ def test_workload_is_a_tree_of_three_levels() -> None:
 def test_prompts_are_texts_and_answers_are_shown_as_text(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")  # no line of the longest question is broken
+    monkeypatch.setattr(comparison.console, "width", 200)  # breaks no line of the longest question
     requests, words = make_requests(48), Words()
     for request in requests:
         assert (
