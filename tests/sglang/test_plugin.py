@@ -56,7 +56,7 @@ def test_a_scheduler_imports_pat_in_a_fraction_of_a_second() -> None:
     """The second import is measured, as the first may write bytecode; `verify_mask` is small."""
     code = """
 import sys, time
-import sglang.srt.managers.scheduler
+import sglang.srt.managers.scheduler, sglang.srt.layers.attention.base_attn_backend
 before, begun = {*sys.modules, "sglang.srt.layers.attention.verify_mask"}, time.perf_counter()
 import sglang_pat.sglang.start.argument_rewrite, sglang_pat.sglang.attach
 seconds = time.perf_counter() - begun
