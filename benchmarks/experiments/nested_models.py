@@ -84,11 +84,7 @@ def write_head(folder: Path, config: Mapping[str, Any]) -> Path:
     Path
         The head's folder.
     """
-    path = folder / "head"
-    path.mkdir()
-    head = {**config, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
-    (path / "config.json").write_text(json.dumps(head, indent=2) + "\n")
-    write_tokenizer(path, config["vocab_size"], config["eos_token_id"])
+    path = _write_config(folder, "LlamaForCausalLMEagle", config)
     # EAGLE's layer does not begin with a norm, but embeddings have the length of normed ones.
     weights = {
         name.removeprefix("model."): weight
@@ -121,16 +117,7 @@ def write_eagle3_head(folder: Path, config: Mapping[str, Any]) -> Path:
     Path
         The head's folder.
     """
-    path = folder / "eagle3"
-    path.mkdir()
-    head = {
-        **config,
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "num_hidden_layers": 1,
-        "draft_vocab_size": None,
-    }
-    (path / "config.json").write_text(json.dumps(head, indent=2) + "\n")
-    write_tokenizer(path, config["vocab_size"], config["eos_token_id"])
+    path = _write_config(folder, "LlamaForCausalLMEagle3", {**config, "draft_vocab_size": None})
     hidden, inner, width = (
         config[name] for name in ("hidden_size", "intermediate_size", "head_dim")
     )
@@ -209,6 +196,16 @@ def write_blocks(
     if is_dspark:
         blocks |= {"markov_rank": 256, "markov_head_type": "vanilla"}
     (path / "config.json").write_text(json.dumps(blocks, indent=2) + "\n")
+    return path
+
+
+def _write_config(folder: Path, architecture: str, config: Mapping[str, Any]) -> Path:
+    """Write the configuration and tokenizer of a head with one layer, and return their folder."""
+    path = folder / architecture
+    path.mkdir()
+    head = {**config, "architectures": [architecture], "num_hidden_layers": 1}
+    (path / "config.json").write_text(json.dumps(head, indent=2) + "\n")
+    write_tokenizer(path, config["vocab_size"], config["eos_token_id"])
     return path
 
 
