@@ -107,6 +107,7 @@ KINDS = {
     "small": Drafting("STANDALONE", 3, 1, 4, "small", 15),
     "same": Drafting("STANDALONE", 3, 1, 4, "same", 4),
 }
+HEADS = {"head": write_head, "eagle3": write_eagle3_head}  # sources that are heads of one layer
 NONE = "none"
 NO_DRAFTS = Drafting("", 0, 0, 1, None, 4)
 NGRAM_TAILS = Path(__file__).parent / "ngram_tails"
@@ -160,13 +161,8 @@ def gigabytes(shape: ModelShape, drafts: str, layers: int, draft_layers: int, sl
     )
     layer = hidden * (2 * q_size + 2 * kv_size + 3 * inner)
     ends = 2 * config["vocab_size"] * hidden
-    drafting_layers = {
-        "small": draft_layers,
-        "same": layers,
-        "head": 1,
-        "eagle3": 1,
-        "blocks": BLOCK_LAYERS,
-    }
+    drafting_layers = {"small": draft_layers, "same": layers, "blocks": BLOCK_LAYERS}
+    drafting_layers |= dict.fromkeys(HEADS, 1)
     more = drafting_layers.get(kind.source or "", 0)
     numbers = (layers + more) * (layer + 2 * kv_size * slots) + ends
     if kind.source == "blocks":
@@ -461,18 +457,17 @@ def run(args: argparse.Namespace) -> int:
         folder = Path(name)
         models = write_nested(folder, shape.config, [*layers.values()], args.draft_layers)
         sources = {each: drafting(each).source for each in drafts}
-        head = write_head(folder, shape.config) if "head" in sources.values() else None
-        eagle3 = write_eagle3_head(folder, shape.config) if "eagle3" in drafts else None
+        heads = {
+            source: write(folder, shape.config)
+            for source, write in HEADS.items()
+            if source in sources.values()
+        }
         arguments = shape.arguments | _shared_device(shape, cases)
 
         def starts_of(each: str) -> dict[str, Start]:
             model = models[layers[each]]
-            draft = {
-                "same": model,
-                "small": models[args.draft_layers],
-                "head": head,
-                "eagle3": eagle3,
-            }.get(sources[each] or "")
+            drafters = {"same": model, "small": models[args.draft_layers], **heads}
+            draft = drafters.get(sources[each] or "")
             if sources[each] == "blocks":
                 draft = write_blocks(
                     folder, shape.config, layers[each], KINDS[each].tokens, KINDS[each].algorithm
