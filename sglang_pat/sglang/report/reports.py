@@ -95,7 +95,7 @@ def install_in_scheduler(hook: Hook) -> None:
 def _after_get_internal_state(state: Any, *_: object) -> Any:
     """Hook AFTER Scheduler.get_internal_state, which `/server_info` calls: write the stats file."""
     try:
-        StatsFile.started[-1].write()
+        StatsFile.latest.write()
     except Exception:
         logger.exception("pat could not write the stats file")
     return state

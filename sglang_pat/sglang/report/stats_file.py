@@ -28,7 +28,7 @@ class StatsFile:
     written once more when the process ends, unless a signal kills the process.
     """
 
-    started: ClassVar[list[StatsFile]] = []  # of this process
+    latest: ClassVar[StatsFile]  # that was started in this process
 
     def __init__(self, path: Path, read_counters: Callable[[], Counters]) -> None:
         self._path = path
@@ -40,7 +40,7 @@ class StatsFile:
     def start(self) -> None:
         """Write the file, and keep it up to date until the process ends."""
         self.write()
-        self.started.append(self)
+        StatsFile.latest = self
         atexit.register(self.write)
         threading.Thread(target=self._run, name="sglang-pat stats file", daemon=True).start()
 
