@@ -74,13 +74,14 @@ class WindowRows:
         lens = step.seq_lens.long().clamp(max=width)[:, None]
         in_window = self.window.attended(lens)
         first = torch.maximum(cuts.long()[:size, None], lens - in_window)
-        positions = first + torch.arange(self.window.tokens, device=lens.device)
+        columns = torch.arange(self.window.tokens, device=lens.device)
+        positions = first + columns
         positions -= in_window * (positions >= lens)
         positions = torch.minimum(positions, lens - 1).clamp_(min=0)
         rows = step.req_pool_indices.long().clamp(0, len(step.req_to_token) - 1)  # of padding: any
         slots = step.req_to_token[rows[:, None], positions]
         if slot_map is not None:
-            read = slots[torch.arange(self.window.tokens, device=lens.device) < in_window]
+            read = slots[columns < in_window]
             check_within("req_to_token must hold slots of slot_map", read, len(slot_map))
             slots = slot_map[slots.long().clamp(0, len(slot_map) - 1)]
         self.slots[:size] = slots
